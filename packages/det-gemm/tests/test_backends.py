@@ -1,20 +1,20 @@
 """Every backend of det_gemm that runs here, held to the rules of all operators; and what is special to det_gemm."""
 
+from itertools import product
+
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_kernels.core.testing import Case, Draw
+from rl_kernels.core.operator import Call
+from rl_kernels.core.testing import Case, Draw, far, spec_of
 from rl_kernels.core.testing.planted import Bug, Mutants
 from rl_kernels.det_gemm import det_gemm, det_gemm_dw, det_linear
 from rl_kernels.det_gemm.op import OPERATOR
 from rl_kernels.lab.check.conformance import Conformance
 
-HALVES = [torch.bfloat16, torch.float16]
-DTYPES = [torch.float32, *HALVES]
-
-
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLANTED = (
     Mutants(
         "native",
@@ -74,6 +74,57 @@ class TestConformance(Conformance):
         Case("dw", {"m_dim": 2050, "n_dim": 4096, "k_dim": 1024}, {}, "det_gemm_dw", grad=False),
     )
 
+    @pytest.mark.smoke
+    def test_plain_cases(self):
+        for name in ("odd", "linear", "segments", "dw-continued"):
+            for relation in ("accuracy", "gradients") if name != "dw-continued" else ("accuracy",):
+                self.test_relation("native", relation, "fp32", spec_of(OPERATOR).case(name))
+        self.test_relation("native", "invariance", "fp32", spec_of(OPERATOR).case("odd"))
+        self.test_relation("native", "robustness", "fp32", spec_of(OPERATOR).case("linear"))
+
+
+def same(found, expected):
+    return all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.smoke
+def test_gradients_are_the_public_products():
+    draw = Draw(torch.bfloat16, seed=3)
+    x, weight = draw.normal(2, 17, 30).requires_grad_(), draw.normal(20, 30).requires_grad_()
+    bias, upstream = draw.normal(20).requires_grad_(), draw.normal(2, 17, 20)
+    dx, dweight, dbias = torch.autograd.grad(det_linear(x, weight, bias), (x, weight, bias), upstream)
+    rows, dc = x.detach().flatten(0, 1), upstream.flatten(0, 1)
+    assert torch.equal(dx.flatten(0, 1), det_gemm(dc, weight.detach()))
+    assert torch.equal(dweight, det_gemm_dw(rows, dc).t())
+    assert torch.equal(dbias, det_gemm_dw(rows.new_ones(34, 1), dc)[0])
+
+
+def test_out_dtype_is_the_one_rounding_and_that_of_an_upstream_gradient_comes_first():
+    for dtype, wanted in product(DTYPES, DTYPES):
+        draw = Draw(dtype, seed=5)
+        a, b, upstream = draw.normal(17, 40), draw.normal(40, 17), draw.normal(17, 17, dtype=torch.float32).to(wanted)
+        assert torch.equal(det_gemm(a, b, out_dtype=wanted), det_gemm(a, b, out_dtype=torch.float32).to(wanted))
+        assert torch.equal(det_gemm_dw(b, b, out_dtype=wanted), det_gemm_dw(b, b, out_dtype=torch.float32).to(wanted))
+        leaves = a.requires_grad_(), b.requires_grad_()
+        found = torch.autograd.grad(det_gemm(*leaves, out_dtype=wanted), leaves, upstream)
+        expected = torch.autograd.grad(det_gemm(*leaves), leaves, upstream.to(dtype))
+        assert found[0].dtype == found[1].dtype == dtype
+        assert same(found, expected)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+def test_empty_shapes():
+    for m, k, n in ((0, 5, 4), (3, 0, 4), (3, 5, 0), (0, 0, 0)):
+        a, b, bias = torch.ones(m, k, requires_grad=True), torch.ones(k, n, requires_grad=True), torch.full((n,), 7.0)
+        out = det_gemm(a, b)
+        assert torch.equal(out, torch.full((m, n), float(k)))
+        da, db = torch.autograd.grad(out, (a, b), torch.ones(m, n))
+        assert torch.equal(da, torch.full((m, k), float(n)))
+        assert torch.equal(db, torch.full((k, n), float(m)))
+        assert torch.equal(det_gemm_dw(a.detach(), torch.ones(m, n)), torch.full((k, n), float(m)))
+        x = a.detach().expand(2, m, k)
+        assert torch.equal(det_linear(x, b.detach().t(), bias), torch.full((2, m, n), k + 7.0))
+
 
 class RawOps(TorchDispatchMode):
     """Lists the raw ops that run inside the block."""
@@ -88,87 +139,16 @@ class RawOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_gradients_are_the_public_products():
-    draw = Draw(torch.bfloat16, seed=3)
-    x, weight = draw.normal(2, 17, 30).requires_grad_(), draw.normal(20, 30).requires_grad_()
-    bias, upstream = draw.normal(20).requires_grad_(), draw.normal(2, 17, 20)
-    dx, dweight, dbias = torch.autograd.grad(det_linear(x, weight, bias), (x, weight, bias), upstream)
-    rows, dc = x.detach().flatten(0, 1), upstream.flatten(0, 1)
-    assert torch.equal(dx.flatten(0, 1), det_gemm(dc, weight.detach()))
-    assert torch.equal(dweight, det_gemm_dw(rows, dc).t())
-    assert torch.equal(dbias, det_gemm_dw(rows.new_ones(34, 1), dc)[0])
-
-
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_an_upstream_gradient_of_another_dtype_is_rounded_first(dtype):
-    draw = Draw(dtype, seed=4)
-    a, b = draw.normal(17, 30).requires_grad_(), draw.normal(30, 20).requires_grad_()
-    upstream = draw.normal(17, 20, dtype=torch.float32)
-    wide = torch.autograd.grad(det_gemm(a, b, out_dtype=torch.float32), (a, b), upstream)
-    narrow = torch.autograd.grad(det_gemm(a, b), (a, b), upstream.to(dtype))
-    assert [grad.dtype for grad in wide] == [dtype, dtype]
-    assert all(torch.equal(one, other) for one, other in zip(wide, narrow, strict=True))
-
-
-@pytest.mark.parametrize("wanted", DTYPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_out_dtype_is_the_one_rounding(dtype, wanted):
-    draw = Draw(dtype, seed=5)
-    a, b = draw.normal(6, 40), draw.normal(40, 5)
-    assert torch.equal(det_gemm(a, b, out_dtype=wanted), det_gemm(a, b, out_dtype=torch.float32).to(wanted))
-    assert torch.equal(det_gemm_dw(b, b, out_dtype=wanted), det_gemm_dw(b, b, out_dtype=torch.float32).to(wanted))
-
-
-@pytest.mark.parametrize(("m", "k", "n"), [(0, 5, 4), (3, 0, 4), (3, 5, 0), (0, 0, 0)])
-@pytest.mark.usefixtures("poisoned_empty")
-def test_empty_shapes(m, k, n):
-    a, b, bias = torch.ones(m, k, requires_grad=True), torch.ones(k, n, requires_grad=True), torch.full((n,), 7.0)
-    out = det_gemm(a, b)
-    assert torch.equal(out, torch.full((m, n), float(k)))
-    da, db = torch.autograd.grad(out, (a, b), torch.ones(m, n))
-    assert torch.equal(da, torch.full((m, k), float(n)))
-    assert torch.equal(db, torch.full((k, n), float(m)))
-    assert torch.equal(det_gemm_dw(a.detach(), torch.ones(m, n)), torch.full((k, n), float(m)))
-    x = a.detach().expand(2, m, k)
-    assert torch.equal(det_linear(x, b.detach().t(), bias), torch.full((2, m, n), k + 7.0))
-
-
-@pytest.mark.usefixtures("poisoned_empty")
-def test_results_are_wholly_written_and_inputs_unchanged():
-    draw = Draw(torch.float32, seed=6)
-    x, weight, bias = draw.normal(70, 33), draw.normal(4100, 33), draw.normal(4100)
-    copies = [value.clone() for value in (x, weight, bias)]
-    leaves = [value.requires_grad_() for value in (x, weight, bias)]
-    out = det_linear(*leaves)
-    grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
-    assert all(bool(value.isfinite().all()) for value in (out, *grads))
-    assert all(torch.equal(value, copy) for value, copy in zip(leaves, copies, strict=True))
-
-
-def test_expanded_and_offset_operands():
-    draw = Draw(torch.float32, seed=7)
-    row, b = draw.normal(1, 37), draw.normal(74, 40)
-    expanded = row.expand(5, 37)
-    assert torch.equal(det_gemm(expanded, b[3:40, 5:24]), det_gemm(row, b[3:40, 5:24].clone()).expand(5, 19))
-    assert torch.equal(det_gemm_dw(expanded, b[:5]), det_gemm_dw(expanded.clone(), b[:5].clone()))
-
-
 def test_only_the_products_that_are_needed_run():
     draw = Draw(torch.float32, seed=8)
-    x, weight, bias = draw.normal(5, 6), draw.normal(4, 6), draw.normal(4)
-    expected = {
-        "x": ["forward"],
-        "weight": ["weight_gradient"],
-        "bias": ["weight_gradient"],
-    }
-    for needed, value in (("x", x), ("weight", weight), ("bias", bias)):
-        value.requires_grad_()
-        out = det_linear(x, weight, bias)
+    operands = draw.normal(5, 6), draw.normal(4, 6), draw.normal(4)
+    for place, name in enumerate(("forward", "weight_gradient", "weight_gradient")):
+        leaves = [value.clone().requires_grad_(at == place) for at, value in enumerate(operands)]
+        out = det_linear(*leaves)
         with RawOps() as ran:
             out.sum().backward()
-        assert ran.names == expected[needed]
-        assert value.grad.shape == value.shape
-        value.requires_grad_(False)
+        assert ran.names == [name]
+        assert leaves[place].grad.shape == operands[place].shape
 
 
 def test_no_graph_without_need():
@@ -176,54 +156,42 @@ def test_no_graph_without_need():
     assert not det_gemm(a, b.detach()).requires_grad
     with torch.no_grad():
         assert not det_gemm(a, b).requires_grad
-        assert torch.equal(det_gemm_dw(a, b.t()[:, :2].reshape(2, 2)), a.t() @ b.t()[:, :2])
+        # Here operands of a weight gradient may require grad.
+        assert torch.equal(det_gemm_dw(a, b.view(2, 3)), a.t() @ b.view(2, 3))
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_autocast_casts_as_linear_does(dtype):
-    draw = Draw(torch.float32, seed=9)
-    x, weight = draw.normal(3, 5, 40).requires_grad_(), draw.normal(8, 40, scale=0.2).requires_grad_()
-    bias, upstream = draw.normal(8, dtype=dtype).requires_grad_(), draw.normal(3, 5, 8, dtype=dtype)
-    leaves = (x, weight, bias)
-    with torch.autocast("cpu", dtype):
-        found, plain = det_linear(*leaves), F.linear(*leaves)
-    assert found.dtype == plain.dtype == dtype
-    explicit = det_linear(*(value.to(dtype) for value in leaves))
-    assert torch.equal(found, explicit)
-    torch.testing.assert_close(found, plain, rtol=2e-2, atol=2e-2)
-    grads, expected = (torch.autograd.grad(out, leaves, upstream) for out in (found, explicit))
-    assert [grad.dtype for grad in grads] == [torch.float32, torch.float32, dtype]
-    assert all(torch.equal(grad, other) for grad, other in zip(grads, expected, strict=True))
-
-
-def test_what_autocast_casts_is_remembered_apart():
+def test_autocast_is_part_of_what_is_remembered():
     x, weight = torch.ones(2, 8), torch.ones(3, 8, dtype=torch.bfloat16)
     for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16):
-            assert det_linear(x, weight).dtype == torch.bfloat16
-        with torch.autocast("cpu", torch.float16):
-            assert det_linear(x, weight).dtype == torch.float16
+        for dtype in DTYPES[1:]:
+            with torch.autocast("cpu", dtype):
+                assert det_linear(x, weight).dtype == dtype
         with pytest.raises(TypeError, match=r"weight: expected dtype torch\.float32"):
             det_linear(x, weight)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="b: expected dtype"):
+        det_gemm(x, weight.t())
 
 
-def test_autocast_finds_main_grad_on_the_parameter():
+def test_autocast_casts_back_and_finds_main_grad_on_the_parameter():
     draw = Draw(torch.float32, seed=10)
-    x, upstream = draw.normal(20, 40), draw.normal(20, 8, dtype=torch.bfloat16)
-    weight = torch.nn.Parameter(draw.normal(8, 40))
+    x, upstream = draw.normal(20, 40).requires_grad_(), draw.normal(20, 8, dtype=torch.bfloat16)
+    weight, bias = torch.nn.Parameter(draw.normal(8, 40)), draw.normal(8, dtype=torch.bfloat16).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = det_linear(x, weight, bias)
+    halves = [value.detach().bfloat16().requires_grad_() for value in (x, weight, bias)]
+    explicit = det_linear(*halves)
+    assert torch.equal(out, explicit)
+    found, expected = (
+        torch.autograd.grad(out, (x, weight, bias), upstream),
+        torch.autograd.grad(explicit, halves, upstream),
+    )
+    assert [grad.dtype for grad in found] == [torch.float32, torch.float32, torch.bfloat16]
+    assert same(found, (expected[0].float(), expected[1].float(), expected[2]))
     weight.main_grad = torch.zeros(8, 40)
     with torch.autocast("cpu", torch.bfloat16):
         det_linear(x, weight).backward(upstream)
     assert weight.grad is None
-    assert torch.equal(weight.main_grad, det_gemm_dw(x.bfloat16(), upstream, out_dtype=torch.float32).t())
-
-
-def test_autocast_leaves_det_gemm_alone():
-    a, b = torch.ones(2, 3), torch.ones(3, 2)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert det_gemm(a, b).dtype == torch.float32
-        with pytest.raises(TypeError, match="b: expected dtype"):
-            det_gemm(a, b.bfloat16())
+    assert torch.equal(weight.main_grad, det_gemm_dw(x.detach().bfloat16(), upstream, out_dtype=torch.float32).t())
 
 
 def test_double_backward_raises_for_every_gradient():
@@ -234,3 +202,32 @@ def test_double_backward_raises_for_every_gradient():
         (grad,) = torch.autograd.grad(out, leaf, create_graph=True)
         with pytest.raises(RuntimeError, match="double backward is not supported"):
             grad.sum().backward()
+
+
+def results(backend, x, weight, bias, upstream, main_grad):
+    """Return the product, the gradients of its operands, and the gradient of the weight alone and in a buffer."""
+    leaves = [value.detach().requires_grad_() for value in (x, weight, bias)]
+    out = det_linear(*leaves, backend=backend)
+    dweight = det_gemm_dw(upstream, x, backend=backend)
+    total = det_gemm_dw(upstream, x, accumulate_into=main_grad, backend=backend)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream), dweight, total.clone()]
+
+
+SIZES = {"a stride": (2, 2, 2), "an index times a stride": (24, 40, 16)}
+FAR = [
+    pytest.param(backend.name, sizes, id=f"{backend.name}-{name}", marks=[pytest.mark.gpu] * (DEVICE == "cuda"))
+    for backend in OPERATOR.backends
+    for name, sizes in SIZES.items()
+    if backend.why_not(Call.of(torch.zeros(1, device=DEVICE).half(), N=sizes[2], K=sizes[1])) is None
+]
+
+
+@pytest.mark.parametrize(("backend", "sizes"), FAR)
+def test_elements_beyond_an_offset_of_32_bits(backend, sizes):
+    draw, (m, k, n) = Draw(torch.float16, DEVICE), sizes
+    operands = [draw.normal(*shape) for shape in ((m, k), (n, k), (n,), (m, n))] + [torch.ones(n, k, device=DEVICE)]
+    expected = results(backend, *(x.clone() for x in operands))
+    for place, name in enumerate(("x", "weight", "bias", "upstream", "main_grad")):
+        for dim in range(operands[place].ndim):
+            moved = [far(x, dim) if at == place else x.clone() for at, x in enumerate(operands)]
+            assert same(results(backend, *moved), expected), f"{name}, dim {dim}"

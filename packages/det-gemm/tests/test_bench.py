@@ -22,18 +22,13 @@ class TestBench(BenchConformance):
 def test_the_three_products_are_those_of_a_linear_layer():
     """Forward NT, dA NN, dW TN, as autograd takes them of ``F.linear``."""
     m, n, k = 6, 5, 4
-    drawn = {
-        name: SPEC.inputs(each.case, Draw(torch.float32)) for name, each in BENCH.passes(Shape((m, n, k)), 4).items()
-    }
-    assert [tuple(drawn[name][key].shape) for name, key in (("forward", "a"), ("dA", "a"), ("dW", "dc"))] == [
-        (m, k),
-        (m, n),
-        (m, n),
-    ]
-    assert drawn["forward"]["b"].t().is_contiguous()
-    assert drawn["dA"]["b"].shape == (n, k)
-    assert drawn["dA"]["b"].is_contiguous()
-    assert drawn["dW"]["a"].shape == (m, k)
+    forward, da, dw = (
+        SPEC.inputs(each.case, Draw(torch.float32)) for each in BENCH.passes(Shape((m, n, k)), 4).values()
+    )
+    assert (forward["a"].shape, da["a"].shape, da["b"].shape) == ((m, k), (m, n), (n, k))
+    assert (dw["a"].shape, dw["dc"].shape) == ((m, k), (m, n))
+    assert forward["b"].t().is_contiguous()
+    assert da["b"].is_contiguous()
 
 
 def test_layers_of_the_models():

@@ -17,21 +17,14 @@ def compiled(function):
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_module_forward_and_backward(dtype):
-    draw = Draw(dtype, seed=1)
-    layer, x, upstream = DetLinear(24, 10, dtype=dtype), draw.normal(2, 5, 24).requires_grad_(), draw.normal(2, 5, 10)
-    leaves = (x, layer.weight, layer.bias)
-    expected = layer(x)
-    found = compiled(layer)(x)
-    assert torch.equal(found, expected)
-    gradients = (torch.autograd.grad(out, leaves, upstream) for out in (found, expected))
+def test_module_in_bf16_and_main_grad():
+    draw = Draw(torch.bfloat16, seed=1)
+    layer, x, upstream = DetLinear(24, 10, dtype=torch.bfloat16), draw.normal(2, 8, 24), draw.normal(2, 8, 10)
+    leaves = (x.requires_grad_(), layer.weight, layer.bias)
+    outs = compiled(layer)(x), layer(x)
+    assert torch.equal(*outs)
+    gradients = (torch.autograd.grad(out, leaves, upstream) for out in outs)
     assert all(torch.equal(value, other) for value, other in zip(*gradients, strict=True))
-
-
-def test_module_continues_main_grad():
-    draw = Draw(torch.float32, seed=2)
-    layer, x, upstream = DetLinear(24, 10), draw.normal(16, 24), draw.normal(16, 10)
     buffers = []
     for module in (layer, compiled(layer)):
         layer.weight.main_grad = torch.ones(10, 24)
@@ -65,7 +58,7 @@ def test_a_changing_number_of_rows_compiles_twice_at_most():
     counter = CompileCounter()
     layer, draw = DetLinear(24, 10), Draw(torch.float32, seed=5)
     run = torch.compile(layer, fullgraph=True, backend=counter)
-    for rows in (5, 6, 9, 33, 64, 100):
+    for rows in (5, 6, 33, 100):
         x = draw.normal(rows, 24)
         assert torch.equal(run(x), layer(x))
     assert counter.frame_count <= 2

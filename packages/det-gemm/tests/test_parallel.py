@@ -1,5 +1,7 @@
 """Linear layers cut over ranks have the bits of one process; bad calls raise the same error on each rank."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import distributed
@@ -37,61 +39,60 @@ def expected(dtype, bias, **segments):
 
 
 def in_ranks(rank, world):
-    """Return what differs from one process, and the errors of bad calls."""
-    group, failed = distributed.group.WORLD, []
+    """Return what differs from one process, in all ranks and in two groups of half, and the errors of bad calls."""
+    half, group = world // 2, distributed.group.WORLD
+    halves = [distributed.new_group([*range(first, first + half)]) for first in (0, half)]
+    failed = differing(rank, world, group) + differing(rank % half, half, halves[rank // half])
+    return failed + continued(rank, world, group), errors(rank, world, group)
+
+
+def differing(rank, world, group):
+    """Return the results that have other bits than those of one process."""
+    failed = []
 
     def same(name, found, wanted):
-        if (found is None) != (wanted is None) or (found is not None and not bits_of(found).equal(bits_of(wanted))):
-            failed.append((name, dtype, bias))
+        for result, a, b in zip(("output", "dx", "dweight", "dbias"), found, wanted, strict=True):
+            if (a is None) != (b is None) or (a is not None and not bits_of(a).equal(bits_of(b))):
+                failed.append((name, result, dtype, bias, dim))
 
     def part(x, dim):
-        return None if x is None else x.chunk(world, dim)[rank].contiguous()
+        return None if x is None or dim is None else x.chunk(world, dim)[rank].contiguous()
 
-    for dtype in DTYPES:
-        for bias in (True, False):
-            x, weight, b, upstream = operands(dtype, bias)
-            want, dx, dw, db = expected(dtype, bias, dx_segments=SEGMENTS)
-            for dim in (None, 1):
-                mine = leaves(x, part(weight, 0), part(b, 0))
-                out = column_parallel_linear(*mine, process_group=group, dx_segments=SEGMENTS, scatter_dim=dim)
-                same("column", out.detach(), part(want, 2))
-                found = gradients(out, part(upstream, 2), *mine)
-                same(
-                    "column dx", found[0] if dim is None else part(found[0], dim), dx if dim is None else part(dx, dim)
-                )
-                same("column dw", found[1], part(dw, 0))
-                same("column db", found[2], part(db, 0))
-            want, dx, dw, db = expected(dtype, bias, k_segments=SEGMENTS)
-            for dim in (None, 1):
-                mine = leaves(part(x, 2), part(weight, 1), b)
-                out = row_parallel_linear(*mine, process_group=group, k_segments=SEGMENTS, scatter_dim=dim)
-                same("row", out.detach(), want if dim is None else part(want, dim))
-                found = gradients(out, upstream if dim is None else part(upstream, dim), *mine)
-                same("row dx", found[0], part(dx, 2))
-                same("row dw", found[1], part(dw, 1))
-                same("row db", found[2], db)
-    continued(rank, world, same_main := [])
-    return failed + same_main, errors(rank, world, group)
+    for dtype, bias, dim in product(DTYPES, (True, False), (None, 1)):
+        x, weight, b, upstream = operands(dtype, bias)
+        out, dx, dw, db = expected(dtype, bias, dx_segments=SEGMENTS)
+        mine = leaves(x, part(weight, 0), part(b, 0))
+        found = column_parallel_linear(*mine, process_group=group, dx_segments=SEGMENTS, scatter_dim=dim)
+        grads = gradients(found, part(upstream, 2), *mine)
+        if dim is not None:
+            grads[0], dx = part(grads[0], dim), part(dx, dim)
+        same("column", [found.detach(), *grads], [part(out, 2), dx, part(dw, 0), part(db, 0)])
+        out, dx, dw, db = expected(dtype, bias, k_segments=SEGMENTS)
+        mine = leaves(part(x, 2), part(weight, 1), b)
+        found = row_parallel_linear(*mine, process_group=group, k_segments=SEGMENTS, scatter_dim=dim)
+        if dim is not None:
+            upstream, out = part(upstream, dim), part(out, dim)
+        grads = gradients(found, upstream, *mine)
+        same("row", [found.detach(), *grads], [out, part(dx, 2), part(dw, 1), db])
+    return failed
 
 
-def continued(rank, world, failed):
-    """Passes add to ``main_grad``; frozen inputs need no exchange."""
+def continued(rank, world, group):
+    """Passes add to ``main_grad``; frozen inputs need no exchange; return what is wrong."""
     x, weight, _, upstream = operands(torch.float32)
-    whole = weight.clone().requires_grad_()
-    whole.main_grad = torch.zeros_like(weight)
-    mine = weight.chunk(world, 1)[rank].contiguous().requires_grad_()
-    mine.main_grad = torch.zeros_like(mine)
+    whole, mine = leaves(weight, weight.chunk(world, 1)[rank].contiguous())
+    whole.main_grad, mine.main_grad = torch.zeros_like(whole), torch.zeros_like(mine)
+    part = x.chunk(world, 2)[rank].contiguous()
     for _ in range(2):
         det_linear(x, whole, k_segments=SEGMENTS).backward(upstream)
-        part = x.chunk(world, 2)[rank].contiguous()
-        row_parallel_linear(part, mine, process_group=distributed.group.WORLD).backward(upstream)
+        row_parallel_linear(part, mine, process_group=group).backward(upstream)
     # What another op adds to .grad goes to main_grad too.
     ((det_linear(x, whole, k_segments=SEGMENTS) * upstream).sum() + whole.sum()).backward()
-    out = row_parallel_linear(part, mine, process_group=distributed.group.WORLD)
+    out = row_parallel_linear(part, mine, process_group=group)
     ((out * upstream).sum() + mine.sum()).backward()
     wanted = whole.main_grad.chunk(world, 1)[rank]
-    if mine.grad is not None or not bits_of(mine.main_grad).equal(bits_of(wanted)):
-        failed.append("main_grad")
+    is_right = mine.grad is None and bits_of(mine.main_grad).equal(bits_of(wanted))
+    return [] if is_right else ["main_grad"]
 
 
 def errors(rank, world, group):
@@ -130,8 +131,8 @@ def errors(rank, world, group):
     return texts
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks(world):
+def test_ranks():
+    world = 4
     results = run_ranks(in_ranks, world, world)
     for failed, _ in results:
         assert failed == []
@@ -164,16 +165,15 @@ def test_ranks(world):
         assert text.startswith(start), text
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_one_process_needs_no_group(dtype):
-    x, weight, b, upstream = operands(dtype)
+def test_one_process_needs_no_group():
     for function, segments in ((column_parallel_linear, "dx_segments"), (row_parallel_linear, "k_segments")):
-        for count in (1, 2, 4, 8):
-            mine = leaves(x, weight, b)
+        for dtype, count in product(DTYPES, (1, 2, 4, 8)):
+            *inputs, upstream = operands(dtype)
+            mine = leaves(*inputs)
             out = function(*mine, **{segments: count})
             found = [out.detach(), *gradients(out, upstream, *mine)]
             wanted = expected(dtype, True, **{segments: count})
-            assert all(bits_of(a).equal(bits_of(c)) for a, c in zip(found, wanted, strict=True))
+            assert all(bits_of(a).equal(bits_of(c)) for a, c in zip(found, wanted, strict=True)), (segments, dtype)
 
 
 def test_no_double_backward():

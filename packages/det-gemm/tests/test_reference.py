@@ -11,6 +11,10 @@ from rl_kernels.core.testing import Draw
 from rl_kernels.det_gemm import reference
 from rl_kernels.det_gemm.spec.cases import CUT_OFF, _of_product, partial_sums
 
+pytestmark = pytest.mark.smoke
+DRAW = Draw(torch.float64, seed=3)
+A, B, DC, BIAS = DRAW.normal(5, 7), DRAW.normal(7, 4), DRAW.normal(5, 4), DRAW.normal(4)
+
 
 def written_out(a, b):
     """Return ``a @ b`` for FP64 matrices, every element a correctly rounded sum."""
@@ -19,71 +23,59 @@ def written_out(a, b):
     return torch.tensor(sums, dtype=torch.float64)
 
 
-@pytest.fixture
-def operands():
-    draw = Draw(torch.float64, seed=3)
-    return draw.normal(5, 7), draw.normal(7, 4)
+def test_products():
+    torch.testing.assert_close(reference.det_gemm(A, B), written_out(A, B))
+    expected = written_out(A, B) + BIAS
+    torch.testing.assert_close(reference.det_linear(A, B.t(), BIAS), expected)
+    torch.testing.assert_close(reference.det_linear(A[0], B.t(), BIAS), expected[0])
+    torch.testing.assert_close(reference.det_linear(A.view(5, 1, 7), B.t(), BIAS), expected.view(5, 1, 4))
+    torch.testing.assert_close(reference.det_linear(A, B.t()), expected - BIAS)
 
 
-def test_product(operands):
-    a, b = operands
-    torch.testing.assert_close(reference.det_gemm(a, b), written_out(a, b))
-
-
-def test_linear_is_the_product_with_the_transpose_plus_bias(operands):
-    a, b = operands
-    bias = torch.arange(4, dtype=torch.float64)
-    expected = written_out(a, b) + bias
-    torch.testing.assert_close(reference.det_linear(a, b.t(), bias), expected)
-    torch.testing.assert_close(reference.det_linear(a[0], b.t(), bias), expected[0])
-    torch.testing.assert_close(reference.det_linear(a.view(5, 1, 7), b.t(), bias), expected.view(5, 1, 4))
-    torch.testing.assert_close(reference.det_linear(a, b.t()), expected - bias)
-
-
-def test_linear_equals_nn_linear(operands):
-    a, b = operands
-    bias = torch.arange(4, dtype=torch.float64)
-    torch.testing.assert_close(reference.det_linear(a, b.t(), bias), torch.nn.functional.linear(a, b.t(), bias))
-
-
-def test_weight_gradient_is_what_autograd_gives(operands):
-    a, b = operands
-    dc = Draw(torch.float64, seed=4).normal(5, 4)
-    (expected,) = torch.autograd.grad(reference.det_gemm(a, b.requires_grad_()), b, dc)
-    torch.testing.assert_close(reference.det_gemm_dw(a, dc), expected)
-
-
-def test_accumulation_adds_and_leaves_the_buffer(operands):
-    a, _ = operands
-    dc, buffer = Draw(torch.float64, seed=4).normal(5, 4), torch.full((7, 4), 3.0, dtype=torch.float64)
-    total = reference.det_gemm_dw(a, dc, accumulate_into=buffer)
-    torch.testing.assert_close(total, written_out(a.t(), dc) + 3)
+def test_weight_gradient_is_what_autograd_gives_and_a_buffer_is_left():
+    b = B.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(reference.det_gemm(A, b), b, DC)
+    torch.testing.assert_close(reference.det_gemm_dw(A, DC), expected)
+    buffer = torch.full((7, 4), 3.0, dtype=torch.float64)
+    torch.testing.assert_close(reference.det_gemm_dw(A, DC, accumulate_into=buffer), written_out(A.t(), DC) + 3)
     assert bool((buffer == 3).all())
 
 
+def test_result_is_rounded_once_to_the_dtype_asked_for():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        a, b, bias = A.to(dtype), B.to(dtype), torch.full((4,), 100.0, dtype=dtype)
+        wide = a.float() @ b.float()
+        assert torch.equal(reference.det_gemm(a, b), wide.to(dtype))
+        assert torch.equal(reference.det_gemm(a, b, out_dtype=torch.float32), wide)
+        assert reference.det_gemm_dw(a, a, out_dtype=torch.float32).dtype == torch.float32
+        assert torch.equal(reference.det_linear(a, b.t(), bias), (wide + 100).to(dtype))
+
+
 @pytest.mark.parametrize("terms", [0, 5, 3 * STEP + 1, 6 * STEP])
-@pytest.mark.parametrize("starts", [False, True])
-def test_partial_sums_are_those_after_each_step(terms, starts):
+def test_partial_sums_are_those_after_each_step(terms):
     """As many rows at a time as fit into ``piece``, and as many steps of all; the last time fewer."""
     draw = Draw(torch.float64, seed=5)
     a, b = draw.normal(3, terms), draw.normal(terms, 2)
-    start = draw.normal(3, 2) if starts else torch.zeros((), dtype=torch.float64)
-    ends = range(STEP, terms + STEP, STEP)
-    expected = sum(((start + written_out(a[:, :end], b[:end])).abs() for end in ends), start.new_zeros(3, 2))
-    for piece in (1, 4, 12, 24, 1 << 20):
-        torch.testing.assert_close(partial_sums(a, b, start, piece), expected)
+    for start in (torch.zeros((), dtype=torch.float64), draw.normal(3, 2)):
+        ends = range(STEP, terms + STEP, STEP)
+        expected = sum(((start + written_out(a[:, :end], b[:end])).abs() for end in ends), start.new_zeros(3, 2))
+        for piece in (1, 4, 12, 24, 1 << 20):
+            torch.testing.assert_close(partial_sums(a, b, start, piece), expected)
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the size of the largest result of ``cumsum``."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.cumsum.default:
+            self.numel = max(self.numel, made.numel())
+        return made
 
 
 def test_partial_sums_are_formed_a_piece_at_a_time():
-    class Largest(TorchDispatchMode):
-        numel = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            made = function(*args, **(kwargs or {}))
-            if function is torch.ops.aten.cumsum.default:
-                self.numel = max(self.numel, made.numel())
-            return made
-
     a, b = torch.ones(6, 10 * STEP), torch.ones(10 * STEP, 4)
     for piece, most in ((1, 4), (8, 8), (24, 24), (50, 48), (1 << 20, 240)):
         with Largest() as largest:
@@ -100,14 +92,3 @@ def test_the_budget_of_a_gpu_holds_the_truncation_of_each_step(monkeypatch):
     torch.testing.assert_close(_of_product(a, b, start), terms + partial_sums(a, b, start) * CUT_OFF)
     rows = _of_product(a.view(3, 1, 40), b)
     torch.testing.assert_close(rows[:, 0], a.abs() @ b.abs() + partial_sums(a, b, torch.zeros(())) * CUT_OFF)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_result_is_rounded_once_to_the_dtype_asked_for(operands, dtype):
-    a, b = (value.to(dtype) for value in operands)
-    wide = a.float() @ b.float()
-    assert torch.equal(reference.det_gemm(a, b), wide.to(dtype))
-    assert torch.equal(reference.det_gemm(a, b, out_dtype=torch.float32), wide)
-    assert reference.det_gemm_dw(a, a, out_dtype=torch.float32).dtype == torch.float32
-    bias = torch.full((4,), 100.0, dtype=dtype)
-    assert torch.equal(reference.det_linear(a, b.t(), bias), (wide + 100).to(dtype))

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from rl_kernels.norm import reference
 
+pytestmark = pytest.mark.smoke
 X = torch.tensor([[3.0, 4.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]], dtype=torch.float64)
 WEIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
 
@@ -38,6 +39,15 @@ def test_rows_are_rounded_before_the_weight_or_after():
     assert torch.equal(reference.rms_norm(x, weight), weight * row.bfloat16())
     assert torch.equal(reference.rms_norm(x, weight, cast_first=False), (weight.float() * row).bfloat16())
     assert not torch.equal(reference.rms_norm(x, weight), reference.rms_norm(x, weight, cast_first=False))
+
+
+def test_dtype_of_a_result_is_that_of_llamas_module():
+    for dtype in (torch.bfloat16, torch.float16):
+        x, weight = X.to(dtype), WEIGHT.float()
+        assert reference.rms_norm(x).dtype == reference.rms_norm(x, weight.to(dtype)).dtype == dtype
+        assert reference.rms_norm(x, weight).dtype == torch.float32
+        assert reference.rms_norm(x, weight, cast_first=False).dtype == dtype
+        assert reference.layer_norm(x, weight).dtype == dtype
 
 
 @pytest.mark.parametrize("residual", [None, X.flip(0)])
