@@ -4,7 +4,6 @@ from itertools import product
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import Case, Draw, far, spec_of
@@ -12,6 +11,7 @@ from rl_kernels.core.testing.planted import Bug, Mutants
 from rl_kernels.det_gemm import det_gemm, det_gemm_dw, det_linear
 from rl_kernels.det_gemm.op import OPERATOR
 from rl_kernels.lab.check.conformance import Conformance
+from rl_kernels.lab.check.relations.integration import RawCalls
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,6 +37,7 @@ PLANTED = (
                 "total += (left[row : row + STEP].t() @ right[row : row + STEP]).bfloat16()",
             ),
         ),
+        ("odd", "linear-column-major", "dw-continued"),
     ),
     Mutants(
         "triton",
@@ -126,28 +127,15 @@ def test_empty_shapes():
         assert torch.equal(det_linear(x, b.detach().t(), bias), torch.full((2, m, n), k + 7.0))
 
 
-class RawOps(TorchDispatchMode):
-    """Lists the raw ops that run inside the block."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "rl_kernels":
-            self.names.append(func.name().removeprefix("rl_kernels::det_gemm_"))
-        return func(*args, **(kwargs or {}))
-
-
 def test_only_the_products_that_are_needed_run():
     draw = Draw(torch.float32, seed=8)
     operands = draw.normal(5, 6), draw.normal(4, 6), draw.normal(4)
     for place, name in enumerate(("forward", "weight_gradient", "weight_gradient")):
         leaves = [value.clone().requires_grad_(at == place) for at, value in enumerate(operands)]
         out = det_linear(*leaves)
-        with RawOps() as ran:
+        with RawCalls() as raw:
             out.sum().backward()
-        assert ran.names == [name]
+        assert list(raw.calls) == [f"rl_kernels.det_gemm_{name}.default"]
         assert leaves[place].grad.shape == operands[place].shape
 
 

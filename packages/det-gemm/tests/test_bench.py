@@ -1,11 +1,13 @@
 """The benchmark of det_gemm on tiny shapes: the three products, their layouts, and the settings of the peers."""
 
+from itertools import product
+
 import pytest
 import torch
 
 from rl_kernels.core.testing import Draw
 from rl_kernels.det_gemm.op import OPERATOR
-from rl_kernels.det_gemm.spec.bench import BENCH, MODELS
+from rl_kernels.det_gemm.spec.bench import BENCH
 from rl_kernels.det_gemm.spec.cases import SPEC
 from rl_kernels.lab.bench.conformance import BenchConformance
 from rl_kernels.lab.bench.definition import Shape
@@ -31,19 +33,10 @@ def test_the_three_products_are_those_of_a_linear_layer():
     assert da["b"].is_contiguous()
 
 
-def test_layers_of_the_models():
-    shapes = {model: {name: (n, k) for name, n, k in layers} for model, layers in MODELS.items()}
-    assert shapes["Qwen3-8B"]["qkv"] == (6144, 4096)
-    assert shapes["Qwen3-8B"]["gate_up"] == (24576, 4096)
-    assert shapes["Llama-3.1-70B"]["qkv"] == (10240, 8192)
-    assert shapes["Llama-3.1-70B"]["down"] == (8192, 28672)
-
-
 def test_settings_without_split_k_are_put_back(monkeypatch):
     matmul, library = torch.backends.cuda.matmul, ["cublas"]
-    names = [
-        f"allow_{dtype}_reduced_precision_reduction{end}" for dtype in ("bf16", "fp16") for end in ("", "_split_k")
-    ]
+    ends = product(("bf16", "fp16"), ("", "_split_k"))
+    names = [f"allow_{dtype}_reduced_precision_reduction{end}" for dtype, end in ends]
     if not hasattr(matmul, names[1]):
         pytest.skip("this PyTorch cannot forbid split-K")
 
@@ -51,18 +44,19 @@ def test_settings_without_split_k_are_put_back(monkeypatch):
         library.extend([name] if name else [])
         return library[-1]
 
+    def allowed():
+        return [getattr(matmul, name) for name in names]
+
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", prefer)
-    before = [getattr(matmul, name) for name in names]
+    before = allowed()
     assert any(before)
     with no_split_k():
-        assert not any(getattr(matmul, name) for name in names)
+        assert not any(allowed())
         assert prefer() == "cublaslt"
-    assert [getattr(matmul, name) for name in names] == before
-    assert prefer() == "cublas"
+    assert (allowed(), prefer()) == (before, "cublas")
 
 
 def test_tf32_is_on_for_its_peer_alone():
-    matmul = torch.backends.cuda.matmul
     with tf32():
-        assert matmul.allow_tf32
-    assert not matmul.allow_tf32
+        assert torch.backends.cuda.matmul.allow_tf32
+    assert not torch.backends.cuda.matmul.allow_tf32

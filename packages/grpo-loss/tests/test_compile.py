@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from rl_kernels.core.testing import Draw
-from rl_kernels.grpo_loss import Extras, GRPOLossOutput, Objective, api, group_advantages, grpo_loss
+from rl_kernels.grpo_loss import (
+    Extras,
+    GRPOLossOutput,
+    LossAndMetrics,
+    Normaliser,
+    Objective,
+    api,
+    group_advantages,
+    grpo_loss,
+)
 from rl_kernels.grpo_loss.call import LossCall
 
 
@@ -48,14 +57,14 @@ def _agree(compiled: Callable[..., Any], call: dict[str, Any]) -> None:
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch 2.11 compiles a graph for each value of a number")
 def test_numbers_may_change_without_many_graphs() -> None:
     compiled, call = _compiled(), {**_call(), "samples_per_prompt": 3}
-    for step in range(1, 8):
+    for step in range(1, 6):
         _agree(compiled, {**call, "clip_eps": 0.1 * step, "beta": 0.02 * step, "objective": Objective(eps=1e-6 * step)})
     assert _graphs() <= 3
 
 
 def test_sizes_may_change_without_many_graphs() -> None:
     compiled = _compiled(dynamic=True)
-    for batch, length in ((6, 9), (9, 9), (6, 17), (12, 33), (15, 5)):
+    for batch, length in ((6, 9), (6, 17), (12, 33)):
         _agree(compiled, {**_call(batch, length), "samples_per_prompt": 3, "beta": 0.1})
     assert _graphs() <= 2
 
@@ -67,56 +76,61 @@ def test_boundaries_in_a_tensor_may_change_without_another_graph() -> None:
     assert _graphs() == 1
 
 
-@pytest.mark.parametrize("boundaries", [[0, 1, 4, 6], (0, 6)])
-def test_boundaries_in_a_sequence(boundaries: Any) -> None:
-    _agree(_compiled(), {**_call(), "group_boundaries": boundaries})
+def test_boundaries_in_a_sequence_and_on_policy_without_a_reference() -> None:
+    for boundaries in ([0, 1, 4, 6], (0, 6)):
+        _agree(_compiled(), {**_call(), "old_logps": None, "ref_logps": None, "group_boundaries": boundaries})
 
 
-def test_on_policy_without_a_reference() -> None:
-    _agree(_compiled(), {**_call(), "old_logps": None, "ref_logps": None, "samples_per_prompt": 2})
+def test_one_graph_for_all_values_of_a_tensor_and_of_an_objective_made_inside() -> None:
+    call = _call()
+
+    def step(count: torch.Tensor, entropy: torch.Tensor) -> LossAndMetrics:
+        made = Objective(loss_type="dapo", clip_high=0.28)
+        extras, normaliser = Extras(entropy=entropy), Normaliser(num_tokens=count)
+        options = {"objective": made, "extras": extras, "normaliser": normaliser}
+        return grpo_loss(**call, samples_per_prompt=3, **options, return_metrics=True)
+
+    compiled = _compiled(step)
+    for count in (20.0, 31.0, 7.0):
+        tensors = torch.tensor(count), torch.full((6, 9), count)
+        found, expected = compiled(*tensors), step(*tensors)
+        assert torch.equal(found.output.loss, expected.output.loss)
+        assert torch.equal(found.metrics, expected.metrics)
+    assert _graphs() == 1
 
 
-def test_values_are_not_looked_at() -> None:
+def test_values_are_not_looked_at_and_other_errors_are_raised_while_tracing() -> None:
     call = {**_call(), "samples_per_prompt": 3}
     twice = {**call, "completion_mask": call["completion_mask"].int() * 2}
     assert torch.equal(_compiled()(**twice).loss, grpo_loss(**call).loss)
     found = _compiled(group_advantages)(call["rewards"], group_boundaries=torch.tensor([-5, 3, 10**6]))
     assert found.shape == (6,)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+    for changes, message in (
         ({"samples_per_prompt": 3, "group_boundaries": [0, 6]}, "expected exactly one of them, got both"),
         ({"group_boundaries": [1, 3, 6]}, "group_boundaries: expected offsets"),
         ({"samples_per_prompt": 4}, "samples_per_prompt: expected a divisor"),
         ({"samples_per_prompt": 3, "beta": -1.0}, "beta: expected a number >= 0"),
-    ],
-)
-def test_bad_call_is_refused_while_tracing(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(Exception, match=message):
-        _compiled()(**{**_call(), **changes})
+    ):
+        with pytest.raises(Exception, match=message):
+            _compiled()(**{**_call(), **changes})
 
 
-@pytest.mark.parametrize("metrics", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_raw_ops_for_ranks_pass_opcheck(packed: bool, metrics: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raw_ops_for_ranks_pass_opcheck(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[LossCall] = []
     monkeypatch.setattr(api, "run", lambda call, backend: made.append(call))
-    call = {**_call(), "samples_per_prompt": 3, "beta": 0.1, "loss_type": "dr_grpo", "return_metrics": metrics}
+    call = {**_call(), "samples_per_prompt": 3, "beta": 0.1, "loss_type": "dr_grpo", "return_metrics": packed}
     if packed:
         tokens = ("current_logps", "old_logps", "ref_logps", "completion_mask")
         call |= {name: call[name].detach().flatten() for name in tokens}
         call["extras"] = Extras(cu_seqlens=torch.tensor([0, 9, 9, 20, 31, 50, 54]), max_seqlen=19)
     grpo_loss(**call)
-    arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in made[0]]
+    (checked,) = made
+    arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in checked]
     raw = torch.ops.rl_kernels
     sums = raw.grpo_loss_sums(*arguments, "native")
-    assert sums.shape == (14 if metrics else 3, 6)
+    assert sums.shape == (14 if packed else 3, 6)
     torch.library.opcheck(raw.grpo_loss_sums.default, (*arguments, "native"))
     torch.library.opcheck(raw.grpo_loss_sums_grad.default, (*arguments, "native"))
-    checked = made[0]
-    torch.library.opcheck(
-        raw.grpo_loss_combine.default,
-        (sums, checked.normaliser, checked.length, checked.numbers, checked.plan, "native"),
-    )
+    options = (checked.normaliser, checked.length, checked.numbers, checked.plan, "native")
+    torch.library.opcheck(raw.grpo_loss_combine.default, (sums, *options))

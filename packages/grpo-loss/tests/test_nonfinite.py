@@ -1,8 +1,9 @@
-"""What is not a number at an active token shows in the loss as it does in the definition, whatever the objective."""
+"""NaN and infinities at active and at masked tokens, and counts of 0 where no token is active."""
 
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import Draw, function_of
-from rl_kernels.grpo_loss import reference
+from rl_kernels.grpo_loss import METRICS, Extras, Normaliser, Objective, api, grpo_loss, reference, sequence_losses
 from rl_kernels.grpo_loss.op import OPERATOR
 from rl_kernels.grpo_loss.plan import FORMS
 
@@ -81,47 +82,94 @@ def _agree(call: dict[str, Any], backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(("loss_type", "level"), LEVELS)
-def test_on_policy_a_log_probability_that_is_not_finite_makes_the_loss_nan(
-    loss_type: str, level: str, name: str, value: float, backend: str
-) -> None:
-    call = _call(loss_type, level, OPTIONS[name], on_policy=True)
-    _agree(_with(call, "current_logps", PLACE, value), backend)
+def test_what_is_not_finite_at_an_active_token_makes_the_loss_nan(loss_type: str, level: str, backend: str) -> None:
+    for options, value in product(OPTIONS.values(), (math.nan, math.inf, -math.inf)):
+        # Off-policy an infinity of the current log-probabilities is an infinite ratio.
+        call = _call(loss_type, level, options, on_policy=True)
+        _agree(_with(call, "current_logps", PLACE, value), backend)
+    call = _call(loss_type, level, {**OPTIONS["kl"], **OPTIONS["rollout"]}, on_policy=False)
+    for name in ("current_logps", "old_logps", "ref_logps", "advantages", "rollout_ratio"):
+        _agree(_with(call, name, PLACE, math.nan), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["current_logps", "old_logps", "ref_logps", "advantages", "rollout_ratio"])
 @pytest.mark.parametrize(("loss_type", "level"), LEVELS)
-def test_nan_of_any_tensor_makes_the_loss_nan(loss_type: str, level: str, name: str, backend: str) -> None:
-    options = {**OPTIONS["kl"], **OPTIONS["rollout"]}
-    _agree(_with(_call(loss_type, level, options, on_policy=False), name, PLACE, math.nan), backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("on_policy", [True, False])
-@pytest.mark.parametrize(("loss_type", "level"), LEVELS)
-def test_what_is_not_finite_where_masked_changes_no_bit(
-    loss_type: str, level: str, on_policy: bool, backend: str
-) -> None:
-    call = _call(loss_type, level, OPTIONS["kl"], on_policy=on_policy)
-    expected = _results(grpo_loss_from_advantages, call, backend=backend)
-    for name in ("current_logps", "ref_logps", *(() if on_policy else ("old_logps",))):
-        for value in (math.nan, math.inf, -math.inf):
+def test_what_is_not_finite_where_masked_changes_no_bit(loss_type: str, level: str, backend: str) -> None:
+    for on_policy in (True, False):
+        call = _call(loss_type, level, OPTIONS["kl"], on_policy=on_policy)
+        expected = _results(grpo_loss_from_advantages, call, backend=backend)
+        names = ("current_logps", "ref_logps", *(() if on_policy else ("old_logps",)))
+        for name, value in product(names, (math.nan, math.inf, -math.inf)):
             found = _results(grpo_loss_from_advantages, _with(call, name, (1, 0), value), backend=backend)
             assert all(map(torch.equal, found, expected)), (name, value)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("name", ["plain", "corrected kl without a reference"])
 @pytest.mark.parametrize(("loss_type", "level"), [("bnpo", "token"), ("ppo", "sequence")])
-def test_where_the_advantage_is_0_nothing_counts(
-    loss_type: str, level: str, name: str, value: float, backend: str
-) -> None:
-    call = _call(loss_type, level, OPTIONS[name], on_policy=True)
-    call["advantages"][1] = 0.0
-    expected = _results(grpo_loss_from_advantages, call, backend=backend)
-    found = _results(grpo_loss_from_advantages, _with(call, "current_logps", PLACE, value), backend=backend)
-    assert all(map(torch.equal, found, expected))
+def test_where_the_advantage_is_0_nothing_counts(loss_type: str, level: str, backend: str) -> None:
+    for name, value in product(("plain", "corrected kl without a reference"), (math.nan, math.inf)):
+        call = _call(loss_type, level, OPTIONS[name], on_policy=True)
+        call["advantages"][1] = 0.0
+        expected = _results(grpo_loss_from_advantages, call, backend=backend)
+        found = _results(grpo_loss_from_advantages, _with(call, "current_logps", PLACE, value), backend=backend)
+        assert all(map(torch.equal, found, expected)), (name, value)
+
+
+ZEROS: tuple[Any, ...] = (0, 0.0, torch.tensor(0), torch.tensor(0.0, dtype=torch.float64), torch.tensor(0.0).bfloat16())
+
+
+def count_of(loss_type: str, value: Any) -> Normaliser:
+    name = "num_tokens" if FORMS[loss_type].mean == "tokens" else "num_sequences"
+    return Normaliser(**{name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("loss_type", FORMS)
+def test_no_active_token_and_a_count_of_0_give_0(loss_type: str, backend: str) -> None:
+    objective = Objective(loss_type=loss_type, beta=0.1, kl_correction=True)
+    options: dict[str, Any] = {"objective": objective, "backend": backend}
+    for shape, zero in product(((3, 4), (0, 4), (3, 0)), ZEROS if backend == "native" else ZEROS[2:3]):
+        tokens, rows = torch.full(shape, torch.nan, device=DEVICE), torch.full(shape[:1], torch.nan, device=DEVICE)
+        given = tokens.clone().requires_grad_(), tokens, tokens, rows, torch.zeros(shape, device=DEVICE).bool()
+        options |= {"extras": Extras(rollout_ratio=rows, entropy=tokens), "normaliser": count_of(loss_type, zero)}
+        output, metrics = api.grpo_loss_from_advantages(*given, **options, return_metrics=True)
+        losses = sequence_losses(*given, **options)
+        (output.loss + losses.sum()).backward()
+        for found in (*output, metrics, losses, given[0].grad):
+            assert not found.any(), (shape, zero, found)
+    # Packed, with rewards.
+    current = torch.full((5,), torch.nan, device=DEVICE, requires_grad=True)
+    mask, rewards = torch.zeros(5, dtype=torch.bool, device=DEVICE), torch.rand(2, device=DEVICE)
+    options |= {"objective": Objective(loss_type=loss_type), "normaliser": count_of(loss_type, mask.sum())}
+    options["extras"] = Extras(cu_seqlens=torch.tensor([0, 0, 5], device=DEVICE))
+    loss = grpo_loss(current, None, None, rewards, mask, samples_per_prompt=2, **options).loss
+    loss.backward()
+    assert loss == 0
+    assert not current.grad.any()
+
+
+@pytest.mark.parametrize("wrong", [-5, math.nan, math.inf, 0])
+def test_wrong_counts_are_refused_and_without_validate_not_read(wrong: float) -> None:
+    given = (torch.zeros(2, 3), None, None, torch.ones(2), torch.tensor([[True, False, False]] * 2))
+    count = Normaliser(num_tokens=torch.tensor(wrong))
+    for function in (api.grpo_loss_from_advantages, sequence_losses):
+        with pytest.raises(ValueError, match="num_tokens: expected a"):
+            function(*given, normaliser=count)
+        function(*given, normaliser=count, validate=False)
+
+
+def test_a_share_of_the_tokens_may_be_below_1_as_number_and_tensor() -> None:
+    # One token, of two ranks: TRL divides by the tokens of a rank on average.
+    given = (torch.zeros(1, 1), None, None, torch.ones(1), torch.ones(1, 1, dtype=torch.bool))
+    for half in (0.5, torch.tensor(0.5)):
+        assert api.grpo_loss_from_advantages(*given, normaliser=Normaliser(num_tokens=half)).loss == -2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_effective_samples_are_0_where_all_ratios_underflow(backend: str) -> None:
+    current, mask = torch.full((2, 3), -300.0, device=DEVICE), torch.ones(2, 3, dtype=torch.bool, device=DEVICE)
+    given = (current, torch.zeros_like(current), None, torch.ones(2, device=DEVICE), mask)
+    _, metrics = api.grpo_loss_from_advantages(*given, return_metrics=True, backend=backend)
+    assert metrics[METRICS.index("effective_samples")] == 0
+    assert metrics.isfinite().all()

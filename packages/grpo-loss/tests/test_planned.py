@@ -13,39 +13,41 @@ from torch.autograd import forward_ad
 from rl_kernels.core import dispatch, record_dispatch
 from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.core.testing.triton_launches import TritonRecorder
-from rl_kernels.grpo_loss import Objective, grpo_loss, grpo_loss_from_advantages
+from rl_kernels.grpo_loss import Normaliser, api, grpo_loss, grpo_loss_from_advantages
 from rl_kernels.grpo_loss.backends.native import backend as native
-from rl_kernels.grpo_loss.call import LossCall
-from rl_kernels.grpo_loss.plan import Numbers, Plan
 
-MODULES = tuple(
-    f"rl_kernels.grpo_loss.backends.triton.{name}"
-    for name in (
-        *("groups", "terms", "tokens", "metrics", "sequence", "kernels", "reduce"),
-        *("objectives", "plain", "planned", "backend"),
-    )
-)
+NAMES = ("groups", "terms", "tokens", "metrics", "sequence", "kernels", "reduce", "objectives", "plain", "planned")
+MODULES = tuple(f"rl_kernels.grpo_loss.backends.triton.{name}" for name in (*NAMES, "backend"))
+"""Each before those that import it."""
 BUGS = (
     Bug("plan accepts any layout of rows", "all(rows_of(x) is x for x in tensors)", "True"),
     Bug("planned backward overwrites what is needed again", "if overwrite and", "if"),
 )
-BACKEND = MODULES[-1]
-NUMBERS, PLAIN = Numbers(beta=0.25), Plan()
-FAILURES = (AssertionError, RuntimeError, ValueError, TypeError)
 
 
-def made(batch=4, length=9, dtype=torch.float32, numbers=NUMBERS, plan=PLAIN, metrics=False, **given):
+def arguments(batch=4, length=5, dtype=torch.float32):
+    """Return log-probabilities of three policies, rewards, and a mask."""
+    torch.manual_seed(1)
     current, old, ref = (-torch.rand(batch, length).to(dtype) for _ in range(3))
-    numbers = torch.tensor(numbers, dtype=torch.float64)
-    fields = {"current_logps": current, "old_logps": old, "ref_logps": ref, "rewards": torch.rand(batch), "samples": 2}
-    fields |= {"mask": torch.rand(batch, length) < 0.7, "boundaries": None, "advantages": None, "max_seqlen": 0}
-    fields |= dict.fromkeys(("rollout_ratio", "entropy", "normaliser", "cu_seqlens"))
-    fields |= {"numbers": numbers, "plan": plan.text, "estimator": "population,max,keep", "with_metrics": metrics}
-    return LossCall(**(fields | given))
+    return current, old, ref, torch.rand(batch), torch.rand(batch, length) < 0.8
 
 
-def scored(advantages, **given):
-    return made(rewards=None, samples=0, advantages=advantages, **given)
+def raw(function, *given, **options):
+    """Return the arguments of the raw op of a call."""
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "run", lambda call, backend: made.append(call))
+        function(*given, **{"beta": 0.25, "validate": False, **options})
+    return made[0]
+
+
+def rewarded(*given, **options):
+    return raw(grpo_loss, *given, **{"samples_per_prompt": 2, **options})
+
+
+def scored(advantages, shape=(4, 9)):
+    current, old, ref, _, mask = arguments(*shape)
+    return raw(grpo_loss_from_advantages, current, old, ref, advantages, mask)
 
 
 def pitched(x):
@@ -53,65 +55,61 @@ def pitched(x):
     return torch.cat((x, x[:, :1]), 1)[:, : x.shape[1]]
 
 
-CALLS = {
-    "rewards": made,
-    "bf16": partial(made, dtype=torch.bfloat16, mask=torch.rand(4, 9) < 0.5),
-    "long": partial(made, length=4097),
-    "on policy": partial(made, old_logps=None),
-    "no reference": partial(made, ref_logps=None),
-    "rows apart": lambda: made(old_logps=pitched(-torch.rand(4, 9)), rewards=torch.rand(8)[::2]),
-    "advantages": lambda: scored(torch.rand(4)),
-    "advantages of tokens": lambda: scored(pitched(torch.rand(4, 9))),
-}
-UNPLANNED = {
-    "column": lambda: made(current_logps=-torch.rand(9, 4).t()),
-    "mask in columns": lambda: made(mask=(torch.rand(9, 4) < 0.5).t()),
-    "expanded": lambda: scored(torch.rand(4, 1).expand(4, 9)),
-    "expanded over one token": lambda: scored(torch.rand(4).as_strided((4, 1), (1, 0)), length=1),
-    "boundaries": lambda: made(boundaries=torch.tensor([0, 1, 4]), samples=0),
-    "empty": partial(made, length=0),
-    "nothing": partial(made, batch=0),
-    "another objective": partial(made, plan=Plan(kind="cispo")),
-    "metrics": partial(made, metrics=True),
-    "divisor": lambda: made(normaliser=torch.ones(())),
-}
+def planned_calls():
+    """Yield calls that have a plan."""
+    current, old, ref, rewards, mask = arguments(4, 9)
+    yield rewarded(current, old, ref, rewards, mask)
+    yield rewarded(*arguments(4, 9, torch.bfloat16))
+    yield rewarded(*arguments(4, 4097))
+    yield rewarded(current, None, ref, rewards, mask)
+    yield rewarded(current, old, None, rewards, mask, beta=0.0)
+    yield rewarded(current, pitched(old), ref, torch.rand(8)[::2], mask)
+    yield scored(torch.rand(4))
+    yield scored(pitched(torch.rand(4, 9)))
+
+
+def other_calls():
+    """Yield calls without a plan: copies, groups of different sizes, no tokens, or more than the plain loss."""
+    current, old, ref, rewards, mask = given = arguments(4, 9)
+    yield rewarded(current.t().contiguous().t(), old, ref, rewards, mask)
+    yield rewarded(current, old, ref, rewards, mask.t().contiguous().t())
+    yield scored(torch.rand(4, 1).expand(4, 9))
+    yield scored(torch.rand(4).as_strided((4, 1), (1, 0)), (4, 1))
+    yield rewarded(*given, samples_per_prompt=None, group_boundaries=torch.tensor([0, 1, 4]))
+    yield rewarded(*arguments(4, 0))
+    yield rewarded(*arguments(0, 9))
+    yield rewarded(*given, loss_type="cispo")
+    yield rewarded(*given, return_metrics=True)
+    yield rewarded(*given, normaliser=Normaliser(num_tokens=torch.ones(())))
 
 
 class Wrapper(torch.Tensor):
     """A class of somebody's."""
 
 
-def moved(call):
-    """Return other tensors of one kind."""
-    return call._make([x.clone() if isinstance(x, torch.Tensor) and x.is_contiguous() else x for x in call])
-
-
-def values_of(call):
-    return call.advantages if call.rewards is None else call.rewards
-
-
 def described(launches, known):
-    """Return all that launches are; of what they write, how it lies."""
+    """Return all that launches are; of an output, its layout."""
     names = {x.data_ptr(): name for name, x in known.items() if x is not None}
 
-    def told(value):
+    def value_of(value):
         if isinstance(value, torch.Tensor):
             return names.get(value.data_ptr()), value.shape, value.stride(), value.dtype
         return value
 
     return [
-        (one.name, one.grid, one.options, {name: told(value) for name, value in one.arguments.items()})
+        (one.name, one.grid, one.options, {name: value_of(value) for name, value in one.arguments.items()})
         for one in launches
     ]
 
 
-def lying(values):
+def layouts(values):
     return [None if x is None else (x.shape, x.stride(), x.dtype) for x in values]
 
 
-def same(recorder, plan, backend, call):
-    """Hold the launches of a plan to those of the general path."""
-    given = (call.current_logps, call.old_logps, call.ref_logps, values_of(call), call.mask)
+def check_same(recorder, plan, backend, call):
+    """Compare the launches of a plan with those of the general path."""
+    scores = call.advantages if call.rewards is None else call.rewards
+    given = (call.current_logps, call.old_logps, call.ref_logps, scores, call.mask)
     known = dict(zip(("current", "old", "ref", "scores", "mask"), given, strict=True))
 
     def run(function):
@@ -122,10 +120,9 @@ def same(recorder, plan, backend, call):
 
     for slope, general in ((False, backend.forward), (True, backend.forward_grad)):
         ours, found = run(partial(plan.forward, *given, needs_slope=slope))
-        theirs, wanted = run(partial(general, *call))
+        theirs, (loss, policy_loss, kl, _, *rest) = run(partial(general, *call))
         assert ours == theirs
-        loss, policy_loss, kl, _, *rest = wanted
-        assert lying(found) == lying((loss, policy_loss, kl, torch.empty(()), rest[-1] if slope else None))
+        assert layouts(found) == layouts((loss, policy_loss, kl, torch.empty(()), rest[-1] if slope else None))
     known |= {"count": found[3], "slope": found[4], "upstream": (upstream := torch.ones(()))}
     count, slope = found[3:]
     saved = (call.current_logps, count, slope, upstream)
@@ -140,89 +137,56 @@ def same(recorder, plan, backend, call):
         ours, found = run(partial(plan.backward, *saved, overwrite=overwrite))
         theirs, wanted = run(partial(general_backward, overwrite))
         assert ours == theirs
-        assert lying([found]) == lying([wanted])
+        assert layouts([found]) == layouts([wanted])
 
 
-def refused(recorder, plan, call):
-    """Hold a plan to launching nothing for what a hook of saved tensors may have put in the place of its own."""
-    current, count, upstream = call.current_logps, torch.ones(()), torch.ones(())
-    slope = torch.rand(current.shape)
+def check_refusals(recorder, plan, current):
+    """A plan launches nothing for tensors that a hook of saved tensors may have put in the place of its own."""
+    one, slope = torch.ones(()), torch.rand(current.shape)
+    good = (current, one, slope, one)
+    others = {
+        0: (current.double(),),
+        1: (torch.ones(2), one.double()),
+        2: (slope.double(), slope.t().contiguous().t(), slope[:1]),
+        3: (torch.ones(2), one.double(), one.as_subclass(Wrapper), torch._neg_view(one)),
+    }
     recorder.launches.clear()
-    for saved in (
-        (current.double(), count, slope, upstream),
-        (current, torch.ones(2), slope, upstream),
-        (current, count.double(), slope, upstream),
-        (current, count, slope.double(), upstream),
-        (current, count, slope.t().contiguous().t(), upstream),
-        (current, count, slope[:1], upstream),
-        (current, count, slope, upstream.double()),
-        (current, count, slope, torch.ones(2)),
-        (current, count, slope, upstream.as_subclass(Wrapper)),
-        (current, count, slope, torch._neg_view(upstream)),
-    ):
-        assert plan.backward(*saved, overwrite=True) is None
+    for place, bad in others.items():
+        for other in bad:
+            assert plan.backward(*good[:place], other, *good[place + 1 :], overwrite=True) is None
     assert not recorder.launches
 
 
-def hold(plant=nullcontext):
-    torch.manual_seed(0)
+def check_all(plant=nullcontext):
     with TritonRecorder().pretended() as recorder, plant():
-        backend = importlib.import_module(BACKEND)
+        backend = importlib.import_module(MODULES[-1])
         # Any address is one that was met before: what is compiled for another kind of tensors shows.
         importlib.import_module("rl_kernels.core.triton_lib.launch").ALIGNMENT = 1
-        for name, make in CALLS.items():
-            call = make()
+        for call in planned_calls():
             plan = backend.planned(call)
-            assert plan is not None, name
-            for other in (call, moved(call)):
-                same(recorder, plan, backend, other)
-            refused(recorder, plan, call)
-        for name, make in UNPLANNED.items():
-            assert backend.planned(make()) is None, name
+            check_same(recorder, plan, backend, call)
+            # Other tensors of the same kind.
+            copies = (x.clone() if isinstance(x, torch.Tensor) and x.is_contiguous() else x for x in call)
+            check_same(recorder, plan, backend, call._make(copies))
+            check_refusals(recorder, plan, call.current_logps)
+        for call in other_calls():
+            assert backend.planned(call) is None
         # A reference is given, and not read.
-        call = made(numbers=Numbers())
-        plan = backend.planned(call._replace(ref_logps=None))
+        current, old, ref, rewards, mask = arguments()
+        plan = backend.planned(rewarded(current, old, None, rewards, mask, beta=0.0))
         recorder.launches.clear()
-        plan.forward(call.current_logps, call.old_logps, call.ref_logps, call.rewards, call.mask, needs_slope=False)
+        plan.forward(current, old, ref, rewards, mask, needs_slope=False)
         assert recorder.launches[0]["ref"] is None
 
 
 def test_launches_are_those_of_the_general_path():
-    hold()
+    check_all()
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_planted_bugs_show(bug):
-    try:
-        hold(partial(planted, MODULES, bug))
-    except FAILURES:
-        return
-    pytest.fail("the launches are as they should be")
-
-
-def arguments(length=5):
-    torch.manual_seed(1)
-    current, old, ref = (-torch.rand(4, length) for _ in range(3))
-    return current, old, ref, torch.rand(4), torch.rand(4, length) < 0.8
-
-
-def test_what_varies_is_looked_at_in_every_call():
-    current, old, ref, rewards, mask = arguments()
-    first = grpo_loss(current, old, ref, rewards, mask, samples_per_prompt=2)
-    for changes in ({"beta": 0.5}, {"clip_eps": 0.01}, {"objective": Objective(eps=0.3)}, {"samples_per_prompt": 4}):
-        other = grpo_loss(current, old, ref, rewards, mask, **({"samples_per_prompt": 2} | changes))
-        assert not torch.equal(other.loss, first.loss), changes
-    numbers = mask.to(torch.int32)
-    assert torch.equal(grpo_loss(current, old, ref, rewards, numbers, samples_per_prompt=2).loss, first.loss)
-    numbers[0, 0] = 2
-    with pytest.raises(ValueError, match=r"^completion_mask: "):
-        grpo_loss(current, old, ref, rewards, numbers, samples_per_prompt=2)
-    with pytest.raises(ValueError, match=r"^samples_per_prompt: "):
-        grpo_loss(current, old, ref, rewards, mask, samples_per_prompt=3)
-    with pytest.raises(TypeError, match=r"^extras: "):
-        grpo_loss(current, old, ref, rewards, mask, samples_per_prompt=2, extras=())
-    with pytest.raises(ValueError, match=r"^ref_logps: "):
-        grpo_loss_from_advantages(current, old, None, rewards, mask, beta=0.1)
+    with pytest.raises((AssertionError, RuntimeError, ValueError, TypeError)):
+        check_all(partial(planted, MODULES, bug))
 
 
 class Fake:
@@ -247,12 +211,7 @@ class Fake:
 def fake(monkeypatch):
     """Let calls be planned as ``Fake``; return its instances."""
     made = []
-
-    def planned(call):
-        made.append(Fake(call))
-        return made[-1]
-
-    monkeypatch.setattr(native, "planned", planned, raising=False)
+    monkeypatch.setattr(native, "planned", lambda call: made.append(Fake(call)) or made[-1], raising=False)
     dispatch.forget()
     yield made
     dispatch.forget()
@@ -261,11 +220,10 @@ def fake(monkeypatch):
 def test_a_planned_call_gives_what_the_general_path_gives(fake):
     for function, scores in ((grpo_loss, {"samples_per_prompt": 2}), (grpo_loss_from_advantages, {})):
         given = arguments()
-        leaf = given[0].clone().requires_grad_()
+        leaf, other = given[0].clone().requires_grad_(), given[0].clone().requires_grad_()
         found = function(leaf, *given[1:], beta=0.1, **scores)
         found.loss.backward()
         with record_dispatch():
-            other = given[0].clone().requires_grad_()
             expected = function(other, *given[1:], beta=0.1, **scores)
         expected.loss.backward()
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
@@ -276,7 +234,7 @@ def test_a_planned_call_gives_what_the_general_path_gives(fake):
     assert len(fake) == 2
 
 
-def test_what_observes_ops_sees_those_of_the_general_path(fake):
+def test_an_observer_of_ops_sees_those_of_the_general_path(fake):
     leaf, *rest = arguments()
     leaf.requires_grad_()
     loss = grpo_loss(leaf, *rest, samples_per_prompt=2).loss
@@ -307,10 +265,10 @@ def test_second_derivatives_and_tangents_are_refused(fake):
     assert fake[0].calls == ["forward with slope"] * 2
 
 
-@pytest.mark.parametrize("place", range(5))
-def test_classes_of_others_are_not_planned(fake, place):
-    given = list(arguments())
-    given[place] = given[place].as_subclass(Wrapper)
-    grpo_loss(*given, samples_per_prompt=2)
-    grpo_loss_from_advantages(*given)
-    assert not fake
+def test_classes_of_others_are_not_planned(fake):
+    for place in range(5):
+        given = list(arguments())
+        given[place] = given[place].as_subclass(Wrapper)
+        grpo_loss(*given, samples_per_prompt=2)
+        grpo_loss_from_advantages(*given)
+        assert not fake

@@ -11,10 +11,9 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
-from rl_kernels.core.testing import Draw
+from rl_kernels.core.testing import Draw, bits_of
 from rl_kernels.core.testing.ranks import run_ranks
 from rl_kernels.grpo_loss import (
-    Extras,
     LossAndMetrics,
     Normaliser,
     Objective,
@@ -23,8 +22,8 @@ from rl_kernels.grpo_loss import (
     grpo_loss_from_advantages,
 )
 
-BATCH, LENGTH = 8, 13
-COUNTS = {2: ((4, 4), (3, 5), (0, 8)), 4: ((2, 2, 2, 2), (1, 4, 0, 3))}
+BATCH, LENGTH, RANKS = 8, 13, 4
+CUTS = ((2, 2, 2, 2), (1, 4, 0, 3))
 TOKENS = ("current_logps", "old_logps", "ref_logps", "completion_mask")
 LOSSES: tuple[dict[str, Any], ...] = (
     {"samples_per_prompt": 4, "beta": 0.1},
@@ -32,7 +31,6 @@ LOSSES: tuple[dict[str, Any], ...] = (
     {"group_boundaries": [0, 1, 6, 8], "return_metrics": True},
     {"group_boundaries": torch.tensor([0, 3, 8]), "objective": Objective(advantage_estimator="batch", skip_nan=True)},
     {"samples_per_prompt": 8, "loss_type": "gspo", "beta": 0.1, "return_metrics": True},
-    {"samples_per_prompt": 2, "loss_type": "dr_grpo"},
     {"samples_per_prompt": 2, "loss_type": "vespo", "normaliser": Normaliser(num_tokens=torch.tensor(91))},
 )
 
@@ -49,16 +47,14 @@ def drawn(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
 def results(function: Callable[..., Any], call: dict[str, Any]) -> list[torch.Tensor]:
     """Return loss, its parts, metrics and gradient."""
     current = call["current_logps"].clone().requires_grad_()
-    found = function(**{**call, "current_logps": current})
-    output, *metrics = found if isinstance(found, LossAndMetrics) else (found,)
     # The same value without a gradient, by the other raw op.
-    plain = function(**call)
+    found, plain = function(**{**call, "current_logps": current}), function(**call)
+    (output, metrics), (other, _) = (x if isinstance(x, LossAndMetrics) else (x, None) for x in (found, plain))
     assert output.loss.isfinite()
-    assert torch.equal((plain.output if metrics else plain).loss, output.loss)
+    assert torch.equal(other.loss, output.loss)
     # Not a power of two, so that a product has a rounding.
     (output.loss * 3).backward()
-    assert current.grad is not None
-    return [*(x.detach() for x in output), *metrics, current.grad]
+    return [*(x.detach() for x in output), *([] if metrics is None else [metrics]), current.grad]
 
 
 def over_ranks(function: Callable[..., Any] = grpo_loss, **call: Any) -> Any:
@@ -67,66 +63,42 @@ def over_ranks(function: Callable[..., Any] = grpo_loss, **call: Any) -> Any:
     return function(**call, normaliser=normaliser)
 
 
-def own(rank: int, counts: tuple[int, ...], call: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+def own(rank: int, counts: tuple[int, ...], call: dict[str, Any], *names: str) -> dict[str, Any]:
     rows = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-    return {**call, **{name: call[name][rows] for name in names}}
+    return {**call, **{name: call[name][rows] for name in (*TOKENS, *names)}}
 
 
-def differing(rank: int, counts: tuple[int, ...], found: list[torch.Tensor], expected: list[torch.Tensor]) -> int:
-    """Return how many bytes other than one process's."""
+def same(rank: int, counts: tuple[int, ...], found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    """Say whether this rank has the bits of one process."""
     expected = [*expected[:-1], expected[-1][sum(counts[:rank]) : sum(counts[: rank + 1])]]
-    assert [x.shape for x in found] == [x.shape for x in expected]
-    flat = [[x.reshape(-1).view(torch.uint8) for x in values] for values in (found, expected)]
-    return sum(int((a != b).sum()) for a, b in zip(*flat, strict=True))
+    return all(torch.equal(bits_of(a), bits_of(b)) for a, b in zip(found, expected, strict=True))
 
 
-def bits(rank: int, world: int) -> dict[str, int]:
-    """Return the number of differing bytes of each case on this rank."""
+def bits(rank: int) -> dict[str, bool]:
+    """Return whether each call has the bits of one process."""
     found = {}
     for number, options in enumerate(LOSSES):
-        for dtype in (torch.float32, torch.bfloat16) if not number else (torch.float32,):
+        for dtype in (torch.float32, torch.bfloat16)[: 1 if number else 2]:
             call = {**drawn(dtype), **options}
             call["rewards"][5] = torch.nan if "objective" in options else 2.0
             expected = results(grpo_loss, call)
-            for counts in COUNTS[world]:
-                for validate in (True, False) if len(set(counts)) == 1 else (True,):
-                    mine = own(rank, counts, call, (*TOKENS, "rewards"))
-                    made = results(partial(over_ranks, validate=validate), mine)
-                    found[f"{number} {dtype} {counts} {validate}"] = differing(rank, counts, made, expected)
-    counts, call = COUNTS[world][1], drawn()
-    mesh = init_device_mesh("cpu", (world,))
+            for counts, validate in ((CUTS[0], True), (CUTS[0], False), (CUTS[1], True)):
+                made = results(partial(over_ranks, validate=validate), own(rank, counts, call, "rewards"))
+                found[f"{number} {dtype} {counts} {validate}"] = same(rank, counts, made, expected)
+    counts, call, mesh = CUTS[1], drawn(), init_device_mesh("cpu", (RANKS,))
     a = group_advantages(call["rewards"], group_boundaries=[0, 3, 8])
-    mine = own(rank, counts, call, ("rewards",))["rewards"]
+    mine = own(rank, counts, call, "rewards")["rewards"]
     made = group_advantages(mine, group_boundaries=[0, 3, 8], process_group=mesh)
-    found["advantages"] = differing(rank, counts, [made], [a])
+    found["advantages"] = same(rank, counts, [made], [a])
     call = {**call, "advantages": a, "loss_type": "grpo", "beta": 0.1}
     del call["rewards"]
+    mine = own(rank, counts, call, "advantages")
+    # Other padding than on the other ranks.
+    mine |= {k: torch.nn.functional.pad(mine[k], (0, rank)) for k in TOKENS}
+    *made, grad = results(partial(over_ranks, grpo_loss_from_advantages), mine)
     expected = results(grpo_loss_from_advantages, call)
-    mine = own(rank, counts, call, (*TOKENS, "advantages"))
-    if rank:
-        # Other padding than on the other ranks.
-        mine |= {k: torch.nn.functional.pad(mine[k], (0, rank)) for k in TOKENS}
-    made = results(partial(over_ranks, grpo_loss_from_advantages), mine)
-    assert not made[-1][:, LENGTH:].any()
-    found["from advantages"] = differing(rank, counts, [*made[:-1], made[-1][:, :LENGTH]], expected)
-    return found | {"packed": packed(rank, world)}
-
-
-def packed(rank: int, world: int) -> int:
-    """Return the differing bytes of packed sequences; ranks have other longest sequences."""
-    counts = COUNTS[world][1]
-    lengths = torch.tensor([3, 13, 1, 0, 7, 9, 13, 4])
-    inside = torch.arange(LENGTH) < lengths[:, None]
-    call = {**drawn(), "samples_per_prompt": 2, "loss_type": "dr_grpo"}
-    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    expected = results(grpo_loss, {**call, **{k: call[k][inside] for k in TOKENS}, "extras": Extras(cu_seqlens=ends)})
-    first, last = sum(counts[:rank]), sum(counts[: rank + 1])
-    mine = own(rank, counts, call, (*TOKENS, "rewards"))
-    here = inside[first:last]
-    mine |= {k: mine[k][here] for k in TOKENS} | {"extras": Extras(cu_seqlens=ends[first : last + 1] - ends[first])}
-    made = results(over_ranks, mine)
-    tokens = slice(int(ends[first]), int(ends[last]))
-    return differing(0, (1,), [*made[:-1], made[-1][None]], [*expected[:-1], expected[-1][tokens][None]])
+    found["from advantages"] = same(rank, counts, [*made, grad[:, :LENGTH]], expected) and not grad[:, LENGTH:].any()
+    return found
 
 
 def compiled(call: dict[str, Any]) -> None:
@@ -142,68 +114,53 @@ def compiled(call: dict[str, Any]) -> None:
         torch.compile(lambda call: over_ranks(**call).loss * 2, backend="aot_eager", fullgraph=True)(call)
 
 
-def errors(rank: int) -> list[str]:
-    """Return the messages that this rank gets."""
-    call = {**own(rank, (4, 4), drawn(), (*TOKENS, "rewards")), "samples_per_prompt": 4}
+def bad_calls(call: dict[str, Any], rank: int) -> dict[str, dict[str, Any]]:
+    """Return what is wrong on rank 1, or on all, by the start of the error."""
+    differs, on_one = "expected the same on every rank of process_group, got", rank == 1
+    return {
+        "ValueError: beta: expected a number >= 0, got -1.0 (on rank 1 of process_group)": {"beta": -1.0}
+        if on_one
+        else {},
+        "ValueError: rewards: expected shape": {"rewards": call["rewards"][:1]} if on_one else {},
+        f"ValueError: loss_type: {differs} grpo, dapo": {"loss_type": "dapo" if on_one else "grpo"},
+        f"ValueError: samples_per_prompt: {differs} 4, 2": {"samples_per_prompt": 2 if on_one else 4},
+        "ValueError: group_boundaries: expected the same": {
+            "samples_per_prompt": None,
+            "group_boundaries": torch.tensor([0, 3 + on_one, 8]),
+        },
+        "ValueError: samples_per_prompt: expected a divisor of the 8 rewards, got 3": {"samples_per_prompt": 3},
+        "ValueError: samples_per_prompt, group_boundaries: expected exactly one of them": {"group_boundaries": [0, 8]},
+        f"ValueError: current_logps: {differs} torch.float32, torch.bf": {
+            "current_logps": call["current_logps"].bfloat16() if on_one else call["current_logps"]
+        },
+        f"ValueError: old_logps: {differs} torch.float32, None": {"old_logps": None if on_one else call["old_logps"]},
+        f"ValueError: num_tokens: {differs} 3, 4": {"normaliser": Normaliser(num_tokens=3 + on_one)},
+        f"ValueError: return_metrics: {differs} False, True": {"return_metrics": on_one},
+        "ValueError: backend: grpo_loss has no backend": {"backend": "nonesuch" if on_one else None},
+    }
+
+
+def in_ranks(rank: int) -> tuple[dict[str, bool], list[tuple[str, str]]]:
+    """Return whether calls have the bits of one process, and the errors of bad calls."""
+    call = {**own(rank, CUTS[0], drawn(), "rewards"), "samples_per_prompt": 4}
     compiled(call)
-    last = rank == 1
-    bad: tuple[dict[str, Any], ...] = (
-        {"beta": -1.0} if last else {},
-        {"rewards": call["rewards"][:3]} if last else {},
-        {"loss_type": "dapo" if last else "grpo"},
-        {"samples_per_prompt": 2 if last else 4},
-        {"samples_per_prompt": None, "group_boundaries": torch.tensor([0, 3 + last, 8])},
-        {"samples_per_prompt": 3},
-        {"group_boundaries": [0, 8]},
-        {"current_logps": call["current_logps"].bfloat16() if last else call["current_logps"]},
-        {"old_logps": None if last else call["old_logps"]},
-        {"normaliser": Normaliser(num_tokens=3 + rank)},
-        {"return_metrics": last},
-        {"backend": "nonesuch" if last else None},
-    )
-    found = []
-    for changes in bad:
+    errors = []
+    for start, changes in bad_calls(call, rank).items():
         with pytest.raises((TypeError, ValueError)) as caught:
             over_ranks(**{**call, **changes})
-        found.append(f"{caught.type.__name__}: {caught.value}")
-    with pytest.raises(ValueError, match="eps") as caught:
+        errors.append((start, f"{caught.type.__name__}: {caught.value}"))
+    with pytest.raises(ValueError, match="eps: expected a number > 0") as caught:
         group_advantages(call["rewards"], samples_per_prompt=4, eps=-rank, process_group=distributed.group.WORLD)
-    return [*found, str(caught.value)]
+    return bits(rank), [*errors, ("eps", str(caught.value))]
 
 
-def test_two_ranks_have_the_bits_of_one_process_and_raise_the_same_error() -> None:
-    first, second = run_ranks(both, 2, timeout=120)
-    assert set(first[0].values()) | set(second[0].values()) == {0}
-    assert first[1] == second[1]
-    expected = (
-        "ValueError: beta: expected a number >= 0, got -1.0 (on rank 1 of process_group)",
-        "ValueError: rewards: expected shape",
-        "ValueError: loss_type: expected the same on every rank of process_group, got grpo, dapo",
-        "ValueError: samples_per_prompt: expected the same on every rank of process_group, got 4, 2",
-        "ValueError: group_boundaries: expected the same",
-        "ValueError: samples_per_prompt: expected a divisor of the 8 rewards, got 3",
-        "ValueError: samples_per_prompt, group_boundaries: expected exactly one of them, got both",
-        "ValueError: current_logps: expected the same on every rank of process_group, got torch.float32, torch.bf",
-        "ValueError: old_logps: expected the same on every rank of process_group, got torch.float32, None",
-        "ValueError: num_tokens: expected the same on every rank of process_group, got 3, 4",
-        "ValueError: return_metrics: expected the same on every rank of process_group, got False, True",
-        "ValueError: backend: grpo_loss has no backend",
-        "eps: expected a number > 0",
-    )
-    for found, start in zip(first[1], expected, strict=True):
-        assert found.startswith(start), found
-
-
-def both(rank: int) -> tuple[dict[str, int], list[str]]:
-    return bits(rank, 2), errors(rank)
-
-
-def four(rank: int) -> dict[str, int]:
-    return bits(rank, 4)
-
-
-def test_four_ranks_have_the_bits_of_one_process() -> None:
-    assert {value for found in run_ranks(four, 4, timeout=120) for value in found.values()} == {0}
+def test_ranks_have_the_bits_of_one_process_and_raise_the_same_error() -> None:
+    results = run_ranks(in_ranks, RANKS)
+    for found, errors in results:
+        assert not [name for name, is_same in found.items() if not is_same]
+        assert errors == results[0][1]
+    for start, found in results[0][1]:
+        assert found.startswith(start)
 
 
 def test_process_group_is_checked() -> None:

@@ -1,4 +1,4 @@
-"""The Triton backend of grpo_loss: three launches, bits that no schedule changes, any size, layout and mask."""
+"""The Triton backend of grpo_loss: launches, memory, segments, and what a schedule must not change."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_kernels.core import record_dispatch
 from rl_kernels.core.operator import Call
@@ -20,58 +21,97 @@ grpo_loss_from_advantages = function_of(OPERATOR, "grpo_loss_from_advantages")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REASON = OPERATOR.backend("triton").why_not(Call.of(torch.zeros(1, device=DEVICE)))
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+BATCH, LENGTH = 4, 130
+TOKENS = ("current_logps", "old_logps", "ref_logps", "completion_mask", "rollout_ratio")
 
 
-def _call(batch: int = 4, length: int = 7, **options: Any) -> dict[str, Any]:
+def _plain(batch: int = BATCH, length: int = 7, **options: Any) -> dict[str, Any]:
+    """Return a call of the plain loss."""
     draw = Draw(torch.float32, DEVICE, seed=13)
     current = draw.uniform(1e-3, 1.0, batch, length).log()
     old, ref = ((current + draw.normal(batch, length, scale=0.3)).clamp(max=0) for _ in range(2))
-    call = {
-        "current_logps": current.requires_grad_(),
-        "old_logps": old,
-        "ref_logps": ref,
-        "rewards": draw.normal(batch),
-    }
-    call["completion_mask"] = draw.mask(0.7, batch, length)
+    call = {"current_logps": current.requires_grad_(), "old_logps": old, "ref_logps": ref}
+    call |= {"rewards": draw.normal(batch), "completion_mask": draw.mask(0.7, batch, length)}
     return {**call, "samples_per_prompt": 2, "beta": 0.1, **options}
 
 
-def _results(call: dict[str, Any]) -> list[torch.Tensor]:
-    found = grpo_loss(**call, backend="triton")
-    (grad,) = torch.autograd.grad(found.loss, call["current_logps"])
-    return [*(value.detach() for value in found), grad]
+def _objective(loss_type: str, length: int = LENGTH, **options: Any) -> dict[str, Any]:
+    """Return a call of a loss with everything that it may take."""
+    draw = Draw(torch.float32, DEVICE, seed=19)
+    current = draw.uniform(1e-2, 1.0, BATCH, length).log()
+    old, ref = (current + draw.normal(BATCH, length, scale=scale) for scale in (0.1, 0.2))
+    call = {"current_logps": current.requires_grad_(), "old_logps": old.detach(), "ref_logps": ref.detach()}
+    call |= {"advantages": draw.normal(BATCH), "completion_mask": draw.mask(0.8, BATCH, length)}
+    call["rollout_ratio"] = draw.uniform(0.5, 1.5, BATCH, length)
+    return {**call, "loss_type": loss_type, "beta": 0.1, "kl_correction": True, **options}
+
+
+def _results(call: dict[str, Any], backend: str = "triton") -> list[torch.Tensor]:
+    """Return losses, metrics of an objective, and the gradient."""
+    if "rewards" in call:
+        output, metrics = grpo_loss(**call, backend=backend), []
+    else:
+        output, *metrics = grpo_loss_from_advantages(**call, backend=backend, return_metrics=True)
+    (grad,) = torch.autograd.grad(output.loss, call["current_logps"])
+    return [*(value.detach() for value in output), *metrics, grad]
 
 
 def _same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return all(bits(a, b).passed for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("groups", [{}, {"samples_per_prompt": None, "group_boundaries": [0, 1, 4]}])
-def test_step_takes_three_launches_and_a_forward_two(groups: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from rl_kernels.grpo_loss.backends.triton import backend as triton_backend
-    from rl_kernels.grpo_loss.backends.triton import groups as triton_groups
+def _close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=3e-5, atol=2e-5 * float(other.abs().max()))
 
-    launched, launch = [], triton_backend.launch
 
-    def counted(kernel: Any, *args: Any, **options: Any) -> None:
-        launched.append(kernel)
-        launch(kernel, *args, **options)
+class Launched(TorchDispatchMode):
+    """Collects the ops inside the block that launch a kernel of their own on a GPU."""
 
-    for module in (triton_backend, triton_groups):
-        monkeypatch.setattr(module, "launch", counted)
-    # Nothing is planned where choices are recorded; a plan's launches are held to these in test_planned.
-    with record_dispatch():
-        _results(_call(**groups))
-        assert len(launched) == 3
-        with torch.no_grad():
-            grpo_loss(**_call(**groups), backend="triton")
-    assert len(launched) == 5
+    FREE = ("empty", "detach", "view", "slice", "select", "alias", "squeeze", "lift_fresh")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "rl_kernels" and not any(word in func.name() for word in self.FREE):
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.int64, torch.int32, torch.float64, torch.bfloat16])
+def test_nothing_but_the_kernels_is_launched(
+    packed: bool, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which kernels are launched is in test_triton_launches."""
+    from rl_kernels.grpo_loss.backends.triton import backend, objectives
+
+    call = {**_objective("dapo"), "validate": False}
+    if dtype is not None:
+        call["num_tokens"] = torch.tensor(7, dtype=dtype, device=DEVICE)
+    if packed:
+        call |= {name: call[name].detach().reshape(-1) for name in TOKENS}
+        call["cu_seqlens"] = torch.arange(0, BATCH * LENGTH + 1, LENGTH, device=DEVICE)
+        call["max_seqlen"] = LENGTH
+        call["current_logps"].requires_grad_()
+    one = torch.ones((), device=DEVICE)
+    expected = _results(call)[0]
+    if dtype is not None:
+        assert bits(_results({**call, "num_tokens": 7.0})[0], expected).passed
+    for module in (backend, objectives):
+        monkeypatch.setattr(module, "launch", lambda *args, **options: None)
+    with Launched() as ops:
+        output, _ = grpo_loss_from_advantages(**call, backend="triton", return_metrics=True)
+        torch.autograd.grad(output.loss, call["current_logps"], one)
+    assert ops.names == []
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
 def test_profiler_sees_three_kernels_and_no_copy() -> None:
-    call = _call(64, 512, samples_per_prompt=8, validate=False)
+    call = _plain(64, 512, samples_per_prompt=8, validate=False)
     one = torch.ones((), device="cuda")
 
     def step() -> None:
@@ -88,7 +128,7 @@ def test_profiler_sees_three_kernels_and_no_copy() -> None:
 
 @pytest.mark.gpu
 def test_forward_and_backward_take_the_memory_of_one_gradient() -> None:
-    call = _call(64, 4096, samples_per_prompt=8, validate=False)
+    call = _plain(64, 4096, samples_per_prompt=8, validate=False)
     leaf = call["current_logps"]
     for _ in range(2):
         leaf.grad = None
@@ -100,40 +140,26 @@ def test_forward_and_backward_take_the_memory_of_one_gradient() -> None:
 
 @pytest.mark.parametrize("upstream", [torch.inf, torch.nan, -2.0])
 def test_masked_gradient_is_zero_for_any_upstream(upstream: float) -> None:
-    call = _call(4, 130)
-    loss = grpo_loss(**call, backend="triton").loss
-    (grad,) = torch.autograd.grad(loss, call["current_logps"], torch.tensor(upstream, device=DEVICE))
+    call, upstream = _plain(4, 130), torch.tensor(upstream, device=DEVICE)
+    # A ratio that underflows to 0 has the slope -0 A: such a token is not taken for a masked one.
+    call["old_logps"][0, 0], call["completion_mask"][0, 0] = 500.0, True
+    loss = grpo_loss(**{**call, "beta": 0.0}, backend="triton").loss
+    (grad,) = torch.autograd.grad(loss, call["current_logps"], upstream)
     masked = grad[~call["completion_mask"]]
     assert not masked.any()
     assert not masked.signbit().any()
-    assert grad[call["completion_mask"]].isfinite().all() == (upstream == -2.0)
-
-
-def test_active_token_without_a_slope_is_told_from_a_masked_one() -> None:
-    # A ratio that underflows to 0 has the slope -0 A.
-    current = torch.tensor([[-500.0, -1.0]], device=DEVICE, requires_grad=True)
-    mask, advantages = torch.tensor([[True, False]], device=DEVICE), torch.ones(1, device=DEVICE)
-    old = torch.zeros(1, 2, device=DEVICE)
-    loss = grpo_loss_from_advantages(current, old, None, advantages, mask, backend="triton").loss
-    (grad,) = torch.autograd.grad(loss, current, torch.tensor(torch.inf, device=DEVICE))
-    assert grad.isnan().tolist() == [[True, False]]
+    assert grad[0, 0].isnan() == (not upstream.isfinite())
 
 
 @pytest.mark.parametrize("length", [1, 100, 129, 600])
 def test_lanes_that_hold_zeros_change_no_bit(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rl_kernels.grpo_loss.backends.triton import groups as triton_groups
-    from rl_kernels.grpo_loss.backends.triton import plain as triton_plain
+    from rl_kernels.grpo_loss.backends.triton import groups, plain
 
-    call, asked = _call(6, length, samples_per_prompt=3), []
+    call, asked = _plain(6, length, samples_per_prompt=3), []
     expected = _results(call)
-
-    def most(size: int, least: int) -> int:
-        asked.append(size)
-        return triton_groups.LANES
-
-    for module in (triton_plain, triton_groups):
-        monkeypatch.setattr(module, "lanes_for", most)
-    # Nothing is planned, and so nothing taken from a plan, where choices are recorded.
+    for module in (plain, groups):
+        monkeypatch.setattr(module, "lanes_for", lambda size, least: asked.append(size) or groups.LANES)
+    # No plan is used where choices are recorded.
     with record_dispatch():
         found = _results(call)
     assert set(asked) == {3, length}
@@ -153,57 +179,54 @@ def test_advantages_in_the_loss_have_the_bits_of_their_own_op(sizes: list[int]) 
     assert bits(grad[:, 0], 0.0 - advantages).passed
 
 
-@pytest.mark.parametrize("size", [2, 5, 16, 20])
-def test_size_and_boundaries_say_the_same_groups(size: int) -> None:
-    call = _call(2 * size, 3, samples_per_prompt=size)
-    said = {**call, "samples_per_prompt": None, "group_boundaries": [0, size, 2 * size]}
-    assert _same(_results(said), _results(call))
+@pytest.mark.parametrize("loss_type", ["bnpo", "gspo", "vespo"])
+def test_expanded_advantages_have_the_bits_of_those_with_storage(loss_type: str) -> None:
+    call = _objective(loss_type, rollout_ratio=None)
+    expanded = call["advantages"][:, None].expand(BATCH, LENGTH)
+    found, expected = (_results({**call, "advantages": a}) for a in (expanded, expanded.contiguous()))
+    assert _same(found, expected)
 
 
-@pytest.mark.parametrize("name", ["current_logps", "old_logps", "ref_logps", "completion_mask"])
-def test_layouts_change_no_bit(name: str) -> None:
-    call = _call(4, 9)
-    expected = _results(call)
-    value = call[name].detach()
-    wide = torch.cat((value, value, value), 1)
-    for other in (value.t().contiguous().t(), wide[:, 9:18], wide.repeat(1, 2).view(4, 2, 27)[:, 0, :9]):
-        assert torch.equal(other, value)
-        changed = {**call, name: other.requires_grad_(name == "current_logps")}
-        assert _same(_results(changed), expected)
+@pytest.mark.parametrize("with_ratio", [False, True])
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+def test_slope_that_a_sequence_shares_is_that_of_its_tokens(kl: str, with_ratio: bool) -> None:
+    call = _objective("gspo", kl_estimator=kl)
+    ratio = call.pop("rollout_ratio")[:, 0]
+    if with_ratio:
+        call["rollout_ratio"] = ratio
+    per_token = call["advantages"][:, None].expand(BATCH, LENGTH).contiguous()
+    # One is worked out once for a sequence, the other added up over its tokens.
+    *_, once = _results(call)
+    *_, summed = _results({**call, "advantages": per_token})
+    torch.testing.assert_close(once, summed, rtol=1e-5, atol=1e-6 * float(summed.abs().max()))
 
 
-def test_one_advantage_expanded_over_its_tokens_is_read_as_one() -> None:
-    call = _call(4, 9)
-    del call["samples_per_prompt"]
-    advantages = call.pop("rewards")
-    per_token = advantages[:, None].expand(4, 9)
-    losses = [
-        grpo_loss_from_advantages(**call, advantages=a, backend="triton").loss
-        for a in (advantages, per_token, per_token.contiguous())
-    ]
-    assert bits(losses[1], losses[0]).passed
-    assert bits(losses[2], losses[0]).passed
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "vespo"])
+def test_segments_of_a_sequence_share_what_it_decides(
+    loss_type: str, alike: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rl_kernels.grpo_loss.backends.triton import objectives
+
+    monkeypatch.setattr(objectives, "SEGMENT", 256)
+    call = _objective(loss_type, 300, **({"rollout_ratio": None} if alike else {}))
+    call["completion_mask"][0, 256:] = False
+    _close(_results(call), _results(call, "native"))
+    if loss_type == "gspo":
+        # A segment without tokens takes nothing of an infinite ratio.
+        call |= {"rollout_ratio": None, "kl_correction": False, "old_logps": call["old_logps"] - 200.0}
+        call["completion_mask"][:, 256:] = False
+        for advantage in (-1.0, 0.0, 1.0):
+            advantages = torch.full_like(call["advantages"], advantage)
+            loss = grpo_loss_from_advantages(**{**call, "advantages": advantages}, backend="triton").loss
+            assert loss == torch.inf if advantage < 0 else loss.isfinite()
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.uint8, torch.int16, torch.int64, torch.float32, torch.bfloat16, torch.float16, torch.float64]
-)
-def test_mask_of_any_dtype_is_read_as_it_is(dtype: torch.dtype) -> None:
-    call = _call(4, 130)
-    changed = {**call, "completion_mask": call["completion_mask"].to(dtype)}
-    assert _same(_results(changed), _results(call))
-
-
-def test_more_segments_than_a_grid_of_16_bits_has_tokens() -> None:
-    length = 66_000
-    call = _call(2, length)
-    expected = _results(call)
-    call["completion_mask"] = call["completion_mask"].clone()
-    padded = {name: torch.nn.functional.pad(call[name].detach(), (0, 4099)) for name in ("old_logps", "ref_logps")}
-    padded["completion_mask"] = torch.nn.functional.pad(call["completion_mask"], (0, 4099))
-    padded["current_logps"] = torch.nn.functional.pad(call["current_logps"].detach(), (0, 4099)).requires_grad_()
-    *values, grad = _results({**call, **padded})
-    assert _same([*values, grad[:, :length]], expected)
+@pytest.mark.parametrize("length", [1024, 1025])
+@pytest.mark.parametrize("loss_type", ["gspo", "vespo"])
+def test_sequences_in_registers_and_longer_ones(loss_type: str, length: int) -> None:
+    call = _objective(loss_type, length, rollout_ratio=None)
+    _close(_results(call), _results(call, "native"))
 
 
 @pytest.mark.gpu

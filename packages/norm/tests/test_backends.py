@@ -27,11 +27,7 @@ PLANTED = (
             Bug("projection left out", "- scaled * _mean(pull * scaled)[:, None]", "* 1"),
             Bug("buffer overwritten", "terms, main_grad", "terms, torch.zeros_like(main_grad)"),
         ),
-        (
-            *("plain", "residual", "residual-half", "gemma", "no-weight", "weight-of-another-dtype"),
-            *("layer", "layer-residual", "layer-offset", "pairs-0", "pairs-1", "pairs-2", "pairs-3"),
-            *("batch-129", "hidden-1025"),
-        ),
+        ("gemma", "no-weight"),
     ),
     Mutants(
         "triton",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +53,14 @@ REWARDS = {
     "group_sizes": (None, (1, 4, 2)),
 }
 LONG = {**LOSS, **TOKENS, "packed": (None, True, "long offsets")}
+FEW = {
+    **{name: LOSS[name] for name in ("loss_type", "importance_level", "kl_correction", "beta", "return_metrics")},
+    **{name: TOKENS[name] for name in ("on_policy", "noise", "density", "masked_sequence", "packed")},
+    "rollout": (None, "token", "sequence", "sequence mask"),
+    "per_token": (None, True),
+    "dtype": (None, "bf16", "fp64"),
+}
+"""What the loss with given advantages does otherwise: advantages of tokens; the rest is in the pairs of the other."""
 TOGETHER: dict[str, dict[str, Any]] = {
     **{
         f"{of} {mode}": {"rollout": of, "rollout_mode": mode}
@@ -75,9 +83,11 @@ TURNS: tuple[Mapping[str, Any], ...] = (
 HALF_MASK = {"loss_type": "grpo", "mask": torch.bfloat16}
 FAR = {"loss_type": "gspo", "packed": True, "noise": 6.0, "density": 0.9}
 """Log-ratios of neighbours that add up to thousands."""
-LENGTHS = (*EDGES, 2048, 4096, 4097, 8193)
+LENGTHS = (1, 2, 3, 16, 17, 31, 33, 64, 65, 127, 129, 255, 257, 1000, 1023, 1025, 4096, 4097, 8193)
+MORE_LENGTHS = (*(size for size in EDGES if size not in LENGTHS), 2048, 32768, 32769, 131080)
 MEMBERS = (2, 3, 8, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 512, 513, 1024)
-PROMPTS = (1, 2, 33, 63, 64, 65, 127, 128, 129, 257, 520)
+PROMPTS, MORE_PROMPTS = (1, 2, 33, 64, 65, 128, 257), (63, 127, 129, 520, 1025, 2049)
+"""Sizes around segments, lanes and blocks; those with MORE are in the full suite."""
 
 
 def _possible(options: Mapping[str, Any]) -> bool:
@@ -112,16 +122,22 @@ def _accepted(loss_type: str, options: tuple[tuple[str, Any], ...]) -> bool:
     return True
 
 
+def _alone(cases: Iterator[Case]) -> Iterator[Case]:
+    """Return cases of the advantages alone, named apart from those of the loss."""
+    return (replace(case, name=f"groups-{case.name}") for case in cases)
+
+
 _MADE = (
     *paired("pairs", SIZES, {**LOSS, **TOKENS, **REWARDS}, _possible),
     # The same draws as the pairs; these two cases differ in eps only.
     Case("rewards", SIZES, relations=HELD, drawn_as="pairs"),
     Case("rewards-eps", SIZES, {"eps": 2.0}, relations=HELD, drawn_as="pairs"),
-    *paired("from-pairs", SIZES, {**LOSS, **TOKENS, "per_token": (None, True)}, _possible, function=FROM),
+    *paired("from-few-pairs", SIZES, FEW, _possible, function=FROM),
+    *paired("from-pairs", SIZES, {**LOSS, **TOKENS, "per_token": (None, True)}, _possible, function=FROM, suite="full"),
     *paired(
         "groups-pairs", {"prompts": 5, "samples": 4}, {**REWARDS, "dtype": (None, "bf16", "fp64")}, function=GROUPS
     ),
-    *drawn("drawn", SIZES, {**LOSS, **TOKENS, **REWARDS}, 60, _possible),
+    *drawn("drawn", SIZES, {**LOSS, **TOKENS, **REWARDS}, 48, _possible),
     # Alone, because a NaN hides the effect of every other option.
     *drawn("special", SIZES, {**LOSS, **TOKENS, **REWARDS, "special": ("current_logps",)}, 12, _possible),
     *swept("completion", {**SIZES, "prompts": 1, "samples": 2}, LENGTHS, TURNS),
@@ -136,13 +152,15 @@ _MADE = (
     Case("samples-300-offset", {"prompts": 2, "samples": 300, "completion": 2}, {"offset": 10000.0}, relations=HELD),
     Case("packed-far-off", {**SIZES, "completion": 1500}, FAR, relations=HELD),
     Case("packed-to-a-length", SIZES, {"loss_type": "dr_grpo", "packed": True, "max_seqlen": 15}, relations=HELD),
-    *swept("samples", {**SIZES, "prompts": 2, "completion": 3}, MEMBERS, TURNS),
+    # The loss and the advantages alone have every second size each in the quick suite.
+    *swept("samples", {**SIZES, "prompts": 2, "completion": 3}, MEMBERS[::2], TURNS),
+    *swept("samples", {**SIZES, "prompts": 2, "completion": 3}, (*MEMBERS[1::2], 2048, 4999), TURNS, suite="full"),
     *swept("prompts", {**SIZES, "samples": 2, "completion": 3}, PROMPTS, TURNS),
-    *(replace(case, name=f"groups-{case.name}") for case in swept("samples", {"prompts": 2}, MEMBERS, function=GROUPS)),
+    *_alone(swept("samples", {"prompts": 2}, MEMBERS[1::2], function=GROUPS)),
+    *_alone(swept("samples", {"prompts": 2}, MEMBERS[::2], function=GROUPS, suite="full")),
     *drawn("drawn-more", SIZES, {**LOSS, **TOKENS, **REWARDS}, 300, _possible, suite="full"),
-    *swept("completion", {**SIZES, "prompts": 1, "samples": 2}, (32768, 32769, 131080), TURNS, suite="full"),
-    *swept("prompts", {**SIZES, "samples": 2, "completion": 5}, (1025, 2049), TURNS, suite="full"),
-    *swept("samples", {**SIZES, "prompts": 1, "completion": 2}, (2048, 4999), TURNS, suite="full"),
+    *swept("completion", {**SIZES, "prompts": 1, "samples": 2}, MORE_LENGTHS, TURNS, suite="full"),
+    *swept("prompts", {**SIZES, "samples": 2, "completion": 5}, MORE_PROMPTS, TURNS, suite="full"),
     *paired("long-pairs", {"prompts": 3, "samples": 3, "completion": 700}, LONG, _possible, suite="full"),
 )
 DIMENSIONS: tuple[Case, ...] = tuple(

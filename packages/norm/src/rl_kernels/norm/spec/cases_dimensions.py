@@ -1,4 +1,4 @@
-"""Cases of rms_norm and layer_norm along their dimensions: rows and widths around every tile, options in pairs."""
+"""Cases of rms_norm and layer_norm along their dimensions: rows and widths around tiles, options in pairs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.testing import Case
-from rl_kernels.core.testing.dimensions import EDGES, HELD, ROWS, drawn, paired, swept
+from rl_kernels.core.testing.dimensions import HELD, drawn, paired, swept
 
 LAYER_NORM = "layer_norm"
 SHARED = {
@@ -28,8 +28,12 @@ TURNS: tuple[Mapping[str, Any], ...] = (
     {"weight": "none"},
 )
 TURNS_LAYER: tuple[Mapping[str, Any], ...] = ({"bias": True}, {"residual": True, "bias": True}, {})
-WIDE = (2048, 4096, 4097, 8192, 16384, 16385)
-"""Widths with one row per tile, and around the widest row of a program."""
+BATCHES, MORE_BATCHES = (1, 2, 64, 65, 127, 129, 2049), (63, 128, 256)
+WIDTHS = (2, 3, 8, 16, 17, 31, 33, 64, 127, 129, 256, 257, 1000, 1023, 1025)
+MORE_WIDTHS = (15, 32, 63, 65, 128, 255, 512, 1024)
+"""Rows and columns around tiles; those with MORE are in the full suite."""
+ONE_ROW, WIDEST = (2048, 4096, 4097), (16384, 16385)
+"""Widths of tiles with one row; the widest row of a program, and one that is wider."""
 
 
 def _possible(options: Mapping[str, Any]) -> bool:
@@ -43,9 +47,13 @@ DIMENSIONS: tuple[Case, ...] = (
     *drawn("drawn", {"batch": 18, "hidden": 130}, AXES, 12, _possible),
     *drawn("drawn-more", {"batch": 18, "hidden": 130}, AXES, 60, _possible, suite="full"),
     *drawn("layer-drawn", {"batch": 18, "hidden": 130}, AXES_LAYER, 60, _possible, suite="full", function=LAYER_NORM),
-    *swept("batch", {"hidden": 24}, ROWS, TURNS),
-    *swept("hidden", {"batch": 3}, EDGES[1:], TURNS),
-    *swept("hidden", {"batch": 17}, WIDE, TURNS),
+    *swept("batch", {"hidden": 24}, BATCHES, TURNS),
+    *swept("hidden", {"batch": 3}, WIDTHS, TURNS),
+    *swept("hidden", {"batch": 17}, ONE_ROW, TURNS),
+    *swept("hidden", {"batch": 2}, WIDEST, TURNS),
+    *swept("batch", {"hidden": 24}, MORE_BATCHES, TURNS, suite="full"),
+    *swept("hidden", {"batch": 3}, MORE_WIDTHS, TURNS, suite="full"),
+    *swept("hidden", {"batch": 17}, (8192,), TURNS, suite="full"),
     *(
         Case(f"layer-{case.name}", case.sizes, case.options, LAYER_NORM, relations=HELD)
         for case in swept("hidden", {"batch": 17}, (2, 33, 255, 256, 1000, 4096, 8191), TURNS_LAYER)

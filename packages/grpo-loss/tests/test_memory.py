@@ -1,0 +1,121 @@
+"""Where a gradient is written, when the slope that forward saved may be overwritten; and elements far apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from rl_kernels.core.operator import Call
+from rl_kernels.core.testing import far
+from rl_kernels.grpo_loss import (
+    Extras,
+    Objective,
+    group_advantages,
+    grpo_loss,
+    grpo_loss_from_advantages,
+    sequence_losses,
+)
+from rl_kernels.grpo_loss.op import OPERATOR
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CALL = Call.of(torch.zeros(1, device=DEVICE))
+BACKENDS = [backend.name for backend in OPERATOR.backends if backend.why_not(CALL) is None]
+LOSSES = {
+    "planned": lambda *given, backend: grpo_loss_from_advantages(*given, beta=0.1, backend=backend).loss,
+    "general": lambda *given, backend: (
+        grpo_loss_from_advantages(*given, beta=0.1, loss_type="gspo", backend=backend).loss
+    ),
+    "sequences": lambda *given, backend: sequence_losses(*given, beta=0.1, backend=backend).sum(),
+}
+
+
+def given(dtype: torch.dtype = torch.float32) -> list[Any]:
+    torch.manual_seed(0)
+    current = (-torch.rand(4, 33, device=DEVICE)).to(dtype).requires_grad_()
+    others = (current.detach() - 0.1, current.detach() + 0.05, torch.randn(4, device=DEVICE))
+    return [current, *others, torch.rand(4, 33, device=DEVICE) < 0.7]
+
+
+def places_of(loss: torch.Tensor) -> set[int]:
+    """Return the addresses of what the function of ours saved for a loss."""
+    node: Any = loss.grad_fn
+    while not hasattr(node, "saved_tensors"):
+        ((node, _),) = node.next_functions
+    return {x.data_ptr() for x in node.saved_tensors if x is not None}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", LOSSES)
+def test_last_pass_alone_writes_into_the_slope(kind: str, backend: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        call = given(dtype)
+        loss = LOSSES[kind](*call, backend=backend)
+        places = places_of(loss)
+        grads = [torch.autograd.grad(loss * scale, call[0], retain_graph=True)[0] for scale in (1, 4, 1)]
+        assert torch.equal(grads[0], grads[2])
+        assert torch.equal(4 * grads[0], grads[1])
+        assert places.isdisjoint(grad.data_ptr() for grad in grads)
+        loss.backward()
+        assert torch.equal(call[0].grad, grads[0])
+        # A gradient of 16 bits does not fit the slope, which is FP32. AccumulateGrad takes the tensor without a copy.
+        assert (call[0].grad.data_ptr() in places) == (dtype == torch.float32)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", LOSSES)
+def test_passes_that_share_a_slope_have_the_same_gradient(kind: str, backend: str) -> None:
+    """Batched gradients, both passes of a checkpoint, and two losses that a hook gives one tensor."""
+    current, *others = given()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return LOSSES[kind](x, *others, backend=backend)
+
+    (expected,) = torch.autograd.grad(loss(current), current)
+    upstream = torch.tensor([1.0, 2.0], device=DEVICE)
+    (batched,) = torch.autograd.grad(loss(current), current, upstream, is_grads_batched=True)
+    assert torch.equal(batched, torch.stack((expected, 2 * expected)))
+    recomputed: Any = checkpoint(loss, current, use_reentrant=False)
+    for retained in (True, False):
+        assert torch.equal(torch.autograd.grad(recomputed, current, retain_graph=retained)[0], expected)
+    stored: dict[Any, torch.Tensor] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        return stored.setdefault((x.shape, x.double().sum().item()), x)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        losses = [loss(current) for _ in range(2)]
+    for one in losses:
+        assert torch.equal(torch.autograd.grad(one, current)[0], expected)
+
+
+NAMES = ("current_logps", "old_logps", "ref_logps", "completion_mask", "rollout_ratio", "entropy", "rewards")
+
+
+def results(backend, plain, current, old, ref, mask, ratio, entropy, rewards):
+    """Return losses, the gradient and advantages: of the plain loss, or with metrics and all that it may take."""
+    current = current.detach().requires_grad_()
+    groups = {"samples_per_prompt": len(rewards)} if plain else {"group_boundaries": [0, len(rewards)]}
+    options = {"beta": 0.1} if plain else {"objective": Objective(loss_type="dapo", beta=0.1), "return_metrics": True}
+    if not plain:
+        options["extras"] = Extras(rollout_ratio=ratio, entropy=entropy)
+    found = grpo_loss(current, old, ref, rewards, mask, **groups, **options, backend=backend)
+    losses, metrics = (found, ()) if plain else found
+    (grad,) = torch.autograd.grad(losses.loss, current)
+    return [losses.loss.detach(), *losses[1:], *metrics, grad, group_advantages(rewards, **groups, backend=backend)]
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "objective"])
+@pytest.mark.parametrize("backend", [pytest.param(x, marks=[pytest.mark.gpu] * (DEVICE == "cuda")) for x in BACKENDS])
+def test_elements_beyond_an_offset_of_32_bits(backend, plain):
+    torch.manual_seed(0)
+    for batch in (2, 3):
+        current, old, ref, ratio, entropy = torch.rand(5, batch, 5, device=DEVICE).half()
+        rewards, mask = torch.rand(batch, device=DEVICE).half(), torch.rand(batch, 5, device=DEVICE) < 0.7
+        arguments = (-current, -old, -ref, mask, ratio, entropy, rewards)
+        expected = results(backend, plain, *arguments)
+        for place, name in enumerate(NAMES):
+            moved = [far(x, 0) if at == place else x for at, x in enumerate(arguments)]
+            assert all(map(torch.equal, results(backend, plain, *moved), expected)), name
