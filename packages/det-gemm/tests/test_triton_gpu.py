@@ -66,31 +66,6 @@ def tokens(dtype, k, n):
     return draw.normal(TOKENS, k), draw.normal(TOKENS, n)
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_a_cut_inside_a_step_is_another_sum(dtype):
-    """The control of the tests above."""
-    a, dc = tokens(dtype, 1024, 768)
-    buffer = forced(det_gemm_dw, a[:40], dc[:40], out_dtype=torch.float32)
-    forced(det_gemm_dw, a[40:], dc[40:], accumulate_into=buffer)
-    whole = forced(det_gemm_dw, a, dc, out_dtype=torch.float32)
-    assert not bits(buffer, whole).passed
-    torch.testing.assert_close(buffer, whole, rtol=1e-4, atol=1e-3)
-
-
-def test_main_grad_in_micro_batches_has_the_bits_of_the_whole():
-    x, upstream = tokens(torch.bfloat16, 200, 136)
-    found = []
-    for cuts in ((0, TOKENS), (0, 256, 272, TOKENS)):
-        weight = torch.ones(136, 200, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        weight.main_grad = torch.zeros(136, 200, device="cuda")
-        for start, stop in pairwise(cuts):
-            forced(det_linear, x[start:stop], weight).backward(upstream[start:stop])
-        assert weight.grad is None
-        found.append(weight.main_grad)
-    assert bits(found[1], found[0]).passed
-    assert bits(found[0], chained(upstream.t(), x)).passed
-
-
 @triton.jit
 def chain(a, b, c, M, N, K, row_a, column_a, row_b, column_b):
     """The definition: one tile of 16 by 16, K in steps of 16, ascending, from zero."""

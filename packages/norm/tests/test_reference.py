@@ -27,37 +27,24 @@ def test_layer_norm_by_hand():
     assert reference.layer_norm(x, weight, bias, eps=0.0).tolist() == [[-1.5, 2.5]]
 
 
-def test_a_residual_is_added_and_returned():
-    found = reference.rms_norm(X, WEIGHT, residual=X)
-    assert torch.equal(found.sum, 2 * X)
-    assert torch.equal(found.output, reference.rms_norm(2 * X, WEIGHT))
-
-
-def test_rows_are_rounded_before_the_weight_or_after():
-    x, weight = X.bfloat16() + 0.3, torch.tensor([1.01, 0.37, 1.7, 0.9]).bfloat16()
-    row = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
-    assert torch.equal(reference.rms_norm(x, weight), weight * row.bfloat16())
-    assert torch.equal(reference.rms_norm(x, weight, cast_first=False), (weight.float() * row).bfloat16())
-    assert not torch.equal(reference.rms_norm(x, weight), reference.rms_norm(x, weight, cast_first=False))
-
-
-def test_dtype_of_a_result_is_that_of_llamas_module():
+def test_rounding_and_dtype_are_those_of_llamas_module():
     for dtype in (torch.bfloat16, torch.float16):
-        x, weight = X.to(dtype), WEIGHT.float()
-        assert reference.rms_norm(x).dtype == reference.rms_norm(x, weight.to(dtype)).dtype == dtype
-        assert reference.rms_norm(x, weight).dtype == torch.float32
-        assert reference.rms_norm(x, weight, cast_first=False).dtype == dtype
-        assert reference.layer_norm(x, weight).dtype == dtype
+        x, weight = X.to(dtype) + 0.3, torch.tensor([1.01, 0.37, 1.7, 0.9]).to(dtype)
+        row = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+        assert torch.equal(reference.rms_norm(x, weight), weight * row.to(dtype))
+        assert torch.equal(reference.rms_norm(x, weight.float()), weight.float() * row.to(dtype))
+        after = reference.rms_norm(x, weight.float(), cast_first=False)
+        assert torch.equal(after, (weight.float() * row).to(dtype))
+        assert not torch.equal(reference.rms_norm(x, weight), after)
+        assert reference.rms_norm(x).dtype == reference.layer_norm(x, weight.float()).dtype == dtype
 
 
 @pytest.mark.parametrize("residual", [None, X.flip(0)])
-def test_gradients_and_values_are_those_of_pytorch(residual):
-    total = X if residual is None else X + residual
-    bias = WEIGHT.flip(0)
+def test_values_are_those_of_pytorch(residual):
+    total, bias = X if residual is None else X + residual, WEIGHT.flip(0)
     for found, expected in (
         (reference.rms_norm(X, WEIGHT, residual=residual), F.rms_norm(total, (4,), WEIGHT, 1e-6)),
         (reference.layer_norm(X, WEIGHT, bias, residual=residual), F.layer_norm(total, (4,), WEIGHT, bias, 1e-5)),
     ):
         torch.testing.assert_close(found if residual is None else found.output, expected)
-    leaves = [value.clone().requires_grad_() for value in (X, WEIGHT)]
-    assert torch.autograd.gradcheck(lambda x, weight: reference.rms_norm(x, weight), leaves)
+        assert residual is None or torch.equal(found.sum, total)

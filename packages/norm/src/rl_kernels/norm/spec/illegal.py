@@ -22,6 +22,7 @@ def _buffer(make: Callable[[torch.Tensor], object]) -> Change:
 
 
 SHORT = edited("x", lambda x: x[..., :-1])
+RESIDUAL = "residual: expected"
 ILLEGAL = (
     IllegalCall("x not a tensor", given(x=1.0), TypeError, "x: expected a tensor"),
     IllegalCall("x of integers", edited("x", torch.Tensor.int), TypeError, "x: expected dtype"),
@@ -38,19 +39,9 @@ ILLEGAL = (
     IllegalCall("bias of one number", edited("bias", lambda b: b[:1]), ValueError, "bias: expected shape", "layer"),
     IllegalCall("bias of integers", edited("bias", torch.Tensor.int), TypeError, "bias: expected dtype", "layer"),
     IllegalCall("bias elsewhere", edited("bias", lambda b: b.to("meta")), ValueError, "bias: expected device", "layer"),
-    IllegalCall(
-        "residual of another shape", edited("residual", lambda r: r[1:]), ValueError, "residual: expected", "residual"
-    ),
-    IllegalCall(
-        "residual of another dtype",
-        edited("residual", torch.Tensor.double),
-        TypeError,
-        "residual: expected",
-        "residual",
-    ),
-    IllegalCall(
-        "residual elsewhere", edited("residual", lambda r: r.to("meta")), ValueError, "residual: expected", "residual"
-    ),
+    IllegalCall("residual short", edited("residual", lambda r: r[1:]), ValueError, RESIDUAL, "residual"),
+    IllegalCall("residual in FP64", edited("residual", torch.Tensor.double), TypeError, RESIDUAL, "residual"),
+    IllegalCall("residual elsewhere", edited("residual", lambda r: r.to("meta")), ValueError, RESIDUAL, "residual"),
     IllegalCall("eps text", given(eps="1e-6"), TypeError, "eps: expected a number"),
     IllegalCall("eps negative", given(eps=-1e-6), ValueError, "eps: expected a number >= 0"),
     IllegalCall("eps infinite", given(eps=float("inf")), ValueError, "eps: expected a finite number"),
