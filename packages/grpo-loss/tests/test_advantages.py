@@ -69,15 +69,6 @@ def test_groups_have_the_same_bits_anywhere() -> None:
         torch.testing.assert_close(alone.double(), exact, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_dtype(dtype: torch.dtype) -> None:
-    rewards = Draw(dtype, seed=5).normal(10)
-    found = group_advantages(rewards.requires_grad_(), samples_per_prompt=5)
-    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert not found.requires_grad
-    assert torch.equal(found, group_advantages(rewards.double(), samples_per_prompt=5).to(found.dtype))
-
-
 @pytest.mark.smoke
 def test_sizes_that_do_not_fit() -> None:
     assert group_advantages(torch.zeros(0), group_boundaries=[0]).shape == (0,)

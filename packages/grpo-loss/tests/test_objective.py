@@ -11,9 +11,6 @@ import torch
 
 from rl_kernels.core.testing import Draw
 from rl_kernels.grpo_loss import (
-    GRPOLossOutput,
-    LossAndMetrics,
-    Normaliser,
     Objective,
     group_advantages,
     grpo_loss,
@@ -74,16 +71,3 @@ def test_advantages_are_those_of_the_objective() -> None:
     assert found == grpo_loss_from_advantages(**call, advantages=advantages)
     # There they are given, and what an objective says of them is not read.
     assert found == grpo_loss_from_advantages(**call, advantages=advantages, objective=Objective(eps=0.5))
-
-
-def test_plain_tuples_are_no_groups() -> None:
-    with pytest.raises(TypeError, match=r"normaliser: expected Normaliser\(...\), got tuple"):
-        grpo_loss(**_call(), normaliser=(3, None, None))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"extras: expected Extras\(...\), got Normaliser"):
-        grpo_loss(**_call(), extras=Normaliser())  # type: ignore[arg-type]
-
-
-def test_the_type_of_a_result_follows_return_metrics() -> None:
-    output: GRPOLossOutput = grpo_loss(**_call())
-    both: LossAndMetrics = grpo_loss(**_call(), return_metrics=True)
-    assert both.output == output

@@ -16,9 +16,7 @@ from rl_kernels.core.testing.triton_launches import TritonRecorder
 from rl_kernels.grpo_loss import Normaliser, api, grpo_loss, grpo_loss_from_advantages
 from rl_kernels.grpo_loss.backends.native import backend as native
 
-NAMES = ("groups", "terms", "tokens", "metrics", "sequence", "kernels", "reduce", "objectives", "plain", "planned")
-MODULES = tuple(f"rl_kernels.grpo_loss.backends.triton.{name}" for name in (*NAMES, "backend"))
-"""Each before those that import it."""
+MODULES = tuple(f"rl_kernels.grpo_loss.backends.triton.{name}" for name in ("planned", "backend"))
 BUGS = (
     Bug("plan accepts any layout of rows", "all(rows_of(x) is x for x in tensors)", "True"),
     Bug("planned backward overwrites what is needed again", "if overwrite and", "if"),
@@ -50,60 +48,52 @@ def scored(advantages, shape=(4, 9)):
     return raw(grpo_loss_from_advantages, current, old, ref, advantages, mask)
 
 
-def pitched(x):
-    """Return the same numbers in rows that are further apart."""
-    return torch.cat((x, x[:, :1]), 1)[:, : x.shape[1]]
-
-
-def planned_calls():
-    """Yield calls that have a plan."""
-    current, old, ref, rewards, mask = arguments(4, 9)
-    yield rewarded(current, old, ref, rewards, mask)
-    yield rewarded(*arguments(4, 9, torch.bfloat16))
-    yield rewarded(*arguments(4, 4097))
-    yield rewarded(current, None, ref, rewards, mask)
-    yield rewarded(current, old, None, rewards, mask, beta=0.0)
-    yield rewarded(current, pitched(old), ref, torch.rand(8)[::2], mask)
-    yield scored(torch.rand(4))
-    yield scored(pitched(torch.rand(4, 9)))
-
-
-def other_calls():
-    """Yield calls without a plan: copies, groups of different sizes, no tokens, or more than the plain loss."""
+def calls():
+    """Return calls with a plan, and without: needing copies, without tokens, or with more than the plain loss."""
     current, old, ref, rewards, mask = given = arguments(4, 9)
-    yield rewarded(current.t().contiguous().t(), old, ref, rewards, mask)
-    yield rewarded(current, old, ref, rewards, mask.t().contiguous().t())
-    yield scored(torch.rand(4, 1).expand(4, 9))
-    yield scored(torch.rand(4).as_strided((4, 1), (1, 0)), (4, 1))
-    yield rewarded(*given, samples_per_prompt=None, group_boundaries=torch.tensor([0, 1, 4]))
-    yield rewarded(*arguments(4, 0))
-    yield rewarded(*arguments(0, 9))
-    yield rewarded(*given, loss_type="cispo")
-    yield rewarded(*given, return_metrics=True)
-    yield rewarded(*given, normaliser=Normaliser(num_tokens=torch.ones(())))
+    # The same numbers in rows that are further apart.
+    old_apart, advantages = (torch.cat((x, x[:, :1]), 1)[:, :9] for x in (old, ref))
+    planned = [
+        rewarded(*given),
+        rewarded(*arguments(4, 9, torch.bfloat16)),
+        rewarded(*arguments(4, 4097)),
+        rewarded(current, None, ref, rewards, mask),
+        rewarded(current, old, None, rewards, mask, beta=0.0),
+        rewarded(current, old_apart, ref, torch.rand(8)[::2], mask),
+        scored(rewards),
+        scored(advantages),
+    ]
+    others = [
+        rewarded(current.t().contiguous().t(), old, ref, rewards, mask),
+        rewarded(current, old, ref, rewards, mask.t().contiguous().t()),
+        scored(rewards[:, None].expand(4, 9)),
+        scored(rewards.as_strided((4, 1), (1, 0)), (4, 1)),
+        rewarded(*given, samples_per_prompt=None, group_boundaries=torch.tensor([0, 1, 4])),
+        rewarded(*arguments(4, 0)),
+        rewarded(*arguments(0, 9)),
+        rewarded(*given, loss_type="cispo"),
+        rewarded(*given, return_metrics=True),
+        rewarded(*given, normaliser=Normaliser(num_tokens=torch.ones(()))),
+    ]
+    return planned, others
 
 
 class Wrapper(torch.Tensor):
-    """A class of somebody's."""
+    """A class of a user."""
+
+
+def layout(x):
+    return None if x is None else (x.shape, x.stride(), x.dtype)
 
 
 def described(launches, known):
     """Return all that launches are; of an output, its layout."""
     names = {x.data_ptr(): name for name, x in known.items() if x is not None}
 
-    def value_of(value):
-        if isinstance(value, torch.Tensor):
-            return names.get(value.data_ptr()), value.shape, value.stride(), value.dtype
-        return value
+    def value_of(x):
+        return (names.get(x.data_ptr()), layout(x)) if isinstance(x, torch.Tensor) else x
 
-    return [
-        (one.name, one.grid, one.options, {name: value_of(value) for name, value in one.arguments.items()})
-        for one in launches
-    ]
-
-
-def layouts(values):
-    return [None if x is None else (x.shape, x.stride(), x.dtype) for x in values]
+    return [(x.name, x.grid, x.options, {key: value_of(x[key]) for key in x.arguments}) for x in launches]
 
 
 def check_same(recorder, plan, backend, call):
@@ -122,7 +112,8 @@ def check_same(recorder, plan, backend, call):
         ours, found = run(partial(plan.forward, *given, needs_slope=slope))
         theirs, (loss, policy_loss, kl, _, *rest) = run(partial(general, *call))
         assert ours == theirs
-        assert layouts(found) == layouts((loss, policy_loss, kl, torch.empty(()), rest[-1] if slope else None))
+        wanted = (loss, policy_loss, kl, torch.empty(()), rest[-1] if slope else None)
+        assert [*map(layout, found)] == [*map(layout, wanted)]
     known |= {"count": found[3], "slope": found[4], "upstream": (upstream := torch.ones(()))}
     count, slope = found[3:]
     saved = (call.current_logps, count, slope, upstream)
@@ -137,7 +128,7 @@ def check_same(recorder, plan, backend, call):
         ours, found = run(partial(plan.backward, *saved, overwrite=overwrite))
         theirs, wanted = run(partial(general_backward, overwrite))
         assert ours == theirs
-        assert layouts([found]) == layouts([wanted])
+        assert layout(found) == layout(wanted)
 
 
 def check_refusals(recorder, plan, current):
@@ -162,15 +153,15 @@ def check_all(plant=nullcontext):
         backend = importlib.import_module(MODULES[-1])
         # Any address is one that was met before: what is compiled for another kind of tensors shows.
         importlib.import_module("rl_kernels.core.triton_lib.launch").ALIGNMENT = 1
-        for call in planned_calls():
+        planned, others = calls()
+        assert all(backend.planned(call) is None for call in others)
+        for call in planned:
             plan = backend.planned(call)
             check_same(recorder, plan, backend, call)
             # Other tensors of the same kind.
             copies = (x.clone() if isinstance(x, torch.Tensor) and x.is_contiguous() else x for x in call)
             check_same(recorder, plan, backend, call._make(copies))
             check_refusals(recorder, plan, call.current_logps)
-        for call in other_calls():
-            assert backend.planned(call) is None
         # A reference is given, and not read.
         current, old, ref, rewards, mask = arguments()
         plan = backend.planned(rewarded(current, old, None, rewards, mask, beta=0.0))
@@ -251,15 +242,14 @@ def test_an_observer_of_ops_sees_those_of_the_general_path(fake):
 def test_second_derivatives_and_tangents_are_refused(fake):
     leaf, *rest = arguments()
     leaf.requires_grad_()
-    loss = grpo_loss(leaf, *rest, samples_per_prompt=2).loss
-    (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    losses = [grpo_loss(leaf, *rest, samples_per_prompt=2).loss for _ in range(2)]
+    (grad,) = torch.autograd.grad(losses[0], leaf, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward is not supported"):
         grad.sum().backward()
-    loss = grpo_loss(leaf, *rest, samples_per_prompt=2).loss
     with forward_ad.dual_level():
         upstream = forward_ad.make_dual(torch.tensor(1.0), torch.tensor(1.0))
         with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
-            torch.autograd.grad(loss, leaf, upstream)
+            torch.autograd.grad(losses[1], leaf, upstream)
         with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
             grpo_loss(forward_ad.make_dual(leaf.detach(), leaf.detach()), *rest, samples_per_prompt=2)
     assert fake[0].calls == ["forward with slope"] * 2

@@ -28,9 +28,9 @@ TURNS: tuple[Mapping[str, Any], ...] = (
     {"weight": "none"},
 )
 TURNS_LAYER: tuple[Mapping[str, Any], ...] = ({"bias": True}, {"residual": True, "bias": True}, {})
-BATCHES, MORE_BATCHES = (1, 2, 64, 65, 127, 129, 2049), (63, 128, 256)
-WIDTHS = (2, 3, 8, 16, 17, 31, 33, 64, 127, 129, 256, 257, 1000, 1023, 1025)
-MORE_WIDTHS = (15, 32, 63, 65, 128, 255, 512, 1024)
+BATCHES, MORE_BATCHES = (1, 64, 65, 129, 2049), (2, 63, 127, 128, 256)
+WIDTHS = (2, 3, 16, 17, 31, 33, 127, 256, 257, 1000, 1025)
+MORE_WIDTHS = (8, 15, 32, 63, 64, 65, 128, 129, 255, 512, 1023, 1024)
 """Rows and columns around tiles; those with MORE are in the full suite."""
 ONE_ROW, WIDEST = (2048, 4096, 4097), (16384, 16385)
 """Widths of tiles with one row; the widest row of a program, and one that is wider."""
