@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -189,6 +189,8 @@ ROWS = RowLayout(
     functions=frozenset({"", LINEAR}),
     any_leading=False,
 )
+LINEAR_ROWS = RowLayout(arguments={"x": 1}, results=frozenset({"output", "gradient:x"}), functions=frozenset({LINEAR}))
+"""det_linear takes any leading dims."""
 
 
 def layouts(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
@@ -197,27 +199,6 @@ def layouts(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
         if isinstance(value, torch.Tensor) and value.ndim >= 2:
             yield Variant(f"{name} row by row", {**call, name: value.contiguous()})
             yield Variant(f"{name} column by column", {**call, name: column_major(value)})
-
-
-def leading(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Give the rows of det_linear with other leading dims, and its first row without any."""
-    if case.function != LINEAR:
-        return
-    x = call["x"]
-
-    def shaped(*lead: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
-        return lambda name, value: value.reshape(*lead, value.shape[-1]) if name in ROWS.results else value
-
-    rows = x.shape[:-1].numel()
-    for lead in ((rows,), (1, rows), (rows, 1, 1)):
-        reshaped = {**call, "x": shaped(*lead)("output", x)}
-        yield Variant(f"leading dims {lead}", reshaped, find=shaped(*x.shape[:-1]), lift=shaped(*lead))
-
-    def first(name: str, value: torch.Tensor) -> torch.Tensor | None:
-        return value.reshape(rows, -1)[0] if name in ROWS.results else None
-
-    alone = {**call, "x": x.reshape(rows, -1)[0]}
-    yield Variant("no leading dims", alone, first, lift=lambda name, value: value.reshape(rows, -1)[0])
 
 
 def zero_rows(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
@@ -259,7 +240,12 @@ def continued(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     yield Variant(f"{count} rows that fill the buffer", {**call, **longer})
 
 
-OTHERS = {"layouts": layouts, "leading": leading, "zero-rows": zero_rows, "continued": continued}
+OTHERS = {
+    "layouts": layouts,
+    "leading": LINEAR_ROWS.transforms()["leading"],
+    "zero-rows": zero_rows,
+    "continued": continued,
+}
 TRANSFORMS = {**ROWS.transforms(), **OTHERS}
 RESULTS = ("output", "gradient:a", "gradient:b", "gradient:x", "gradient:weight", "gradient:bias")
 SPEC = Spec(
