@@ -65,7 +65,9 @@ def differing(rank, world, group):
         found = column_parallel_linear(*mine, process_group=group, dx_segments=SEGMENTS, scatter_dim=dim)
         grads = gradients(found, part(upstream, 2), *mine)
         if dim is not None:
-            grads[0], dx = part(grads[0], dim), part(dx, dim)
+            # This rank's slice, and zeros elsewhere.
+            whole, dx = dx, torch.zeros_like(dx)
+            dx.chunk(world, dim)[rank].copy_(part(whole, dim))
         same("column", [found.detach(), *grads], [part(out, 2), dx, part(dw, 0), part(db, 0)])
         out, dx, dw, db = expected(dtype, bias, k_segments=SEGMENTS)
         mine = leaves(part(x, 2), part(weight, 1), b)

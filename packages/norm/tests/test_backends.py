@@ -17,7 +17,6 @@ BACKENDS = [
     for backend in OPERATOR.backends
     if backend.why_not(describe(torch.empty(1, 8, device=DEVICE))) is None
 ]
-"""The backends that run here."""
 PLANTED = (
     Mutants(
         "native",

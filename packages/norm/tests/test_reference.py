@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rl_kernels.core.testing import Draw
 from rl_kernels.norm import reference
 
 pytestmark = pytest.mark.smoke
@@ -29,7 +30,8 @@ def test_layer_norm_by_hand():
 
 def test_rounding_and_dtype_are_those_of_llamas_module():
     for dtype in (torch.bfloat16, torch.float16):
-        x, weight = X.to(dtype) + 0.3, torch.tensor([1.01, 0.37, 1.7, 0.9]).to(dtype)
+        draw = Draw(dtype)
+        x, weight = draw.normal(4, 64), draw.uniform(0.5, 1.5, 64)
         row = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
         assert torch.equal(reference.rms_norm(x, weight), weight * row.to(dtype))
         assert torch.equal(reference.rms_norm(x, weight.float()), weight.float() * row.to(dtype))

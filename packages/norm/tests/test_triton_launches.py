@@ -14,8 +14,7 @@ from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.core.testing.triton_launches import TritonRecorder
 
 BACKEND = "rl_kernels.norm.backends.triton.backend"
-FEW_STEPS = 32
-EPS, OFFSET = 1e-5, 0.5
+FEW_STEPS, EPS, OFFSET = 32, 1e-5, 0.5
 BUGS = (
     Bug("a program short", "ceil_div(count, rows)", "count // rows"),
     Bug("buffer's stride ignored", "out.stride(0)", "1"),
