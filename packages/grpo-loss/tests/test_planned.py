@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 
 from rl_kernels.core import dispatch, record_dispatch
 from rl_kernels.core.testing.planted import Bug, planted
@@ -21,14 +20,11 @@ BUGS = (
     Bug("plan accepts any layout of rows", "all(rows_of(x) is x for x in tensors)", "True"),
     Bug("planned backward overwrites what is needed again", "if overwrite and", "if"),
 )
-
-
 Special = type("Special", (torch.Tensor,), {})
 """A class of a user."""
 
 
 def arguments(batch=4, length=5, dtype=torch.float32):
-    """Return log-probabilities of three policies, rewards, and a mask."""
     torch.manual_seed(1)
     current, old, ref = (-torch.rand(batch, length).to(dtype) for _ in range(3))
     return current, old, ref, torch.rand(batch), torch.rand(batch, length) < 0.8
@@ -43,8 +39,7 @@ def raw(function, *given, **options):
     return made[0]
 
 
-def rewarded(*given, **options):
-    return raw(grpo_loss, *given, **{"samples_per_prompt": 2, **options})
+rewarded = partial(raw, grpo_loss, samples_per_prompt=2)
 
 
 def scored(advantages, shape=(4, 9)):
@@ -252,10 +247,10 @@ def test_second_derivatives_and_tangents_are_refused(fake):
     (grad,) = torch.autograd.grad(losses[0], leaf, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward is not supported"):
         grad.sum().backward()
-    with forward_ad.dual_level():
-        upstream = forward_ad.make_dual(torch.tensor(1.0), torch.tensor(1.0))
+    with torch.autograd.forward_ad.dual_level():
+        upstream = torch.autograd.forward_ad.make_dual(torch.tensor(1.0), torch.tensor(1.0))
         with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
             torch.autograd.grad(losses[1], leaf, upstream)
         with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
-            grpo_loss(forward_ad.make_dual(leaf.detach(), leaf.detach()), *rest, samples_per_prompt=2)
+            grpo_loss(torch.autograd.forward_ad.make_dual(leaf.detach(), leaf.detach()), *rest, samples_per_prompt=2)
     assert fake[0].calls == ["forward with slope"] * 2
