@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT = 240.0
+PRELOADED = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "transformers.modeling_utils", "pytest")
+"""Modules that take seconds to import; processes are forked from one that imports what the caller has of them."""
 
 
 def run_ranks(
@@ -34,14 +36,15 @@ def run_ranks(
         RuntimeError: a rank raised, with its traceback, or ended without a result.
         TimeoutError: the processes did not end in time.
     """
-    context = multiprocessing.get_context("spawn")
+    context = _context()
     where = inspect.getfile(function), function.__name__
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store")
         outputs = [Path(folder, f"rank{rank}") for rank in range(world)]
         processes = [
             context.Process(
-                target=_run, args=(where, (rank, world), (backend, str(store), str(outputs[rank])), timeout, args)
+                target=_run,
+                args=(where, (rank, world), (backend, str(store), str(outputs[rank])), timeout, args, dict(os.environ)),
             )
             for rank in range(world)
         ]
@@ -59,6 +62,17 @@ def run_ranks(
         return _results(outputs)
 
 
+def _context() -> Any:
+    import torch
+
+    # CUDA does not survive a fork.
+    if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", *(name for name in PRELOADED if name in sys.modules)])
+    return context
+
+
 def _results(outputs: list[Path]) -> list[Any]:
     """Return the results, or raise with the error of the rank that ended first: others fail because of it."""
     for rank, output in enumerate(outputs):
@@ -73,8 +87,15 @@ def _results(outputs: list[Path]) -> list[Any]:
 
 
 def _run(
-    where: tuple[str, str], place: tuple[int, int], files: tuple[str, str, str], timeout: float, args: tuple[Any, ...]
+    where: tuple[str, str],
+    place: tuple[int, int],
+    files: tuple[str, str, str],
+    timeout: float,
+    args: tuple[Any, ...],
+    environment: dict[str, str],
 ) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     import torch
     from torch import distributed
 
