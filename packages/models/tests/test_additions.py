@@ -15,14 +15,6 @@ peft = pytest.importorskip("peft")
 LlamaDecoderLayer = pytest.importorskip("transformers.models.llama.modeling_llama").LlamaDecoderLayer
 LlamaConfig = pytest.importorskip("transformers").LlamaConfig
 LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
-OTHERS = {
-    "LoHa": {"r": 4, "target_modules": ["q_proj"]},
-    "Vera": {"r": 4, "target_modules": ["q_proj"]},
-    "FourierFT": {"n_frequency": 9, "target_modules": ["q_proj"]},
-    "Lora": {"r": 4, "target_modules": ["q_proj"], "use_dora": True},
-    "HRA": {"r": 4, "target_modules": ["q_proj"]},
-}
-"""Adapters that multiply by weights of their own, in functions of their own."""
 
 
 def with_adapter(model):
@@ -75,40 +67,49 @@ def inserted(model):
 CHANGES = [replicated, inserted, with_adapter, with_second_adapter, merged, larger, assigned, trained_whole]
 
 
-@pytest.mark.parametrize("deep", [False, True], ids=["model", "copy"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_new_layers_are_swapped_and_undone(tiny, prompts, change, deep):
-    model, before = tiny(), set(swap._held)
-    handle = invariant(model, strict=True)
-    if deep:
-        model = copy.deepcopy(model)
-    changed = change(model).eval()
-    stock = [name for name, module in changed.named_modules() if type(module) in (nn.Linear, nn.LayerNorm)]
-    assert stock == []
-    with torch.no_grad():
-        whole = changed(prompts[2][None]).logits
-        for length in (1, 7, 20):
-            assert torch.equal(changed(prompts[2][None, :length]).logits, whole[:, :length])
-    if deep:
-        invariant(changed).undo()
-    handle.undo()
-    assert not any(isinstance(module, DetLinear) or hasattr(module, "_invariant_marks") for module in changed.modules())
-    assert swap._held.keys() <= before
+def test_new_layers_are_swapped_and_undone(tiny, prompts, change):
+    """In the model, and in a deep copy of it."""
+    for deep in (False, True):
+        model, before = tiny(), set(swap._held)
+        handle = invariant(model, strict=True)
+        changed = change(copy.deepcopy(model) if deep else model).eval()
+        stock = [name for name, module in changed.named_modules() if type(module) in (nn.Linear, nn.LayerNorm)]
+        assert stock == []
+        with torch.no_grad():
+            whole = changed(prompts[2][None]).logits
+            for length in (1, 7, 20):
+                assert torch.equal(changed(prompts[2][None, :length]).logits, whole[:, :length])
+        if deep:
+            invariant(changed).undo()
+        handle.undo()
+        for module in changed.modules():
+            assert not isinstance(module, DetLinear)
+            assert not hasattr(module, "_invariant_marks")
+        assert swap._held.keys() <= before
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-def test_adapters_of_other_kinds_are_told(tiny, kind):
-    config, told = getattr(peft, f"{kind}Config")(**OTHERS[kind]), "may depend on the batch: .*q_proj"
-    adapter = peft.get_peft_model(tiny(), config)
-    with pytest.raises(ValueError, match=told):
-        invariant(adapter, strict=True)
-    model = tiny()
-    with invariant(model, strict=True), pytest.raises(ValueError, match=told):
-        peft.get_peft_model(model, config)
-    model = tiny()
-    with invariant(model) as handle, pytest.warns(UserWarning, match=told):
-        peft.get_peft_model(model, config)
-    assert any("q_proj" in name for name in handle.left)
+def test_adapters_of_other_kinds_are_told(tiny):
+    """They multiply by weights of their own, in functions of their own."""
+    adapters = [
+        peft.LoHaConfig(r=4, target_modules=["q_proj"]),
+        peft.VeraConfig(r=4, target_modules=["q_proj"]),
+        peft.FourierFTConfig(n_frequency=9, target_modules=["q_proj"]),
+        peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True),
+        peft.HRAConfig(r=4, target_modules=["q_proj"]),
+    ]
+    told = "may depend on the batch: .*q_proj"
+    for config in adapters:
+        adapter = peft.get_peft_model(tiny(), config)
+        with pytest.raises(ValueError, match=told):
+            invariant(adapter, strict=True)
+        model = tiny()
+        with invariant(model, strict=True), pytest.raises(ValueError, match=told):
+            peft.get_peft_model(model, config)
+        model = tiny()
+        with invariant(model) as handle, pytest.warns(UserWarning, match=told):
+            peft.get_peft_model(model, config)
+        assert any("q_proj" in name for name in handle.left)
 
 
 def test_adapters_that_scale_alone_are_known(tiny):

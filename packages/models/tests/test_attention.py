@@ -63,6 +63,7 @@ def expected(q, k, v, visible, causal, window=None, sinks=None):
 
 
 PLAIN, SLIDING = "create_causal_mask", "create_sliding_window_causal_mask"
+BOTH_WAYS = "create_bidirectional_mask"
 PADDED = torch.tensor([[0] * 5 + [1] * 15, [1] * 20, [0] * 19 + [1]])
 RIGHT = torch.tensor([[1] * 20, [1] * 13 + [0] * 7, [1] + [0] * 19])
 RESTARTED = torch.tensor([[*range(7), *range(13)], [*range(1), *range(19)], [*range(20)]])
@@ -84,6 +85,7 @@ CALLS = {
     "token, static window": (SLIDING, 12, 1, 19, PADDED, "static window"),
     "prompt, static window": (SLIDING, 12, 20, 0, PADDED, "static window"),
     "first token, static window": (SLIDING, 12, 1, 3, None, "static window"),
+    **{f"both ways {i}": (BOTH_WAYS, None, 20, 0, mask, None) for i, mask in enumerate((None, PADDED, RIGHT))},
 }
 
 
@@ -91,27 +93,15 @@ CALLS = {
 def test_masks_mean_what_those_of_transformers_mean(name):
     create, window, queries, before, mask, positions = CALLS[name]
     kind, positions = (positions, None) if isinstance(positions, str) else (None, positions)
-    cache = filled(kind, 3, before)
-    create = getattr(masking, create)
-    ours, visible = masks(create, window, 3, queries, mask, cache, positions)
-    draw, keys = Draw(torch.float32, seed=3), visible.shape[-1]
+    layer, cache = Layer(), filled(kind, 3, before)
+    layer.is_causal = create != BOTH_WAYS
+    ours, visible = masks(getattr(masking, create), window, 3, queries, mask, cache, positions)
+    draw, keys = Draw(torch.float32, seed=3), 20 if visible is None else visible.shape[-1]
     q, k, v = draw.normal(3, HEADS, queries, SIZE), *(draw.normal(3, KV_HEADS, keys, SIZE) for _ in range(2))
-    found, _ = attention_forward(Layer(), q, k, v, ours, sliding_window=window)
-    wanted = expected(q, k, v, visible, causal=True)
+    found, _ = attention_forward(layer, q, k, v, ours, sliding_window=window)
+    wanted = expected(q, k, v, visible, causal=layer.is_causal)
     real = torch.ones(3, queries, dtype=torch.bool) if mask is None else mask[:, before : before + queries].bool()
     torch.testing.assert_close(found[real].double(), wanted[real], rtol=1e-5, atol=1e-6)
-
-
-def test_queries_that_see_both_ways():
-    draw, layer = Draw(torch.float32, seed=4), Layer()
-    layer.is_causal = False
-    q, k, v = draw.normal(3, HEADS, 20, SIZE), *(draw.normal(3, KV_HEADS, 20, SIZE) for _ in range(2))
-    for mask in (None, PADDED, RIGHT):
-        ours, visible = masks(masking.create_bidirectional_mask, None, 3, 20, mask, None, None)
-        found, _ = attention_forward(layer, q, k, v, ours)
-        wanted = expected(q, k, v, visible, causal=False)
-        real = torch.ones(3, 20, dtype=torch.bool) if mask is None else mask.bool()
-        torch.testing.assert_close(found[real].double(), wanted[real], rtol=1e-5, atol=1e-6)
 
 
 def test_sinks_scale_and_sequences_of_a_collator():
@@ -163,15 +153,6 @@ def test_holes_that_cannot_be_looked_at_fail_later(monkeypatch):
         attention_mask(1, 6, 6, attention_mask=hole, allow_is_bidirectional_skip=True)
 
 
-def test_packed_sequences_of_a_model_are_those_alone(tiny, prompts):
-    model, row = tiny(), torch.cat(prompts)[None]
-    places = torch.cat([torch.arange(len(ids)) for ids in prompts])[None]
-    with invariant(model), torch.no_grad():
-        packed = model(row, position_ids=places, use_cache=False).logits[0]
-        alone = [model(ids[None], use_cache=False).logits[0] for ids in prompts]
-    assert torch.equal(packed, torch.cat(alone))
-
-
 def test_packed_sequences_under_compile_are_no_silent_mistake(tiny, prompts):
     torch.compiler.reset()
     model, row = tiny(), torch.cat(prompts[:2])[None]
@@ -202,22 +183,19 @@ def test_tokens_of_a_cache_are_those_of_the_prompt_across_blocks(tiny, name, win
                 assert torch.equal(found[:, 0], whole[:, at]), (type(kind), at)
 
 
-def test_an_encoder(prompts):
+def test_an_encoder(prompts, padded):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
     model = transformers.BertModel(transformers.BertConfig(vocab_size=211, **sizes)).eval()
-    width = max(map(len, prompts))
-    ids, mask = (torch.zeros(len(prompts), width, dtype=torch.long) for _ in range(2))
-    for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt)], mask[row, : len(prompt)] = prompt, 1
+    batch, places = padded(prompts, left=False)
     with invariant(model), torch.no_grad():
-        batch = model(ids, attention_mask=mask).last_hidden_state
-        for row, prompt in enumerate(prompts):
-            assert torch.equal(batch[row, : len(prompt)], model(prompt[None]).last_hidden_state[0])
+        found = model(batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
+        for place, prompt in zip(places, prompts, strict=True):
+            assert torch.equal(found[place], model(prompt[None]).last_hidden_state[0])
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_a_padded_source_of_a_decoder(prompts, left):
+def test_a_padded_source_of_a_decoder(prompts, padded, left):
     """With a target as long as the source too, where its mask could be taken for that of the queries."""
     sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
     sizes |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "d_model": 32, "vocab_size": 211}
@@ -225,20 +203,18 @@ def test_a_padded_source_of_a_decoder(prompts, left):
     # Positions count padding: without them padding on the left changes no token.
     model = transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes)).eval()
     torch.nn.init.zeros_(model.model.encoder.embed_positions.weight)
-    width = max(map(len, prompts))
-    pads = [(width - len(ids), 0) if left else (0, width - len(ids)) for ids in prompts]
-    ids = torch.stack([torch.nn.functional.pad(x, pad) for x, pad in zip(prompts, pads, strict=True)])
-    mask = torch.stack([torch.nn.functional.pad(torch.ones_like(x), p) for x, p in zip(prompts, pads, strict=True)])
+    batch, _ = padded(prompts, left=left)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
     with torch.no_grad():
-        for length in (1, 9, width):
+        for length in (1, 9, ids.shape[1]):
             target = torch.randint(3, 211, (len(prompts), length), generator=torch.Generator().manual_seed(length))
             stock = model(ids, attention_mask=mask, decoder_input_ids=target).logits
             with invariant(model, strict=True):
-                batch = model(ids, attention_mask=mask, decoder_input_ids=target).logits
+                found = model(ids, attention_mask=mask, decoder_input_ids=target).logits
                 for row, prompt in enumerate(prompts):
                     alone = model(prompt[None], decoder_input_ids=target[row : row + 1]).logits[0]
-                    assert torch.equal(batch[row], alone), (length, row)
-            torch.testing.assert_close(batch, stock, rtol=1e-4, atol=1e-4)
+                    assert torch.equal(found[row], alone), (length, row)
+            torch.testing.assert_close(found, stock, rtol=1e-4, atol=1e-4)
 
 
 def test_positions_in_place_of_a_mask_are_refused():

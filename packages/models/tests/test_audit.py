@@ -93,18 +93,20 @@ def test_the_model_is_left_as_it_was():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize(
-    ("inputs", "error", "message"),
-    [
+def test_bad_arguments():
+    for inputs, error, message in (
         (None, ValueError, "inputs: expected prompts or a batch"),
         (torch.zeros(1, 3), ValueError, "inputs: expected at least two samples, got 1"),
         ((torch.zeros(2, 3), torch.zeros(3)), TypeError, "inputs: expected a list of 1-D token ids, or tensors"),
         ([torch.zeros(3).long()], ValueError, "inputs: expected at least two prompts"),
-    ],
-)
-def test_bad_inputs(inputs, error, message):
-    with pytest.raises(error, match=message):
-        audit(Clean(), inputs)
+    ):
+        with pytest.raises(error, match=message):
+            audit(Clean(), inputs)
+    for name in ("prompts", "length", "seed"):
+        with pytest.raises(ValueError, match=f"{name}: expected an integer <= "):
+            audit(nn.Linear(2, 2), torch.ones(2, 2), **{name: 2**70})
+        with pytest.raises(TypeError, match=f"{name}: expected an integer, got float"):
+            audit(nn.Linear(2, 2), torch.ones(2, 2), **{name: 4.0})
 
 
 def test_nothing_to_compare_is_no_pass():
@@ -152,26 +154,22 @@ def test_a_model_in_a_wrapper_is_run_as_a_language_model(tiny, task):
     assert len(result.variants) == 5
 
 
-def shift_the_norm(layer):
-    layer.post_attention_layernorm = Shift(layer.post_attention_layernorm)
-
-
-@pytest.mark.parametrize(
-    ("name", "plant"),
-    [
-        ("model.layers.0.mlp.down_proj", lambda layer: setattr(layer.mlp, "down_proj", Shift(layer.mlp.down_proj))),
-        ("model.layers.0.self_attn.k_proj", lambda layer: setattr(layer.self_attn, "k_proj", nn.Linear(32, 16))),
-        ("model.layers.0.post_attention_layernorm", shift_the_norm),
-    ],
-)
-def test_planted_culprit_in_a_llama(tiny, name, plant):
-    model = tiny()
-    with invariant(model):
-        plant(model.model.layers[0])
-        found = audit(model).culprit
-    if found is None and name.endswith("k_proj"):
-        pytest.skip("on this machine nn.Linear gives the same rows in all these batches")
-    assert found.module == name
+def test_planted_culprit_in_a_llama(tiny):
+    plants = {
+        "mlp.down_proj": lambda layer: setattr(layer.mlp, "down_proj", Shift(layer.mlp.down_proj)),
+        "self_attn.k_proj": lambda layer: setattr(layer.self_attn, "k_proj", nn.Linear(32, 16)),
+        "post_attention_layernorm": lambda layer: setattr(
+            layer, "post_attention_layernorm", Shift(layer.post_attention_layernorm)
+        ),
+    }
+    for name, plant in plants.items():
+        model = tiny()
+        with invariant(model):
+            plant(model.model.layers[0])
+            found = audit(model).culprit
+        # On some machines nn.Linear gives the same rows in all these batches.
+        if found is not None or "k_proj" not in name:
+            assert found.module == f"model.layers.0.{name}"
 
 
 def test_attention_that_follows_the_batch_is_blamed_on_its_module(tiny):
@@ -202,11 +200,3 @@ def test_only_the_cache_shows_a_culprit_that_follows_the_length(tiny):
     assert [finding.variant for finding in result.findings] == ["in chunks of 5, the rest token by token"]
     assert result.culprit.module == "model.layers.1.mlp.act_fn.1"
     assert result.culprit.token == 20
-
-
-@pytest.mark.parametrize("name", ["prompts", "length", "seed"])
-def test_numbers_that_nobody_can_mean_are_refused(name):
-    with pytest.raises(ValueError, match=f"{name}: expected an integer <= "):
-        audit(nn.Linear(2, 2), torch.ones(2, 2), **{name: 2**70})
-    with pytest.raises(TypeError, match=f"{name}: expected an integer, got float"):
-        audit(nn.Linear(2, 2), torch.ones(2, 2), **{name: 4.0})

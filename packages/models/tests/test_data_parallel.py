@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +21,8 @@ from rl_kernels.models.data_parallel import OrderedReduceScatter, clip_grad_norm
 
 VOCAB, WIDTH, LENGTH, STEPS, EACH = 37, 12, 9, 5, 3
 WAYS = ("ddp", "fsdp")
+Trained = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Weights, and the gradient norm of each step."""
 
 
 class Policy(nn.Module):
@@ -53,7 +56,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
-def alone(world: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def alone(world: int, dtype: torch.dtype) -> Trained:
     """Train one process on the micro-batches of all ranks, one after the other; return weights, and the norms."""
     model = Policy(dtype)
     invariant(model)
@@ -74,28 +77,29 @@ def alone(world: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torc
     return [value.detach() for value in model.parameters()], norms
 
 
-def wrapped(way: str, dtype: torch.dtype) -> nn.Module:
+def wrapped(way: str, dtype: torch.dtype, group: ProcessGroup) -> nn.Module:
     model = Policy(dtype)
     invariant(model)
     if way == "ddp":
         # Small buckets, so that there are several.
-        replicated = DistributedDataParallel(model, bucket_cap_mb=0.001)
+        replicated = DistributedDataParallel(model, bucket_cap_mb=0.001, process_group=group)
         if dtype == torch.float32:
             return ordered_gradients(replicated)
         replicated.register_comm_hook(None, ordered_hook)
         return replicated
+    mesh = DeviceMesh.from_group(group, "cpu")
     for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model.head)
-    return ordered_gradients(fully_shard(model))
+        fully_shard(block, mesh=mesh)
+    fully_shard(model.head, mesh=mesh)
+    return ordered_gradients(fully_shard(model, mesh=mesh))
 
 
-def together(rank: int, world: int, way: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def together(way: str, dtype: torch.dtype, group: ProcessGroup) -> Trained:
     """Train on this rank's micro-batch of each step; return whole weights, and each step's norm."""
-    model = wrapped(way, dtype)
+    model, world, rank = wrapped(way, dtype, group), group.size(), group.rank()
     optimizer, norms = optimizer_of(model), []
     own = slice(rank * EACH, (rank + 1) * EACH)
-    normaliser = Normaliser(process_group=distributed.group.WORLD)
+    normaliser = Normaliser(process_group=group)
     for step in range(STEPS):
         ids, rewards, mask = (x[own] for x in batch(world, step))
         logps = model(ids)
@@ -108,30 +112,29 @@ def together(rank: int, world: int, way: str, dtype: torch.dtype) -> tuple[list[
     return [value.full_tensor() if isinstance(value, DTensor) else value for value in weights], norms
 
 
-def differing(found: Any, expected: Any) -> int:
+def differing(found: Trained, expected: Trained) -> int:
     """Return the number of other bytes."""
     pairs = zip([*found[0], *found[1]], [*expected[0], *expected[1]], strict=True)
     flat = [[x.reshape(-1).contiguous().view(torch.uint8) for x in pair] for pair in pairs]
     return sum(int((a != b).sum()) for a, b in flat)
 
 
-def train(rank: int, world: int) -> dict[str, int]:
+def in_ranks(rank: int, expected: dict[tuple[int, torch.dtype], Trained]) -> dict[str, int]:
+    """Train in all four ranks, and in two groups of two of them; return differing bytes."""
+    whole = distributed.group.WORLD
+    pairs = [distributed.new_group(ranks) for ranks in ((0, 1), (2, 3))]
     found = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        expected = alone(world, dtype)
-        start = [value.detach() for value in Policy(dtype).parameters()]
-        assert all((a != b).any() for a, b in zip(expected[0], start, strict=True))
-        assert all(norm > 0.01 for norm in expected[1])
-        for way in WAYS:
-            found[f"{way} {dtype}"] = differing(together(rank, world, way, dtype), expected)
+    for way in WAYS:
+        for dtype in (torch.float32, torch.bfloat16):
+            found[f"{way} {dtype}"] = differing(together(way, dtype, whole), expected[4, dtype])
+        found[f"{way} in pairs"] = differing(together(way, torch.float32, pairs[rank // 2]), expected[2, torch.float32])
     with pytest.MonkeyPatch.context() as patch:
         # The control: another order of ranks.
         patch.setattr(data_parallel, "CHAIN", "tree")
         for way in WAYS:
-            found[f"{way} in a tree"] = differing(
-                together(rank, world, way, torch.float32), alone(world, torch.float32)
-            )
-    return found | averages(rank, world) | refusals(rank)
+            found[f"{way} in a tree"] = differing(together(way, torch.float32, whole), expected[4, torch.float32])
+    refusals()
+    return found | averages(rank, 4)
 
 
 def averages(rank: int, world: int) -> dict[str, int]:
@@ -156,7 +159,7 @@ def averages(rank: int, world: int) -> dict[str, int]:
     return found
 
 
-def refusals(rank: int) -> dict[str, int]:
+def refusals() -> None:
     mesh = init_device_mesh("cpu", (1, distributed.get_world_size()), mesh_dim_names=("replicas", "shards"))
     model = fully_shard(nn.Linear(WIDTH, 7), mesh=mesh)
     with pytest.raises(ValueError, match="module: expected FSDP2 over a mesh with one dim, got 2 dims"):
@@ -165,23 +168,17 @@ def refusals(rank: int) -> dict[str, int]:
     alone.set_custom_reduce_scatter(OrderedReduceScatter())
     with pytest.raises(ValueError, match="op: expected a sum"):
         alone(torch.ones(2, WIDTH)).sum().backward()
-    return {}
 
 
-def two(rank: int) -> dict[str, int]:
-    return train(rank, 2)
-
-
-def four(rank: int) -> dict[str, int]:
-    return train(rank, 4)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_training_over_ranks_has_the_bits_of_one_process(world: int) -> None:
-    for found in run_ranks({2: two, 4: four}[world], world, timeout=120):
-        trees = [found.pop(f"{way} in a tree") for way in WAYS]
-        # Two numbers have one sum; of four, the order shows.
-        assert all(count > 0 for count in trees) == (world == 4)
+def test_training_over_ranks_has_the_bits_of_one_process() -> None:
+    torch.set_num_threads(1)
+    expected = {key: alone(*key) for key in ((4, torch.float32), (4, torch.bfloat16), (2, torch.float32))}
+    for (_, dtype), (weights, norms) in expected.items():
+        start = [value.detach() for value in Policy(dtype).parameters()]
+        assert all((a != b).any() for a, b in zip(weights, start, strict=True))
+        assert all(norm > 0.01 for norm in norms)
+    for found in run_ranks(in_ranks, 4, expected):
+        assert all(found.pop(f"{way} in a tree") for way in WAYS)
         assert set(found.values()) == {0}, found
 
 

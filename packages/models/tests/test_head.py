@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from rl_kernels.core.testing import Draw
@@ -29,14 +29,14 @@ def head(kind=nn.Linear, **options):
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, DetLinear])
-@pytest.mark.parametrize("bias", [True, False])
-def test_bits_are_those_of_linear_logp(kind, bias, hidden, ids):
-    made = head(kind, bias=bias)
+def test_bits_are_those_of_linear_logp(kind, hidden, ids):
     options = {"temperature": 0.7, "softcap": 30.0, "return_stats": True}
-    expected = linear_logp(hidden, made.weight, ids, made.bias, **options)
-    assert all(torch.equal(a, b) for a, b in zip(head_logp(made, hidden, ids, **options), expected, strict=True))
-    with invariant(nn.Sequential(made)):
-        assert torch.equal(head_logp(made, hidden, ids, **options).logp, expected.logp)
+    for bias in (True, False):
+        made = head(kind, bias=bias)
+        expected = linear_logp(hidden, made.weight, ids, made.bias, **options)
+        assert all(torch.equal(a, b) for a, b in zip(head_logp(made, hidden, ids, **options), expected, strict=True))
+        with invariant(nn.Sequential(made)):
+            assert torch.equal(head_logp(made, hidden, ids, **options).logp, expected.logp)
 
 
 def adapted(**options):
@@ -70,11 +70,16 @@ def test_lora_joins_the_logits_and_gradients_reach_it(hidden, ids):
     torch.testing.assert_close(head_logp(made, hidden, ids), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_head_that_peft_trains_as_a_whole(hidden, ids):
+def saved_whole():
+    """Return a model, and its head, which PEFT trains as a whole."""
     peft = pytest.importorskip("peft")
     model = nn.Sequential(nn.Linear(SIZE, SIZE), head())
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"], modules_to_save=["1"]))
-    made = model.base_model.model[1]
+    return model, model.base_model.model[1]
+
+
+def test_a_head_that_peft_trains_as_a_whole(hidden, ids):
+    model, made = saved_whole()
     trained = made.modules_to_save["default"]
     nn.init.normal_(trained.weight)
     found = head_logp(made, hidden, ids)
@@ -121,36 +126,26 @@ def test_what_it_cannot_do_it_names(hidden, ids):
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_sharded_head_that_peft_trains_as_a_whole(hidden, ids, tmp_path, inside):
-    peft = pytest.importorskip("peft")
-    model = nn.Sequential(nn.Linear(SIZE, SIZE), head())
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"], modules_to_save=["1"]))
-    made = model.base_model.model[1]
+@pytest.mark.usefixtures("one_process")
+def test_a_sharded_head_that_peft_trains_as_a_whole(hidden, ids, inside):
+    _, made = saved_whole()
     expected = head_logp(made, hidden, ids)
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        fully_shard(made.modules_to_save["default"] if inside else made)
-        found = head_logp(made, hidden, ids)
-        found.sum().backward()
-        grad = made.modules_to_save["default"].weight.grad
-        assert torch.equal(found, expected)
-        assert grad.full_tensor().any()
-    finally:
-        distributed.destroy_process_group()
+    fully_shard(made.modules_to_save["default"] if inside else made)
+    found = head_logp(made, hidden, ids)
+    found.sum().backward()
+    assert torch.equal(found, expected)
+    assert made.modules_to_save["default"].weight.grad.full_tensor().any()
 
 
-def test_a_sharded_head_gathers_its_weight_and_reduces_its_gradient(hidden, ids, tmp_path):
+@pytest.mark.usefixtures("one_process")
+def test_a_sharded_head_gathers_its_weight_and_reduces_its_gradient(hidden, ids):
     made, plain = head(), head()
     expected = head_logp(plain, hidden, ids, return_stats=True)
     (expected.logp.sum() + expected.entropy.sum()).backward()
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        fully_shard(made)
-        found = head_logp(made, hidden, ids, return_stats=True)
-        (found.logp.sum() + found.entropy.sum()).backward()
-        assert torch.equal(found.logp, expected.logp)
-        assert torch.equal(made.weight.grad.full_tensor(), plain.weight.grad)
-        assert torch.equal(made.bias.grad.full_tensor(), plain.bias.grad)
-        assert made(hidden).shape == (ROWS, VOCAB)
-    finally:
-        distributed.destroy_process_group()
+    fully_shard(made)
+    found = head_logp(made, hidden, ids, return_stats=True)
+    (found.logp.sum() + found.entropy.sum()).backward()
+    assert torch.equal(found.logp, expected.logp)
+    assert torch.equal(made.weight.grad.full_tensor(), plain.weight.grad)
+    assert torch.equal(made.bias.grad.full_tensor(), plain.bias.grad)
+    assert made(hidden).shape == (ROWS, VOCAB)

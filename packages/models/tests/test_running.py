@@ -8,44 +8,32 @@ from rl_kernels.models import invariant
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
 
 
-def padded(prompts):
-    """Return a batch that is padded on the left, as ``generate`` takes it."""
-    width = max(map(len, prompts))
-    ids, mask = torch.zeros(len(prompts), width, dtype=torch.long), torch.zeros(len(prompts), width, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, 1
-    return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-
-
-def drawn(model, prompts, **options):
+def drawn(model, batch, **options):
     """Return the tokens that a batch goes on with, and their logits."""
-    batch = padded(prompts)
     given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **options}
     given |= {"output_logits": True, "return_dict_in_generate": True}
     found = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], **given)
     return found.sequences[:, -6:], torch.stack(found.logits, 1)
 
 
-@pytest.mark.parametrize("cache", ["static", "dynamic"])
-@pytest.mark.parametrize("window", [None, 5])
-def test_tokens_do_not_follow_the_kind_of_cache(tiny, prompts, cache, window):
-    model = tiny(*([] if window is None else ["Mistral"]), **({} if window is None else {"sliding_window": window}))
+@pytest.mark.parametrize(("name", "window"), [("Llama", {}), ("Mistral", {"sliding_window": 5})])
+def test_tokens_do_not_follow_the_kind_of_cache(tiny, prompts, padded, name, window):
+    """And logits are those of the whole sequence in training."""
+    model = tiny(name, **window)
     with invariant(model):
-        tokens, logits = drawn(model, prompts, cache_implementation=cache)
+        found = [drawn(model, padded(prompts)[0], cache_implementation=kind) for kind in ("static", "dynamic")]
         for row, prompt in enumerate(prompts):
-            alone, of_alone = drawn(model, [prompt])
-            assert torch.equal(tokens[row], alone[0])
-            assert torch.equal(logits[row], of_alone[0])
-            # What the whole sequence gives in training.
-            whole = torch.cat((prompt, alone[0]))[None]
+            (alone,), (of_alone,) = drawn(model, padded([prompt])[0])
+            for tokens, logits in found:
+                assert torch.equal(tokens[row], alone)
+                assert torch.equal(logits[row], of_alone)
+            whole = torch.cat((prompt, alone))[None]
             scored = model(input_ids=whole, use_cache=False).logits[0, len(prompt) - 1 : -1]
-            assert torch.equal(scored, of_alone[0])
+            assert torch.equal(scored, of_alone)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_change_no_bit(tiny, prompts, reentrant):
-    model = tiny().train()
-    batch = padded(prompts)
+def test_checkpoints_change_no_bit(tiny, prompts, padded):
+    model, (batch, _) = tiny().train(), padded(prompts)
     upstream = torch.randn(*batch["input_ids"].shape, 211, generator=torch.Generator().manual_seed(2))
     upstream *= batch["attention_mask"][..., None]
 
@@ -56,9 +44,9 @@ def test_checkpoints_change_no_bit(tiny, prompts, reentrant):
 
     with invariant(model):
         plain = gradients()
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        for value, other in zip(gradients(), plain, strict=True):
-            assert torch.equal(value, other)
+        for reentrant in (True, False):
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            assert all(map(torch.equal, gradients(), plain)), reentrant
 
 
 def adapted(model):
@@ -73,15 +61,15 @@ def adapted(model):
 
 
 @pytest.mark.parametrize("first", ["adapters", "invariant"])
-def test_adapters(tiny, prompts, first):
+def test_adapters(tiny, prompts, padded, first):
     model = tiny()
     handle = invariant(model) if first == "invariant" else None
     adapter = adapted(model)
     with invariant(adapter), torch.no_grad():
-        batch = padded(prompts)
+        batch, places = padded(prompts)
         logits = adapter(**batch, use_cache=False).logits
-        for row, prompt in enumerate(prompts):
-            assert torch.equal(logits[row, -len(prompt) :], adapter(prompt[None], use_cache=False).logits[0])
+        for place, prompt in zip(places, prompts, strict=True):
+            assert torch.equal(logits[place], adapter(prompt[None], use_cache=False).logits[0])
     if handle is not None:
         handle.undo()
     assert not [name for name, module in adapter.named_modules() if "RowWise" in type(module).__name__]
@@ -101,5 +89,4 @@ def test_gradients_of_adapters_do_not_follow_the_padding(tiny, prompts):
         return torch.autograd.grad(logits[:, :16], trained, upstream)
 
     with invariant(adapter):
-        for value, other in zip(gradients(0), gradients(2), strict=True):
-            assert torch.equal(value, other)
+        assert all(map(torch.equal, gradients(0), gradients(2)))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from rl_kernels.models import head_logp, invariant, sequence_logp
@@ -10,15 +10,13 @@ from rl_kernels.models import head_logp, invariant, sequence_logp
 NEW, END = 9, 2
 
 
-def generated(model, prompts, **options):
+def generated(model, batch, **options):
     """Return the sequences of ``generate``, from prompts padded on the left, and their mask."""
-    width = max(map(len, prompts))
-    ids = torch.stack([nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
-    mask = torch.stack([(torch.arange(width) >= width - len(prompt)).long() for prompt in prompts])
+    ids, mask = batch["input_ids"], batch["attention_mask"]
     options = {"max_new_tokens": NEW, "do_sample": True, "pad_token_id": 0, "eos_token_id": END, **options}
     found = model.generate(ids, attention_mask=mask, **options)
-    ended = (found[:, width:] == END).long().cumsum(1)
-    return found, torch.cat((mask, (ended - (found[:, width:] == END).long() == 0).long()), 1)
+    new = found[:, ids.shape[1] :] == END
+    return found, torch.cat((mask, (new.long().cumsum(1) - new.long() == 0).long()), 1)
 
 
 def alone(model, ids, mask, **options):
@@ -30,10 +28,10 @@ def alone(model, ids, mask, **options):
     ("name", "options"), [("Llama", {}), ("Gemma2", {"head_dim": 8, "final_logit_softcapping": 3.0}), ("Qwen2", {})]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_rollout_has_the_bits_of_the_update(name, options, dtype, tiny, prompts):
+def test_a_rollout_has_the_bits_of_the_update(name, options, dtype, tiny, prompts, padded):
     model = tiny(name, dtype, tie_word_embeddings=name == "Qwen2", **options)
     with invariant(model, strict=True):
-        ids, mask = generated(model, prompts)
+        ids, mask = generated(model, padded(prompts)[0])
         with torch.no_grad():
             old = sequence_logp(model, ids, mask, temperature=0.7)
         assert old.shape == (len(ids), ids.shape[1] - 1)
@@ -82,23 +80,20 @@ def sharded(model):
 
 
 @pytest.mark.parametrize("wrap", [adapted, adapted_in_kinds, split, sharded, nn.parallel.DistributedDataParallel])
-def test_wrapped_models(wrap, tiny, prompts, tmp_path):
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model, ids = tiny(), prompts[0][None]
-        base, is_adapted = model, wrap in (adapted, adapted_in_kinds)
-        if is_adapted:
-            model = wrap(model)
-        invariant(model)
-        hidden = base.model(ids).last_hidden_state
-        expected = head_logp(base.lm_head, hidden[:, :-1], ids[:, 1:]).detach()
-        model = model if is_adapted else wrap(model)
-        found = sequence_logp(model, ids)
-        assert torch.equal(found, expected)
-        found.sum().backward()
-        assert all(value.grad is not None for value in model.parameters() if value.requires_grad)
-    finally:
-        distributed.destroy_process_group()
+@pytest.mark.usefixtures("one_process")
+def test_wrapped_models(wrap, tiny, prompts):
+    model, ids = tiny(), prompts[0][None]
+    base, is_adapted = model, wrap in (adapted, adapted_in_kinds)
+    if is_adapted:
+        model = wrap(model)
+    invariant(model)
+    hidden = base.model(ids).last_hidden_state
+    expected = head_logp(base.lm_head, hidden[:, :-1], ids[:, 1:]).detach()
+    model = model if is_adapted else wrap(model)
+    found = sequence_logp(model, ids)
+    assert torch.equal(found, expected)
+    found.sum().backward()
+    assert all(value.grad is not None for value in model.parameters() if value.requires_grad)
 
 
 @torch.no_grad()

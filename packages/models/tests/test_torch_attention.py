@@ -80,67 +80,61 @@ def equal(found, wanted):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_sequences_have_the_bits_of_det_attention(name, dtype):
-    options, leaves = OPTIONS[name], drawn((13, 4, 16), (80, 2, 16), (80, 2, 16), dtype=dtype, grad=True)
-    (upstream,) = drawn((13, 4, 16), dtype=dtype)
-    where = [bounds(BOUNDS_Q), bounds(BOUNDS_K)]
-    out, lse, state, unused, mask = flash(*leaves, *where, 7, 68, **options)
-    wanted = det_attention(*leaves, cu_seqlens_q=where[0], cu_seqlens_k=where[1], return_lse=True, **ours(options))
-    assert equal((out, lse), wanted)
-    assert (lse.dtype, lse.requires_grad, mask.numel(), mask.dtype) == (torch.float32, False, 0, dtype)
-    assert lse.is_contiguous()
-    assert [(x.dtype, x.tolist()) for x in (state, unused)] == [(torch.uint64, [0, 0]), (torch.uint64, 0)]
-    assert equal(gradients(out, leaves, upstream), gradients(wanted.out, leaves, upstream))
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_packed_sequences_have_the_values_of_the_formula(name):
-    leaves = drawn((13, 4, 16), (80, 2, 16), (80, 2, 16), grad=True)
-    (upstream,) = drawn((13, 4, 16))
-    out, lse, *_ = flash(*leaves, bounds(BOUNDS_Q), bounds(BOUNDS_K), 7, 68, **OPTIONS[name])
+def test_packed_sequences_have_the_bits_of_det_attention_and_the_values_of_the_formula(name):
+    where, options = [bounds(BOUNDS_Q), bounds(BOUNDS_K)], OPTIONS[name]
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = drawn((13, 4, 16), (80, 2, 16), (80, 2, 16), dtype=dtype, grad=True)
+        (upstream,) = drawn((13, 4, 16), dtype=dtype)
+        out, lse, state, unused, mask = flash(*leaves, *where, 7, 68, **options)
+        wanted = det_attention(*leaves, cu_seqlens_q=where[0], cu_seqlens_k=where[1], return_lse=True, **ours(options))
+        assert equal((out, lse), wanted)
+        assert (lse.dtype, lse.requires_grad, mask.numel(), mask.dtype) == (torch.float32, False, 0, dtype)
+        assert lse.is_contiguous()
+        assert [(x.dtype, x.tolist()) for x in (state, unused)] == [(torch.uint64, [0, 0]), (torch.uint64, 0)]
+        got = gradients(out, leaves, upstream)
+        assert equal(got, gradients(wanted.out, leaves, upstream))
     wide = [x.detach().double().requires_grad_() for x in leaves]
     cut = [parts(x, where) for x, where in zip(wide, (BOUNDS_Q, BOUNDS_K, BOUNDS_K), strict=True)]
-    gold, gold_lse = zip(*(math(*each, **OPTIONS[name]) for each in zip(*cut, strict=True)), strict=True)
+    gold, gold_lse = zip(*(math(*each, **options) for each in zip(*cut, strict=True)), strict=True)
     torch.testing.assert_close(out.double(), torch.cat(gold), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), torch.cat(gold_lse, 1), rtol=1e-5, atol=1e-5)
     # A query that sees no key has no gradient; through the softmax of nothing, the formula's is NaN.
     wanted = [x.nan_to_num(0.0) for x in gradients(torch.cat(gold), wide, upstream.double())]
-    for found, expected in zip(gradients(out, leaves, upstream), wanted, strict=True):
+    for found, expected in zip(got, wanted, strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_dense_sequences_have_the_bits_of_det_attention(name):
+def test_dense_sequences_have_the_bits_of_det_attention():
     leaves = drawn((2, 5, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16), grad=True)
     (upstream,) = drawn((2, 5, 4, 16))
-    out, lse, *_ = flash(*leaves, max_q=5, max_k=9, **OPTIONS[name])
-    wanted = det_attention(*leaves, return_lse=True, **ours(OPTIONS[name]))
-    assert equal((out, lse), wanted)
-    assert lse.shape == (2, 4, 5)
-    assert equal(gradients(out, leaves, upstream), gradients(wanted.out, leaves, upstream))
+    for name, options in OPTIONS.items():
+        out, lse, *_ = flash(*leaves, max_q=5, max_k=9, **options)
+        wanted = det_attention(*leaves, return_lse=True, **ours(options))
+        assert equal((out, lse), wanted), name
+        assert lse.shape == (2, 4, 5)
+        assert equal(gradients(out, leaves, upstream), gradients(wanted.out, leaves, upstream)), name
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("keys", [5, 9, 70, 3])
-@pytest.mark.parametrize("heads_first", [False, True])
-def test_sdpa_has_the_bits_of_det_attention(causal, keys, heads_first):
+def test_sdpa_has_the_bits_of_det_attention(causal, keys):
     """Where T != S a causal mask ends at the last key, as FlashAttention's does and causal_lower_right means."""
-    leaves = drawn((2, 4, 5, 16), (2, 2, keys, 16), (2, 2, keys, 16))
-    if not heads_first:
-        leaves = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in leaves]
-    leaves = [x.requires_grad_() for x in leaves]
     (upstream,) = drawn((2, 4, 5, 16))
-    found = aten._scaled_dot_product_flash_attention(*leaves, 0.0, causal, scale=0.3)
-    out, lse, cum_q, cum_k, max_q, max_k, state, unused, mask = found
-    wanted = det_attention(*(x.transpose(1, 2) for x in leaves), causal=causal, scale=0.3, return_lse=True)
-    assert equal((out, lse), (wanted.out.transpose(1, 2), wanted.lse))
-    assert (cum_q, cum_k, max_q, max_k, mask.numel()) == (None, None, 5, keys, 0)
-    assert [(x.dtype, x.tolist()) for x in (state, unused)] == [(torch.uint64, [0, 0]), (torch.uint64, 0)]
-    got = gradients(out, leaves, upstream)
-    assert equal(got, gradients(wanted.out, leaves, upstream.transpose(1, 2)))
-    # The compiler takes the strides of empty_like for granted.
-    assert [x.stride() for x in (out, *got)] == [torch.empty_like(x).stride() for x in (leaves[0], *leaves)]
+    for heads_first in (False, True):
+        leaves = drawn((2, 4, 5, 16), (2, 2, keys, 16), (2, 2, keys, 16))
+        if not heads_first:
+            leaves = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in leaves]
+        leaves = [x.requires_grad_() for x in leaves]
+        found = aten._scaled_dot_product_flash_attention(*leaves, 0.0, causal, scale=0.3)
+        out, lse, cum_q, cum_k, max_q, max_k, state, unused, mask = found
+        wanted = det_attention(*(x.transpose(1, 2) for x in leaves), causal=causal, scale=0.3, return_lse=True)
+        assert equal((out, lse), (wanted.out.transpose(1, 2), wanted.lse))
+        assert (cum_q, cum_k, max_q, max_k, mask.numel()) == (None, None, 5, keys, 0)
+        assert [(x.dtype, x.tolist()) for x in (state, unused)] == [(torch.uint64, [0, 0]), (torch.uint64, 0)]
+        got = gradients(out, leaves, upstream)
+        assert equal(got, gradients(wanted.out, leaves, upstream.transpose(1, 2)))
+        # The compiler takes the strides of empty_like for granted.
+        assert [x.stride() for x in (out, *got)] == [torch.empty_like(x).stride() for x in (leaves[0], *leaves)]
 
 
 def test_sdpa_has_the_values_of_the_formula():
@@ -164,23 +158,15 @@ def test_sliced_operands_and_an_expanded_gradient():
     assert torch.equal(found, wanted)
 
 
-def test_sequences_alone_have_the_bits_that_they_have_in_a_batch():
-    q, k, v = drawn((13, 4, 16), (80, 2, 16), (80, 2, 16))
-    out, *_ = flash(q, k, v, bounds(BOUNDS_Q), bounds(BOUNDS_K), 7, 68, is_causal=True)
-    cut = [parts(x, where) for x, where in zip((q, k, v, out), (BOUNDS_Q, BOUNDS_K, BOUNDS_K, BOUNDS_Q), strict=True)]
-    for *operands, wanted in zip(*cut, strict=True):
-        assert torch.equal(flash(*(x[None] for x in operands), is_causal=True)[0][0], wanted)
-
-
-@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 0), (2, 1)])
-def test_varlen_attn(window):
+def test_varlen_attn():
     leaves = drawn((13, 4, 16), (13, 4, 16), (13, 4, 16), grad=True)
     (upstream,) = drawn((13, 4, 16))
     where = bounds(BOUNDS_Q)
-    out = varlen.varlen_attn(*leaves, where, where, 7, 7, window_size=window)
-    wanted = det_attention(*leaves, causal=False, window=window, cu_seqlens_q=where, cu_seqlens_k=where)
-    assert torch.equal(out, wanted)
-    assert equal(gradients(out, leaves, upstream), gradients(wanted, leaves, upstream))
+    for window in ((-1, -1), (-1, 0), (3, 0), (2, 1)):
+        out = varlen.varlen_attn(*leaves, where, where, 7, 7, window_size=window)
+        wanted = det_attention(*leaves, causal=False, window=window, cu_seqlens_q=where, cu_seqlens_k=where)
+        assert torch.equal(out, wanted)
+        assert equal(gradients(out, leaves, upstream), gradients(wanted, leaves, upstream))
 
 
 def test_the_longest_lengths_are_passed_on(monkeypatch):

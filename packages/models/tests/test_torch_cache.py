@@ -50,37 +50,35 @@ def in_use():
 @paged
 @pytest.mark.parametrize("size", [16, 64])
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0)])
-@pytest.mark.parametrize("bounded", [False, True])
-def test_pages(size, window, bounded):
+def test_pages(size, window):
     """FlashAttention-2 wants the room of each sequence beside its pages, the later ones None: it changes nothing."""
     q, k, v, table, keys, values = cache(size)
-    room = torch.arange(5, dtype=torch.int32) * table.shape[1] * size if bounded else None
     given = {"seqused_k": USED, "block_table": table, "window_size": window, "enable_gqa": True}
     aux = varlen.AuxRequest(lse=True)
-    out, lse = varlen.varlen_attn(q, k, v, BOUNDS, room, 5, table.shape[1] * size, return_aux=aux, **given)
     where = {"cu_seqlens_q": BOUNDS, "cu_seqlens_k": in_use(), "causal": False, "window": window}
     wanted = det_attention(q, keys, values, **where, return_lse=True)
-    assert torch.equal(out, wanted.out)
-    assert torch.equal(lse, wanted.lse)
-    into = torch.full_like(q, torch.nan)
-    returned = varlen.varlen_attn_out(into, q, k, v, BOUNDS, room, 5, table.shape[1] * size, **given)
-    assert returned is into
-    assert torch.equal(into, out)
+    for room in (torch.arange(5, dtype=torch.int32) * table.shape[1] * size, None):
+        call = (q, k, v, BOUNDS, room, 5, table.shape[1] * size)
+        out, lse = varlen.varlen_attn(*call, return_aux=aux, **given)
+        assert torch.equal(out, wanted.out)
+        assert torch.equal(lse, wanted.lse)
+        into = torch.full_like(q, torch.nan)
+        assert varlen.varlen_attn_out(into, *call, **given) is into
+        assert torch.equal(into, out)
 
 
 @paged
-@pytest.mark.parametrize("splits", [None, 1, 3])
-def test_parts_change_no_bit(splits):
+def test_parts_change_no_bit():
     q, k, v, table, *_ = cache()
     call = [q, k, v, BOUNDS, None, 5, 80, 0.0, True, False]
     given = {"seqused_k": USED, "block_table": table}
     wanted = aten._flash_attention_forward(*call, **given)[0]
-    assert torch.equal(aten._flash_attention_forward(*call, num_splits=splits, **given)[0], wanted)
+    for splits in (None, 1, 3):
+        assert torch.equal(aten._flash_attention_forward(*call, num_splits=splits, **given)[0], wanted)
 
 
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("room", [[20, 7, 3, 66], [30, 16, 32, 80], [21, 40, 3, 67]])
-def test_keys_in_use_of_packed_keys(room, causal):
+def test_keys_in_use_of_packed_keys(room):
     *_, keys, values = cache()
     (q,) = drawn((9, 4, 16))
     bounds = torch.tensor([0, *room]).cumsum(0).int()
@@ -88,22 +86,22 @@ def test_keys_in_use_of_packed_keys(room, causal):
     for part, (start, used) in enumerate(zip(bounds.tolist(), USED.tolist(), strict=False)):
         own = slice(in_use()[part], in_use()[part + 1])
         k[start : start + used], v[start : start + used] = keys[own], values[own]
-    found = aten._flash_attention_forward(*(q, k, v, BOUNDS, bounds, 5, max(room), 0.0, causal, False), seqused_k=USED)
-    wanted = det_attention(
-        *(q, keys, values), cu_seqlens_q=BOUNDS, cu_seqlens_k=in_use(), causal=causal, return_lse=True
-    )
-    assert torch.equal(found[0], wanted.out)
-    assert torch.equal(found[1], wanted.lse)
+    where = {"cu_seqlens_q": BOUNDS, "cu_seqlens_k": in_use()}
+    for causal in (False, True):
+        call = (q, k, v, BOUNDS, bounds, 5, max(room), 0.0, causal, False)
+        found = aten._flash_attention_forward(*call, seqused_k=USED)
+        wanted = det_attention(q, keys, values, **where, causal=causal, return_lse=True)
+        assert torch.equal(found[0], wanted.out)
+        assert torch.equal(found[1], wanted.lse)
 
 
-@pytest.mark.parametrize("total", [0, 5])
-def test_keys_in_use_where_there_is_no_sequence_or_no_key(total):
-    q, k = torch.zeros(total, 4, 16), torch.zeros(0, 2, 16)
-    bounds = torch.tensor([0, 5][: 1 + bool(total)]).int()
-    used = torch.zeros(len(bounds) - 1, dtype=torch.int32)
-    ends = torch.zeros_like(bounds)
-    out, *_ = aten._flash_attention_forward(q, k, k, bounds, ends, total, 0, 0.0, True, False, seqused_k=used)
-    assert torch.equal(out, q)
+def test_keys_in_use_where_there_is_no_sequence_or_no_key():
+    for total in (0, 5):
+        q, k = torch.zeros(total, 4, 16), torch.zeros(0, 2, 16)
+        bounds = torch.tensor([0, 5][: 1 + bool(total)]).int()
+        used, ends = torch.zeros(len(bounds) - 1, dtype=torch.int32), torch.zeros_like(bounds)
+        out, *_ = aten._flash_attention_forward(q, k, k, bounds, ends, total, 0, 0.0, True, False, seqused_k=used)
+        assert torch.equal(out, q)
 
 
 def test_keys_in_use_of_a_dense_cache():
@@ -122,51 +120,47 @@ def call(changes, **options):
     return aten._flash_attention_forward(*(usual | changes).values(), **options)
 
 
-PAGES = torch.zeros(2, 16, 4, 16)
-REFUSED = {
-    "dropout_p": {"dropout_p": 0.1},
-    "return_debug_mask": {"return_debug_mask": True},
-    "alibi_slopes": {"alibi_slopes": torch.ones(4)},
-    "window_size_left": {"window_size_left": -2},
-    "window_size_right": {"window_size_right": -7},
-    "scale": {"scale": 0.0},
-    "value": {"value": torch.zeros(9, 4, 8)},
-    "cum_seq_k": {"cum_seq_k": None},
-    "cum_seq_k without": {"cum_seq_q": None, "query": torch.zeros(2, 3, 4, 16)},
-    "q": {"query": torch.zeros(9, 4, 16, dtype=torch.float64)},
-    "q multiple": {name: torch.zeros(9, 4, 12) for name in ("query", "key", "value")},
-    "k": {"key": torch.zeros(9, 3, 16), "value": torch.zeros(9, 3, 16)},
-    "cu_seqlens_q": {"cum_seq_q": BOUNDS.float()},
-}
-OPTIONS = {"alibi_slopes", "window_size_left", "window_size_right", "scale", "seqused_k", "block_table"}
+REFUSED = [
+    ("dropout_p", {"dropout_p": 0.1}, {}),
+    ("return_debug_mask", {"return_debug_mask": True}, {}),
+    ("alibi_slopes", {}, {"alibi_slopes": torch.ones(4)}),
+    ("window_size_left", {}, {"window_size_left": -2}),
+    ("window_size_right", {}, {"window_size_right": -7}),
+    ("scale", {}, {"scale": 0.0}),
+    ("value", {"value": torch.zeros(9, 4, 8)}, {}),
+    ("cum_seq_k", {"cum_seq_k": None}, {}),
+    ("cum_seq_k", {"cum_seq_q": None, "query": torch.zeros(2, 3, 4, 16)}, {}),
+    ("q", {"query": torch.zeros(9, 4, 16, dtype=torch.float64)}, {}),
+    ("q", {name: torch.zeros(9, 4, 12) for name in ("query", "key", "value")}, {}),
+    ("k", {"key": torch.zeros(9, 3, 16), "value": torch.zeros(9, 3, 16)}, {}),
+    ("cu_seqlens_q", {"cum_seq_q": BOUNDS.float()}, {}),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_is_named(name):
-    options = {key: value for key, value in REFUSED[name].items() if key in OPTIONS}
-    changes = {key: value for key, value in REFUSED[name].items() if key not in OPTIONS}
-    with pytest.raises((TypeError, ValueError), match=f"^{name.split()[0]}: "):
-        call(changes, **options)
+def test_what_is_refused_is_named():
+    for name, changes, options in REFUSED:
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
+            call(changes, **options)
 
 
 @paged
 def test_pages_without_keys_in_use_are_refused():
+    pages, table = torch.zeros(2, 16, 4, 16), torch.zeros(4, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"^seqused_k: expected the number"):
-        call({"key": PAGES, "value": PAGES}, block_table=torch.zeros(4, 1, dtype=torch.int32))
-    small = {"key": PAGES[:, :8], "value": PAGES[:, :8]}
+        call({"key": pages, "value": pages}, block_table=table)
     with pytest.raises(ValueError, match="multiple of 16"):
-        call(small, block_table=torch.zeros(4, 1, dtype=torch.int32), seqused_k=USED)
+        call({"key": pages[:, :8], "value": pages[:, :8]}, block_table=table, seqused_k=USED)
 
 
-@pytest.mark.parametrize("name", ["query", "key", "value"])
-def test_the_gradient_of_a_cache_is_refused(name):
+def test_the_gradient_of_a_cache_is_refused():
     """Autograd gives its backward op neither seqused_k nor pages: it would be that of all keys."""
-    (leaf,) = drawn((9, 4, 16))
     used = torch.tensor([1, 0, 2, 5], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"^seqused_k: expected no gradient"):
-        call({name: leaf.requires_grad_()}, seqused_k=used)
-    with torch.no_grad():
-        call({name: leaf}, seqused_k=used)
+    for name in ("query", "key", "value"):
+        (leaf,) = drawn((9, 4, 16), seed=5)
+        with pytest.raises(ValueError, match=r"^seqused_k: expected no gradient"):
+            call({name: leaf.requires_grad_()}, seqused_k=used)
+        with torch.no_grad():
+            call({name: leaf}, seqused_k=used)
 
 
 def test_sdpa_refuses_dropout():
@@ -179,9 +173,9 @@ def test_sdpa_refuses_dropout():
 
 
 @pytest.mark.skipif(not hasattr(aten, "_flash_attention_forward_no_dropout_inplace"), reason="PyTorch has no such op")
-@pytest.mark.parametrize("out", [torch.zeros(9, 1, 16), torch.zeros(9, 4, 16, dtype=torch.bfloat16)])
-def test_a_tensor_to_write_to_must_fit(out):
+def test_a_tensor_to_write_to_must_fit():
     """A copy would be spread over the heads, or rounded, without a word."""
     (x,) = drawn((9, 4, 16))
-    with pytest.raises(ValueError, match=r"^out: expected torch.float32"):
-        aten._flash_attention_forward_no_dropout_inplace(out, x, x, x, BOUNDS, BOUNDS, 5, 5, 0.0, True, False)
+    for out in (torch.zeros(9, 1, 16), torch.zeros(9, 4, 16, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match=r"^out: expected torch.float32"):
+            aten._flash_attention_forward_no_dropout_inplace(out, x, x, x, BOUNDS, BOUNDS, 5, 5, 0.0, True, False)

@@ -8,78 +8,92 @@ import torch
 
 from rl_kernels.models import invariant, pretrained
 
-DTYPES = [torch.float32, torch.bfloat16]
 
+@pytest.fixture
+def surroundings(padded):
+    """Return a function that yields (what, prompt, its logits): first alone, then in all that must change no bit.
 
-def padded(prompts, *, left, more=0):
-    """Return a batch as a tokenizer and ``generate`` make it, and where each prompt stands in it."""
-    width = max(map(len, prompts)) + more
-    ids, mask, places = torch.zeros(len(prompts), width, dtype=torch.long), torch.zeros(len(prompts), width).long(), []
-    for row, prompt in enumerate(prompts):
-        first = width - len(prompt) if left else 0
-        places.append((row, slice(first, first + len(prompt))))
-        ids[places[-1]], mask[places[-1]] = prompt, 1
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}, places
+    The longest prompt comes in chunks too: a cut is the size of all chunks, or a list of sizes.
+    """
 
+    @torch.no_grad()
+    def each(model, prompts, cuts, device="cpu"):
+        def run(**inputs):
+            return model(**{n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in inputs.items()})
 
-@torch.no_grad()
-def surroundings(model, prompts, device="cpu"):
-    """Yield (what, prompt, its logits): first alone, then in everything that must change no bit."""
-
-    def run(**inputs):
-        return model(**{n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in inputs.items()})
-
-    for index, prompt in enumerate(prompts):
-        yield "alone", index, run(input_ids=prompt[None], use_cache=False).logits[0]
-    for what, given in {
-        "left": {"left": True, "more": 3},
-        "right": {"left": False, "more": 5},
-    }.items():
-        batch, places = padded(prompts, **given)
-        logits = run(**batch, use_cache=False).logits
-        for index, place in enumerate(places):
-            yield what, index, logits[place]
-    longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
-    for cut in (1, 5, 16):
-        cache, parts = None, []
-        for part in prompts[longest].split(cut):
-            output = run(input_ids=part[None], past_key_values=cache, use_cache=True)
+        for index, prompt in enumerate(prompts):
+            yield "alone", index, run(input_ids=prompt[None], use_cache=False).logits[0]
+        for what, given in {"left": {"left": True, "more": 3}, "right": {"left": False, "more": 5}}.items():
+            batch, places = padded(prompts, **given)
+            logits = run(**batch, use_cache=False).logits
+            for index, place in enumerate(places):
+                yield what, index, logits[place]
+        longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
+        for cut in cuts:
+            cache, parts = None, []
+            for part in prompts[longest].split(cut):
+                output = run(input_ids=part[None], past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+                parts.append(output.logits[0])
+            yield f"chunks of {cut}", longest, torch.cat(parts)
+        batch, places = padded(prompts)
+        half, cache, parts = batch["input_ids"].shape[1] // 2, None, []
+        for step in (slice(0, half), slice(half, None)):
+            seen = {"attention_mask": batch["attention_mask"][:, : step.stop]}
+            given = {name: batch[name][:, step] for name in ("input_ids", "position_ids")}
+            output = run(**given, **seen, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
-            parts.append(output.logits[0])
-        yield f"chunks of {cut}", longest, torch.cat(parts)
-    batch, places = padded(prompts, left=True)
-    half, cache, parts = batch["input_ids"].shape[1] // 2, None, []
-    for step in (slice(0, half), slice(half, None)):
-        seen = {"attention_mask": batch["attention_mask"][:, : step.stop]}
-        given = {name: batch[name][:, step] for name in ("input_ids", "position_ids")}
-        output = run(**given, **seen, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        parts.append(output.logits)
-    logits = torch.cat(parts, 1)
-    for index, place in enumerate(places):
-        yield "batch in chunks", index, logits[place]
+            parts.append(output.logits)
+        logits = torch.cat(parts, 1)
+        for index, place in enumerate(places):
+            yield "batch in chunks", index, logits[place]
+
+    return each
 
 
-def differing(model, prompts, device="cpu"):
+def differing(found):
     """Return in what surroundings a prompt has other bits than alone."""
-    alone, found = {}, []
-    for what, index, logits in surroundings(model, prompts, device):
-        if not torch.equal(logits, alone.setdefault(index, logits)):
-            found.append((what, index))
-    return found
+    alone = {}
+    return [(what, i) for what, i, logits in found if not torch.equal(logits, alone.setdefault(i, logits))]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_llama(tiny, prompts, dtype, device):
+def same(found, expected):
+    return all(torch.equal(one[2], two[2]) for one, two in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_llama(tiny, prompts, surroundings, dtype, device, torch_threads):
+    """Nothing follows the surroundings or the threads; undone, the model and its logits are those before."""
+
+    def logits(cuts=(1, 5, 16)):
+        return list(surroundings(model, prompts, cuts, device))
+
+    def fewer(found):
+        return [each for each in found if each[0] not in ("chunks of 1", "chunks of 16")]
+
+    def kinds():
+        return [type(module) for module in model.modules()], model.config._attn_implementation
+
     model = tiny(dtype=dtype, device=device)
-    plain = [logits for _, _, logits in surroundings(model, prompts, device)]
+    plain, before = logits(), kinds()
     with invariant(model, strict=True):
-        assert differing(model, prompts, device) == []
-        found = [logits for _, _, logits in surroundings(model, prompts, device)]
+        assert model.config._attn_implementation == pretrained.name()
+        found = logits()
+        assert differing(found) == []
+        with torch_threads(2 if dtype == torch.float32 else 1), invariant(model.model):
+            assert same(logits((5,)), fewer(found))
+        assert model.config._attn_implementation == pretrained.name()
     tolerance = 1e-4 if dtype == torch.float32 else 0.1
-    for value, other in zip(found, plain, strict=True):
+    for (_, _, value), (_, _, other) in zip(found, plain, strict=True):
         torch.testing.assert_close(value, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
+    assert kinds() == before
+    assert same(logits((5,)), fewer(plain))
+
+
+def test_llama_without_it_follows_the_batch(tiny, prompts, surroundings):
+    """The control: were this not so somewhere, the test above would show nothing."""
+    if not differing(surroundings(tiny(), prompts, (1,))):
+        pytest.skip("on this machine PyTorch gives this model the same rows in all these batches")
 
 
 def test_a_cache_changes_no_bit_under_autocast(tiny, prompts):
@@ -87,19 +101,6 @@ def test_a_cache_changes_no_bit_under_autocast(tiny, prompts):
     model, ids = tiny(), prompts[0][None]
     with invariant(model, strict=True), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model(ids, use_cache=True).logits, model(ids, use_cache=False).logits)
-
-
-def test_llama_without_it_follows_the_batch(tiny, prompts):
-    """The control: were this not so somewhere, the test above would show nothing."""
-    if not differing(tiny(), prompts):
-        pytest.skip("on this machine PyTorch gives this model the same rows in all these batches")
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_threads_change_nothing(tiny, prompts, threads, torch_threads):
-    model = tiny()
-    with invariant(model), torch_threads(threads):
-        assert differing(model, prompts) == []
 
 
 MODELS = {
@@ -126,63 +127,32 @@ MODELS = {
     "Glm4": {"head_dim": 8},
     "Olmo2": {},
     "Cohere": {},
+    "GPT2": {},
 }
 """The families of the README's table, with what makes each its own."""
-
+CUTS = ([16, 5, *[1] * 7, 5],)
+"""Chunks of a prompt of 33 tokens, more single ones than a window holds."""
 
 OF_DEVICES = {"cpu": (torch.float32, 1e-3, 1e-4), "cuda": (torch.bfloat16, 0.1, 0.1)}
 """The dtype that models run in, and how near the stock model's logits are."""
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_other_models(tiny, prompts, name, device):
+def test_other_models(tiny, prompts, surroundings, name, device):
     dtype, rtol, atol = OF_DEVICES[device.type]
     model = tiny(name, dtype, device, **MODELS[name])
     with torch.no_grad():
-        plain = model(prompts[0][None].to(device)).logits
-    with invariant(model, strict=True):
-        assert differing(model, prompts, device) == []
-        with torch.no_grad():
-            found = model(prompts[0][None].to(device)).logits
-    torch.testing.assert_close(found, plain, rtol=rtol, atol=atol * float(plain.abs().max()))
-
-
-def test_gpt2(tiny, prompts, device):
-    model = tiny("GPT2", OF_DEVICES[device.type][0], device)
+        plain = model(prompts[0][None].to(device)).logits[0]
     with invariant(model, strict=True) as handle:
-        assert "Conv1D" in handle.swapped.values()
-        assert differing(model, prompts, device) == []
+        found = list(surroundings(model, prompts, CUTS, device))
+        assert differing(found) == []
+        assert ("Conv1D" in handle.swapped.values()) == (name == "GPT2")
+    torch.testing.assert_close(found[0][2], plain, rtol=rtol, atol=atol * float(plain.abs().max()))
 
 
-def test_everything_comes_back(tiny, prompts):
-    model = tiny()
-    before = [type(module) for module in model.modules()], model.config._attn_implementation
-    plain = [logits for _, _, logits in surroundings(model, prompts)]
-    with invariant(model):
-        assert model.config._attn_implementation == pretrained.name()
-        with invariant(model.model):
-            pass
-        assert model.config._attn_implementation == pretrained.name()
-    assert ([type(module) for module in model.modules()], model.config._attn_implementation) == before
-    found = [logits for _, _, logits in surroundings(model, prompts)]
-    assert all(torch.equal(value, other) for value, other in zip(found, plain, strict=True))
-
-
-def test_generate_draws_the_tokens_of_a_prompt_alone(tiny, prompts):
-    model = tiny()
-    batch, _ = padded(prompts, left=True)
-    given = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    given |= {"output_logits": True, "return_dict_in_generate": True}
-    with invariant(model):
-        whole = model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], **given)
-        alone = model.generate(prompts[1][None], attention_mask=torch.ones(1, len(prompts[1])).long(), **given)
-    assert torch.equal(whole.sequences[1, -6:], alone.sequences[0, -6:])
-    assert all(torch.equal(one[1], two[0]) for one, two in zip(whole.logits, alone.logits, strict=True))
-
-
-def test_trains_and_gradients_are_those_of_the_model(tiny, prompts):
+def test_trains_and_gradients_are_those_of_the_model(tiny, prompts, padded):
     model = tiny().train()
-    batch, _ = padded(prompts, left=True)
+    batch, _ = padded(prompts)
     upstream = torch.randn(*batch["input_ids"].shape, 211, generator=torch.Generator().manual_seed(2))
     upstream *= batch["attention_mask"][..., None]
 
@@ -196,11 +166,11 @@ def test_trains_and_gradients_are_those_of_the_model(tiny, prompts):
         assert (value - other).norm() <= 1e-5 * other.norm(), name
 
 
-def test_compiled_in_one_graph(tiny, prompts):
+def test_compiled_in_one_graph(tiny, prompts, padded):
     torch.compiler.reset()
     model = tiny()
     run = torch.compile(model, fullgraph=True, backend="aot_eager")
-    batch, _ = padded(prompts[:2], left=True)
+    batch, _ = padded(prompts[:2])
     with torch.no_grad(), invariant(model):
         assert torch.equal(run(**batch, use_cache=False).logits, model(**batch, use_cache=False).logits)
 
@@ -262,44 +232,24 @@ def test_experts_convolutions_and_recurrences_are_told(tiny, family):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_deep_copy_is_swapped_and_can_be_undone(tiny, prompts, attention):
-    model, ids = tiny(), prompts[1][None]
-    model.set_attn_implementation(attention)
-    with invariant(model, strict=True), torch.no_grad():
-        reference = copy.deepcopy(model)
-        expected = model(ids).logits
-    with torch.no_grad():
-        assert torch.equal(reference(ids).logits, expected)
-        invariant(reference).undo()
-        assert type(reference.lm_head) is torch.nn.Linear
-        assert reference.config._attn_implementation == attention
-        assert torch.equal(reference(ids).logits, model(ids).logits)
-
-
-def test_a_pickle_holds_the_attention_that_the_model_had(tiny, prompts):
-    model, ids = tiny(), prompts[1][None]
-    with torch.no_grad():
-        expected = model(ids).logits
-        with invariant(model):
-            copies = [pickle.loads(pickle.dumps(model)), copy.deepcopy(copy.deepcopy(model))]
-        copies[1:] = [pickle.loads(pickle.dumps(copies[1]))]
-        for read in copies:
-            assert read.config._attn_implementation == "sdpa"
-            assert torch.equal(read(ids).logits, expected)
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_model_made_from_a_copy_of_a_swapped_config_is_stock(tiny, prompts, attention):
+@torch.no_grad()
+def test_copies_pickles_and_other_models_of_the_config(tiny, prompts, attention):
+    """A deep copy is swapped and can be undone; a pickle, or a model of the config's copy, is stock."""
     transformers = pytest.importorskip("transformers")
     model, ids = tiny(), prompts[1][None]
     model.set_attn_implementation(attention)
-    with torch.no_grad():
+    plain = model(ids).logits
+    with invariant(model, strict=True):
         expected = model(ids).logits
-        with invariant(model):
-            config = copy.deepcopy(model.config)
-            config._attn_implementation = attention
-            made = transformers.AutoModelForCausalLM.from_config(config).eval()
-            assert model.config._attn_implementation == pretrained.name()
-        made.load_state_dict(model.state_dict())
-        assert made.config._attn_implementation == attention
-        assert torch.equal(made(ids).logits, expected)
+        reference, config = copy.deepcopy(model), copy.deepcopy(model.config)
+        stock = [pickle.loads(pickle.dumps(model)), pickle.loads(pickle.dumps(copy.deepcopy(reference)))]
+        config._attn_implementation = attention
+        stock.append(transformers.AutoModelForCausalLM.from_config(config).eval())
+        assert model.config._attn_implementation == pretrained.name()
+    stock[-1].load_state_dict(model.state_dict())
+    assert torch.equal(reference(ids).logits, expected)
+    invariant(reference).undo()
+    for read in (*stock, reference, model):
+        assert type(read.lm_head) is torch.nn.Linear
+        assert read.config._attn_implementation == attention
+        assert torch.equal(read(ids).logits, plain)

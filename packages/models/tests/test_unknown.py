@@ -1,9 +1,12 @@
-"""Modules that `invariant` cannot vouch for are told, and raise with `strict`."""
+"""Modules that `invariant` cannot vouch for are left alone and told, and raise with `strict`."""
+
+import re
 
 import pytest
 import torch
 from torch import nn
 
+from rl_kernels.det_gemm import DetLinear
 from rl_kernels.models import invariant
 
 
@@ -37,6 +40,13 @@ class Adds(Multiplies):
         return x + self.inner(x).relu()
 
 
+class Activates(Multiplies):
+    """Another, whose activation is a function."""
+
+    def forward(self, x):
+        return nn.functional.silu(self.inner(x))
+
+
 class QuantLinear(nn.Module):
     """A linear layer with packed weights, as quantization libraries have them."""
 
@@ -48,38 +58,93 @@ class QuantLinear(nn.Module):
         return x
 
 
-class Activates(Multiplies):
-    """Another, whose activation is a function."""
+class Experts(nn.Module):
+    """Each row goes through the expert of its largest element: the rows of an expert are multiplied together."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 24, 24))
 
     def forward(self, x):
-        return nn.functional.silu(self.inner(x))
+        chosen, out = x.argmax(-1) % 2, torch.empty_like(x)
+        for expert in range(2):
+            out[chosen == expert] = x[chosen == expert] @ self.weight[expert]
+        return out
 
 
-@pytest.mark.parametrize(
-    ("block", "called"), [(Attends, "scaled_dot_product_attention"), (Multiplies, "@"), (Activates, "silu")]
-)
-def test_a_forward_that_computes_by_itself_is_left_and_told(block, called):
-    made = nn.Sequential(nn.Linear(24, 24), block())
-    told = rf"1 \(its forward calls {called}; use det_attention"
-    with pytest.raises(ValueError, match=told):
-        invariant(made, strict=True)
-    assert type(made[0]) is nn.Linear
+class GatedRMSNorm(nn.Module):
+    """Without its gate it computes what an RMSNorm of Llama does."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x, gate=None):
+        wide = x.float() if gate is None else x.float() * nn.functional.silu(gate)
+        return self.weight * (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()).to(x.dtype)
+
+
+class Odd(nn.Linear):
+    pass
+
+
+def patched():
+    made = nn.Linear(4, 4)
+    made.forward = lambda input: input
+    return made
+
+
+def parametrized():
+    return nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+
+
+COMPUTES = "its forward calls {}; use det_attention"
+LEFT = {
+    "a subclass": (lambda: Odd(4, 4), "Odd is a subclass"),
+    "a parametrization": (parametrized, "ParametrizedLinear is a subclass"),
+    "FP64": (lambda: nn.Linear(4, 4, dtype=torch.float64), "its weight is torch.float64"),
+    "a forward of its own": (patched, "its forward was replaced"),
+    "several dims": (lambda: nn.LayerNorm((2, 3)), "several dims"),
+    "attention of torch": (lambda: nn.MultiheadAttention(8, 2), "computes its products itself"),
+    "a norm over the batch": (lambda: nn.BatchNorm1d(4), "BatchNorm1d is PyTorch's"),
+    "a norm over groups": (lambda: nn.GroupNorm(2, 4), "GroupNorm is PyTorch's"),
+    "a norm with a gate": (GatedRMSNorm, "GatedRMSNorm is an unknown kind of norm"),
+    "an activation with settings": (lambda: nn.ELU(2.0), "ELU with other settings"),
+    "matrices": (Experts, "Experts has matrices of its own"),
+    "attention": (Attends, COMPUTES.format("scaled_dot_product_attention")),
+    "a product": (Multiplies, COMPUTES.format("@")),
+    "a function": (Activates, COMPUTES.format("silu")),
+    "packed weights": (QuantLinear, "QuantLinear is not an nn.Linear; it may be quantized"),
+}
+
+
+@pytest.mark.parametrize("what", LEFT)
+def test_what_it_does_not_know_is_left_alone_and_told(what):
+    make, why = LEFT[what]
+    made = nn.Sequential(nn.Linear(2, 2), make())
+    before = [type(module) for module in made.modules()]
+    told = rf"^model: left alone, and may depend on the batch: 1[. (].*{re.escape(why)}"
     with pytest.warns(UserWarning, match=told):
         handle = invariant(made)
-    assert list(handle.left) == ["1"]
+    assert [name for name in handle.left if "." not in name] == ["1"]
+    assert why in handle.left["1"]
+    assert type(made[1]) is before[2]
+    assert isinstance(made[0], DetLinear)
     handle.undo()
-    invariant(nn.Sequential(Adds()), strict=True).undo()
-
-
-def test_a_linear_layer_that_is_not_one_of_pytorch_s_is_left_and_told():
-    made = nn.Sequential(nn.Linear(24, 24), QuantLinear())
-    told = r"1 \(QuantLinear is not an nn.Linear; it may be quantized\)"
     with pytest.raises(ValueError, match=told):
         invariant(made, strict=True)
-    with pytest.warns(UserWarning, match=told):
-        handle = invariant(made)
-    assert list(handle.left) == ["1"]
-    handle.undo()
+    assert [type(module) for module in made.modules()] == before
+
+
+def test_a_warning_names_a_few():
+    made = nn.Sequential(*(Odd(2, 2) for _ in range(7)))
+    with pytest.warns(UserWarning, match="and 4 more"):
+        invariant(made).undo()
+
+
+def test_what_it_knows_passes():
+    made = nn.Sequential(nn.Embedding(5, 24), Adds(), nn.Linear(24, 3))
+    invariant(made, strict=True).undo()
 
 
 @pytest.mark.filterwarnings("ignore")
