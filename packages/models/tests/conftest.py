@@ -7,6 +7,8 @@ import torch
 from torch import distributed, nn
 from torch.nn.functional import pad
 
+from rl_kernels.core.triton_lib.launch import INTERPRETED
+
 VOCAB = 211
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, **TOKENS}
@@ -61,3 +63,19 @@ def one_process(tmp_path):
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
+
+
+@pytest.fixture
+def triton_on(device):
+    """Return a device on which Triton runs."""
+    if device.type == "cpu" and not INTERPRETED:
+        pytest.skip("needs a GPU, or Triton's interpreter")
+    return device
+
+
+@pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)
+def triton_dtype(request, triton_on):
+    """Return a dtype of the tests of Triton kernels."""
+    if triton_on.type == "cpu" and request.param == torch.bfloat16:
+        pytest.skip("Triton's interpreter cuts numbers to BF16 and does not round them")
+    return request.param

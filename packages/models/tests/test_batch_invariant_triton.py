@@ -4,19 +4,12 @@ import pytest
 import torch
 
 from rl_kernels.core.constants import SEGMENT
-from rl_kernels.core.triton_lib.launch import INTERPRETED
 from rl_kernels.models.clients.batch_invariant_ops import reductions
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
-
-@pytest.fixture(params=DTYPES, ids=str)
-def dtype(request, device):
-    if device.type == "cpu" and not INTERPRETED:
-        pytest.skip("needs a GPU, or Triton's interpreter")
-    if device.type == "cpu" and request.param == torch.bfloat16:
-        pytest.skip("Triton's interpreter cuts numbers to BF16 and does not round them")
-    return request.param
+@pytest.fixture
+def dtype(triton_dtype):
+    return triton_dtype
 
 
 def drawn(shape, device, dtype):

@@ -21,11 +21,6 @@ class Scaled(nn.Embedding):
         return super().forward(input) * 3.0
 
 
-def needs_triton(device):
-    if device.type == "cpu" and not INTERPRETED:
-        pytest.skip("needs a GPU, or Triton's interpreter")
-
-
 def drawn(device, dtype, ids=11, places=(3, 40), width=WIDTH):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(ids, width, generator=generator).to(device, dtype).requires_grad_()
@@ -42,28 +37,22 @@ def chain(weight, ids, grad, left_out=None):
     return total.to(weight.dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("integers", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("left_out", [None, 0, 4])
-def test_rows_are_added_in_ascending_order(device, dtype, integers, left_out):
-    needs_triton(device)
-    if device.type == "cpu" and dtype == torch.bfloat16:
-        pytest.skip("Triton's interpreter cuts numbers to BF16 and does not round them")
-    weight, ids, grad = drawn(device, dtype)
-    out = embedding(ids.to(integers), weight, left_out)
-    assert torch.equal(out, weight[ids])
-    upstream = torch.stack((grad, grad), -1)[..., 0]
-    (found,) = torch.autograd.grad(out, weight, upstream)
-    assert torch.equal(found, chain(weight, ids, grad, left_out))
-    assert not found[-1].any()
-    (found,) = torch.autograd.grad(embedding(ids.to(integers), weight, left_out), weight, torch._neg_view(-grad))
-    assert torch.equal(found, chain(weight, ids, grad, left_out))
+def test_rows_are_added_in_ascending_order(triton_on, triton_dtype, left_out):
+    weight, ids, grad = drawn(triton_on, triton_dtype)
+    expected = chain(weight, ids, grad, left_out)
+    for integers in (torch.int32, torch.int64):
+        out = embedding(ids.to(integers), weight, left_out)
+        assert torch.equal(out, weight[ids])
+        for upstream in (torch.stack((grad, grad), -1)[..., 0], torch._neg_view(-grad)):
+            (found,) = torch.autograd.grad(out, weight, upstream, retain_graph=True)
+            assert torch.equal(found, expected)
+            assert not found[-1].any()
 
 
-def test_rows_without_gradient_change_no_bit(device):
-    needs_triton(device)
-    weight, ids, grad = drawn(device, torch.float32)
-    padded, beside = torch.full((3, 71), 2, device=device), torch.zeros(3, 71, WIDTH, device=device)
+def test_rows_without_gradient_change_no_bit(triton_on):
+    weight, ids, grad = drawn(triton_on, torch.float32)
+    padded, beside = torch.full((3, 71), 2, device=triton_on), torch.zeros(3, 71, WIDTH, device=triton_on)
     padded[:, 20:60], beside[:, 20:60] = ids, grad
     one, other = (
         torch.autograd.grad(embedding(*given, weight), weight, up)[0]
@@ -72,10 +61,9 @@ def test_rows_without_gradient_change_no_bit(device):
     assert torch.equal(one, other)
 
 
-def test_nothing_is_looked_up(device):
-    needs_triton(device)
-    weight = torch.randn(3, 8, device=device, requires_grad=True)
-    out = embedding(torch.zeros(2, 0, dtype=torch.long, device=device), weight)
+def test_nothing_is_looked_up(triton_on):
+    weight = torch.randn(3, 8, device=triton_on, requires_grad=True)
+    out = embedding(torch.zeros(2, 0, dtype=torch.long, device=triton_on), weight)
     (found,) = torch.autograd.grad(out, weight, torch.zeros_like(out))
     assert out.shape == (2, 0, 8)
     assert not found.any()
@@ -113,25 +101,27 @@ def test_ids_of_a_rollout_in_inference_mode_serve_the_update(device):
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}], ids=str)
-def test_other_gradients_are_pytorchs(device, option):
-    module = nn.Embedding(5, 4, **option, device=device)
-    with invariant(nn.Sequential(module), strict=True):
-        out = module(torch.tensor([1, 1], device=device))
-    assert type(out.grad_fn).__name__ != "_EmbeddingBackward"
+def test_other_gradients_are_pytorchs(device):
+    for option in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
+        module = nn.Embedding(5, 4, **option, device=device)
+        with invariant(nn.Sequential(module), strict=True):
+            out = module(torch.tensor([1, 1], device=device))
+        assert type(out.grad_fn).__name__ != "_EmbeddingBackward", option
 
 
-def test_a_forward_of_somebodys_stays(device):
-    module = nn.Embedding(5, 4, device=device)
+def test_a_forward_or_a_weight_of_somebodys_stays(device):
+    module, other = nn.Embedding(5, 4, device=device), nn.Embedding(5, 4, device=device)
     module.forward = lambda ids: ids.new_zeros(4)
+    nn.utils.parametrize.register_parametrization(other, "weight", nn.Identity())
     with invariant(nn.Sequential(module), strict=True) as handle:
         assert not handle.swapped
         assert not handle.left
+    with invariant(nn.Sequential(other)) as handle:
+        assert not handle.swapped
 
 
-def test_second_derivatives_and_batches_of_gradients_are_pytorchs(device):
-    needs_triton(device)
-    weight, ids, grad = drawn(device, torch.float32, width=8)
+def test_second_derivatives_and_batches_of_gradients_are_pytorchs(triton_on):
+    weight, ids, grad = drawn(triton_on, torch.float32, width=8)
     for look_up in (embedding, torch.nn.functional.embedding):
         loss = look_up(ids, weight).square().sum()
         (first,) = torch.autograd.grad(loss, weight, create_graph=True)
@@ -142,18 +132,10 @@ def test_second_derivatives_and_batches_of_gradients_are_pytorchs(device):
     torch.testing.assert_close((found, batch), expected)
 
 
-def test_a_negative_padding_idx_counts_from_the_end(device):
-    needs_triton(device)
-    weight, ids, grad = drawn(device, torch.float32, width=8)
+def test_a_negative_padding_idx_counts_from_the_end(triton_on):
+    weight, ids, grad = drawn(triton_on, torch.float32, width=8)
     (found,) = torch.autograd.grad(embedding(ids, weight, -2), weight, grad)
     assert torch.equal(found, chain(weight, ids, grad, 9))
-
-
-def test_a_parametrized_one_is_left_alone(device):
-    module = nn.Embedding(5, 4, device=device)
-    nn.utils.parametrize.register_parametrization(module, "weight", nn.Identity())
-    with invariant(nn.Sequential(module)) as handle:
-        assert not handle.swapped
 
 
 @pytest.mark.gpu

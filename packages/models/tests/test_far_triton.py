@@ -4,17 +4,14 @@ import pytest
 import torch
 
 from rl_kernels.core.testing import Draw, far
-from rl_kernels.core.triton_lib.launch import INTERPRETED
 from rl_kernels.models.clients.batch_invariant_ops import reductions
 from rl_kernels.models.fused import rotary
 from rl_kernels.models.fused.cache import store
 
 
 @pytest.fixture
-def draw(device):
-    if device.type == "cpu" and not INTERPRETED:
-        pytest.skip("needs a GPU, or Triton's interpreter")
-    return Draw(torch.float16, device, seed=3)
+def draw(triton_on):
+    return Draw(torch.float16, triton_on, seed=3)
 
 
 def rotated(q, k, cos, sin, of_q, of_k):

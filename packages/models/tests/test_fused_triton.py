@@ -6,24 +6,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rl_kernels.core.triton_lib.launch import INTERPRETED
 from rl_kernels.models import invariant
 from rl_kernels.models.fused import gate, rotary
 from rl_kernels.models.fused.swaps import gated, rotary_module
-
-HALVES = (torch.float16, torch.bfloat16)
 
 
 def tensors(device, dtype, *shapes):
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-
-
-def needs_triton(device, dtype):
-    if device.type == "cpu" and not INTERPRETED:
-        pytest.skip("needs a GPU, or Triton's interpreter")
-    if device.type == "cpu" and dtype == torch.bfloat16:
-        pytest.skip("Triton's interpreter cuts numbers to BF16 and does not round them")
 
 
 def rotated(q, k, cos, sin):
@@ -32,16 +22,14 @@ def rotated(q, k, cos, sin):
     return tuple(x * c + torch.cat((-x[..., half:], x[..., :half]), -1) * s for x in (q, k))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
-@pytest.mark.parametrize(
-    "layout", ["transposed", "part of a head", "one angle for all", "contiguous", "17 heads", "FP32"]
-)
-def test_rotary_has_the_bits_of_pytorch(device, dtype, layout):
-    needs_triton(device, dtype)
+LAYOUTS = ["transposed", "part of a head", "one angle for all", "contiguous", "17 heads", "FP32"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rotary_has_the_bits_of_pytorch(triton_on, triton_dtype, layout):
     heads, size = 17 if layout == "17 heads" else 4, 24 if layout == "part of a head" else 16
-    q, k, angle, of_q, of_k = tensors(
-        *(device, dtype), *((3, 7, count, size) for count in (heads, 2)), (3, 7, 16), (3, heads, 7, 16), (3, 2, 7, 16)
-    )
+    shapes = (3, 7, heads, size), (3, 7, 2, size), (3, 7, 16), (3, heads, 7, 16), (3, 2, 7, 16)
+    q, k, angle, of_q, of_k = tensors(triton_on, triton_dtype, *shapes)
     q, k = (x.transpose(1, 2)[..., :16] for x in (q, k))
     if layout == "contiguous":
         q, k = q.contiguous(), k.contiguous()
@@ -62,38 +50,23 @@ def test_rotary_has_the_bits_of_pytorch(device, dtype, layout):
     assert [x.stride() for x in found] == [x.stride() for x in expected]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
-@pytest.mark.parametrize("batch", [1, 2])
-def test_rotary_at_places_has_the_bits_of_rotary(device, dtype, batch):
-    needs_triton(device, dtype)
-    q, k, angle = tensors(device, dtype, (batch, 5, 3, 16), (batch, 5, 2, 16), (40, 16))
-    q, k = q.transpose(1, 2), k.transpose(1, 2)
-    # Parts of wider tables, and every second of more places.
-    cos, sin = (torch.cat((x, x), -1)[:, :16] for x in (angle.cos(), angle.sin()))
-    places = torch.tensor([39, 0, 7, 7, 21, 3, 4, 5, 6, 38][: 5 * batch], device=device)
-    places = places.repeat_interleave(2)[::2]
-    turns = [x[places].view(batch, 5, 16) for x in (cos, sin)]
-    for mine, theirs in zip(rotary.rotary_at(q, k, cos, sin, places), rotary.rotary(q, k, *turns), strict=True):
-        assert torch.equal(mine, theirs)
-        assert mine.stride() == theirs.stride()
+def test_rotary_at_places_has_the_bits_of_rotary(triton_on, triton_dtype):
+    for batch in (1, 2):
+        q, k, angle = tensors(triton_on, triton_dtype, (batch, 5, 3, 16), (batch, 5, 2, 16), (40, 16))
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        # Parts of wider tables, and every second of more places.
+        cos, sin = (torch.cat((x, x), -1)[:, :16] for x in (angle.cos(), angle.sin()))
+        places = torch.tensor([39, 0, 7, 7, 21, 3, 4, 5, 6, 38][: 5 * batch], device=triton_on)
+        places = places.repeat_interleave(2)[::2]
+        turns = [x[places].view(batch, 5, 16) for x in (cos, sin)]
+        for mine, theirs in zip(rotary.rotary_at(q, k, cos, sin, places), rotary.rotary(q, k, *turns), strict=True):
+            assert torch.equal(mine, theirs)
+            assert mine.stride() == theirs.stride()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
-@pytest.mark.parametrize("shape", [(1, 2), (3, 2000), (2, 5, 2048)], ids=str)
-def test_the_gate_of_halves_has_the_bits_of_the_gate(device, dtype, shape):
-    needs_triton(device, dtype)
-    (x,) = tensors(device, dtype, shape)
-    left, right = (half.contiguous() for half in x.chunk(2, -1))
-    found = gate.silu_mul_of_halves(x)
-    assert found.shape == left.shape
-    assert torch.equal(found, gate.silu_mul(left, right))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("shape", [(1,), (3, 1000), (2, 5, 1024)], ids=str)
-def test_the_gate_has_the_bits_of_pytorch(device, dtype, shape):
-    needs_triton(device, dtype)
-    left, right, upstream = tensors(device, dtype, shape, shape, shape)
+def test_the_gate_has_the_bits_of_pytorch(triton_on, triton_dtype, shape):
+    left, right, upstream = tensors(triton_on, triton_dtype, shape, shape, shape)
     left.view(-1)[0] = -100
     leaves = [x.requires_grad_() for x in (left, right)]
     assert gate.takes(*leaves)
@@ -105,11 +78,11 @@ def test_the_gate_has_the_bits_of_pytorch(device, dtype, shape):
     )
     for mine, theirs in pairs:
         # On a CPU PyTorch has another exponential.
-        if device.type == "cpu":
-            near = 4 * torch.finfo(dtype).eps
-            torch.testing.assert_close(mine, theirs, rtol=near, atol=near)
-        else:
-            assert torch.equal(mine, theirs)
+        near = 4 * torch.finfo(triton_dtype).eps if triton_on.type == "cpu" else 0.0
+        torch.testing.assert_close(mine, theirs, rtol=near, atol=near)
+    halves = gate.silu_mul_of_halves(torch.cat((left, right), -1).detach())
+    assert halves.shape == found.shape
+    assert torch.equal(halves, found.detach())
 
 
 def upstreams(shape, device):
@@ -121,28 +94,26 @@ def upstreams(shape, device):
     yield "cut", torch.cat((whole, whole), -1)[..., 3 : 3 + shape[-1]]
 
 
-def test_gradients_come_in_any_layout(device):
-    needs_triton(device, torch.float32)
+def test_gradients_come_in_any_layout(triton_on):
     q, k, angle, left, right = tensors(
-        device, torch.float32, (3, 4, 7, 16), (3, 2, 7, 16), (3, 7, 16), (2, 3, 5, 8), (2, 3, 5, 8)
+        triton_on, torch.float32, (3, 4, 7, 16), (3, 2, 7, 16), (3, 7, 16), (2, 3, 5, 8), (2, 3, 5, 8)
     )
     q, k, left, right = (x.requires_grad_() for x in (q, k, left, right))
     cos, sin = angle.cos(), angle.sin()
-    for (_, of_q), (_, of_k) in zip(upstreams(q.shape, device), upstreams(k.shape, device), strict=True):
+    for (_, of_q), (_, of_k) in zip(upstreams(q.shape, triton_on), upstreams(k.shape, triton_on), strict=True):
         found = torch.autograd.grad(rotary.rotary(q, k, cos, sin), (q, k), (of_q, of_k))
         expected = torch.autograd.grad(rotated(q, k, cos, sin), (q, k), (of_q, of_k))
         assert [torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True)] == [True, True]
-    for _, grad in upstreams(left.shape, device):
+    for _, grad in upstreams(left.shape, triton_on):
         found = torch.autograd.grad(gate.silu_mul(left, right), (left, right), grad)
         expected = torch.autograd.grad(F.silu(left) * right, (left, right), grad)
         for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_who_takes_part_in_ops_gets_them(device):
+def test_who_takes_part_in_ops_gets_them(triton_on):
     """Modes, transforms and tracers see PyTorch's ops, and derivatives are not lost."""
-    needs_triton(device, torch.float32)
-    q, k, angle, left = tensors(device, torch.float32, (3, 4, 7, 16), (3, 2, 7, 16), (3, 7, 16), (4, 4))
+    q, k, angle, left = tensors(triton_on, torch.float32, (3, 4, 7, 16), (3, 2, 7, 16), (3, 7, 16), (4, 4))
     taken = []
 
     def asked(x, y):
@@ -191,14 +162,15 @@ def test_what_does_not_fit_is_left_to_pytorch(device):
     assert not gate.takes(q[:0], q[:0])
 
 
-@pytest.mark.parametrize(("name", "fused"), [("Llama", True), ("Qwen3", True), ("Gemma2", False), ("Phi", False)])
-def test_which_models_get_it(tiny, name, fused):
-    model = tiny(name, **({"head_dim": 16} if name in ("Qwen3", "Gemma2") else {}))
-    assert rotary_module(model) is not None
-    assert any(gated(module) for module in model.modules()) == fused
+def test_which_models_get_it(tiny):
+    for name, fused in (("Llama", True), ("Qwen3", True), ("Gemma2", False), ("Phi", False)):
+        model = tiny(name, **({"head_dim": 16} if name in ("Qwen3", "Gemma2") else {}))
+        assert rotary_module(model) is not None
+        assert any(gated(module) for module in model.modules()) == fused, name
 
 
 def test_the_function_of_a_modelling_file_comes_back(tiny):
+    """After the last of several models; and what another library puts there stays."""
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
     original = modeling.apply_rotary_pos_emb
     one, two = tiny(), tiny()
@@ -208,11 +180,6 @@ def test_the_function_of_a_modelling_file_comes_back(tiny):
     assert modeling.apply_rotary_pos_emb is not original
     second.undo()
     assert modeling.apply_rotary_pos_emb is original
-
-
-def test_what_another_library_puts_there_stays(tiny):
-    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
-    original = modeling.apply_rotary_pos_emb
     with invariant(tiny()):
         modeling.apply_rotary_pos_emb = theirs = lambda *given: original(*given)
     try:
@@ -222,25 +189,17 @@ def test_what_another_library_puts_there_stays(tiny):
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("Llama", torch.float32), ("Olmo2", torch.float16)])
-def test_angles_in_fp32_give_the_dtype_that_the_file_gives(tiny, device, name, dtype):
+def test_other_calls_go_to_the_function_of_the_file(tiny, device, name, dtype):
+    """Angles in FP32 give the dtype that it gives, and arguments mean what they mean there."""
     modeling = pytest.importorskip(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
     q, k, angle = tensors(device, torch.float32, (2, 4, 4, 16), (2, 4, 4, 16), (2, 4, 16))
     given = q.half(), k.half(), angle.cos(), angle.sin()
-    expected = modeling.apply_rotary_pos_emb(*given)
+    expected = modeling.apply_rotary_pos_emb(*given), modeling.apply_rotary_pos_emb(q, k, *given[2:], unsqueeze_dim=2)
     with invariant(tiny(name)):
-        found = modeling.apply_rotary_pos_emb(*given)
-    assert [x.dtype for x in found] == [dtype, dtype]
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
-
-
-def test_other_arguments_go_to_the_function_of_the_file(tiny, device):
-    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
-    q, k, angle = tensors(device, torch.float32, (2, 4, 4, 16), (2, 4, 4, 16), (2, 4, 16))
-    given = q, k, angle.cos(), angle.sin()
-    expected = modeling.apply_rotary_pos_emb(*given, unsqueeze_dim=2)
-    with invariant(tiny()):
-        found = modeling.apply_rotary_pos_emb(*given, unsqueeze_dim=2)
-    assert [torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True)] == [True, True]
+        found = modeling.apply_rotary_pos_emb(*given), modeling.apply_rotary_pos_emb(q, k, *given[2:], unsqueeze_dim=2)
+    assert [x.dtype for x in found[0]] == [dtype, dtype]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert all(map(torch.equal, mine, theirs))
 
 
 HOOKS = {
@@ -254,17 +213,18 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("kind", HOOKS)
-def test_a_hook_on_the_activation_is_called(tiny, device, kind):
+def test_a_hook_on_the_activation_is_called(tiny, device):
     model, called = tiny(device=device), []
     with invariant(model):
         mlp = model.model.layers[0].mlp
-        handle = HOOKS[kind](mlp.act_fn, called)
-        try:
-            mlp(torch.ones(1, 32, device=device)).sum().backward()
-        finally:
-            handle.remove()
-    assert called
+        for kind, hook in HOOKS.items():
+            called.clear()
+            handle = hook(mlp.act_fn, called)
+            try:
+                mlp(torch.ones(1, 32, device=device)).sum().backward()
+            finally:
+                handle.remove()
+            assert called, kind
 
 
 class Louder(nn.SiLU):
@@ -283,10 +243,9 @@ def test_another_activation_is_computed_as_it_is(tiny, device):
     assert gated(mlp) is None
 
 
-def test_second_derivatives_are_refused(device):
+def test_second_derivatives_are_refused(triton_on):
     """Loudly also where they are asked for by ``torch.autograd.grad``."""
-    needs_triton(device, torch.float32)
-    q, k, angle, left = tensors(device, torch.float32, (3, 4, 7, 16), (3, 2, 7, 16), (3, 7, 16), (4, 4))
+    q, k, angle, left = tensors(triton_on, torch.float32, (3, 4, 7, 16), (3, 2, 7, 16), (3, 7, 16), (4, 4))
     q, k, left = (x.requires_grad_() for x in (q, k, left))
     for loss, leaf in (
         (rotary.rotary(q, k, angle.cos(), angle.sin())[0].square().sum(), q),
