@@ -159,23 +159,24 @@ def test_rows_that_are_no_distribution():
 
 
 @pytest.mark.usefixtures("mode", "poisoned_empty")
-@pytest.mark.parametrize("dim", [0, 1, -1, (0, 2), (-1, -3), (0, 1, 2), ()], ids=str)
-def test_mean(dtype, dim, torch_threads):
+def test_mean(dtype, torch_threads):
     x = draw(5, 4, 5000, dtype=dtype) + 1
-    reduced = [0, 1, 2] if dim == () else [one % 3 for one in (dim if isinstance(dim, tuple) else (dim,))]
-    for keepdim in (False, True):
-        whole = torch.mean(x, dim, keepdim)
-        assert whole.dtype == dtype
-        with batch_invariant_ops.set_batch_invariant_mode(False):
-            close(whole, x.double().mean(reduced, keepdim))
-        assert torch.equal(batch_invariant_ops.mean_dim(x, dim, keepdim), whole)
-        assert torch.equal(batch_invariant_ops.mean_batch_invariant(x, reduced, keepdim), whole)
-        assert torch.equal(batch_invariant_ops.mean_batch_invariant(x, reduced[::-1], keepdim), whole)
-        assert torch.equal(torch.mean(x, dim, keepdim, out=torch.empty(0, dtype=dtype)), whole)
-        with torch_threads(2):
-            assert torch.equal(x.permute(2, 0, 1).contiguous().permute(1, 2, 0).mean(dim, keepdim), whole)
-    if 1 not in reduced:
-        assert torch.equal(x[:, 2:3].mean(dim, True), x.mean(dim, True)[:, 2:3])
+    other_layout = x.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    for dim in (0, 1, -1, (0, 2), (-1, -3), (0, 1, 2), ()):
+        reduced = [0, 1, 2] if dim == () else [one % 3 for one in (dim if isinstance(dim, tuple) else (dim,))]
+        for keepdim in (False, True):
+            whole = torch.mean(x, dim, keepdim)
+            assert whole.dtype == dtype
+            with batch_invariant_ops.set_batch_invariant_mode(False):
+                close(whole, x.double().mean(reduced, keepdim))
+            assert torch.equal(batch_invariant_ops.mean_dim(x, dim, keepdim), whole)
+            assert torch.equal(batch_invariant_ops.mean_batch_invariant(x, reduced, keepdim), whole)
+            assert torch.equal(batch_invariant_ops.mean_batch_invariant(x, reduced[::-1], keepdim), whole)
+            assert torch.equal(torch.mean(x, dim, keepdim, out=torch.empty(0, dtype=dtype)), whole)
+            with torch_threads(2):
+                assert torch.equal(other_layout.mean(dim, keepdim), whole)
+        if 1 not in reduced:
+            assert torch.equal(x[:, 2:3].mean(dim, True), x.mean(dim, True)[:, 2:3])
 
 
 @pytest.mark.usefixtures("mode")
@@ -208,8 +209,15 @@ def test_rms_norm_and_the_functions_without_the_mode():
     assert torch.equal(batch_invariant_ops.matmul_persistent(x, b), det_gemm(x, b))
 
 
-def test_the_attention_blocks_are_those_of_det_attention():
+NAMES = """set_batch_invariant_mode is_batch_invariant_mode_enabled disable_batch_invariant_mode
+    enable_batch_invariant_mode matmul_persistent log_softmax mean_dim get_batch_invariant_attention_block_size
+    AttentionBlockSize rms_norm_batch_invariant bmm_batch_invariant"""
+
+
+def test_names_and_the_attention_blocks_of_det_attention():
     from rl_kernels.attention.backends.native import backend as native
 
     size = batch_invariant_ops.get_batch_invariant_attention_block_size()
     assert size == batch_invariant_ops.AttentionBlockSize(block_m=native.BLOCK, block_n=native.BLOCK)
+    assert set(NAMES.split()) <= set(batch_invariant_ops.__all__)
+    assert all(hasattr(batch_invariant_ops, name) for name in batch_invariant_ops.__all__)

@@ -53,22 +53,19 @@ def test_command_on_a_function(script, capsys):
     assert json.loads(printed.out)["culprit"]["module"] == "1"
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
+def test_command_on_bad_arguments(script, capsys):
+    for argv, message in (
+        ([f"{script}:absent"], "has no callable 'absent'"),
+        ([f"{script}:bad"], "to return a model and its inputs"),
+        ([f"{script}:clean", "--device", "nowhere"], "nowhere"),
         (["nothing:there"], "cannot import nothing"),
-        (["SCRIPT:absent"], "has no callable 'absent'"),
-        (["SCRIPT:bad"], "to return a model and its inputs"),
         (["./no/such/folder"], "expected an existing folder|transformers is not installed"),
-        (["SCRIPT:clean", "--device", "nowhere"], "nowhere"),
-    ],
-)
-def test_command_on_bad_arguments(script, capsys, argv, message):
-    status, printed = run(capsys, *(word.replace("SCRIPT", str(script)) for word in argv))
-    assert status == 2
-    assert re.search(message, printed.err)
-    assert printed.err.count("\n") == 1
-    assert not printed.out
+    ):
+        status, printed = run(capsys, *argv)
+        assert status == 2
+        assert re.search(message, printed.err)
+        assert printed.err.count("\n") == 1
+        assert not printed.out
 
 
 def test_command_parses_before_it_loads(capsys):

@@ -22,10 +22,7 @@ def rotated(q, k, cos, sin):
     return tuple(x * c + torch.cat((-x[..., half:], x[..., :half]), -1) * s for x in (q, k))
 
 
-LAYOUTS = ["transposed", "part of a head", "one angle for all", "contiguous", "17 heads", "FP32"]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["transposed", "part of a head", "one angle", "contiguous", "17 heads", "FP32"])
 def test_rotary_has_the_bits_of_pytorch(triton_on, triton_dtype, layout):
     heads, size = 17 if layout == "17 heads" else 4, 24 if layout == "part of a head" else 16
     shapes = (3, 7, heads, size), (3, 7, 2, size), (3, 7, 16), (3, heads, 7, 16), (3, 2, 7, 16)
@@ -33,7 +30,7 @@ def test_rotary_has_the_bits_of_pytorch(triton_on, triton_dtype, layout):
     q, k = (x.transpose(1, 2)[..., :16] for x in (q, k))
     if layout == "contiguous":
         q, k = q.contiguous(), k.contiguous()
-    if layout == "one angle for all":
+    if layout == "one angle":
         angle = angle[:1]
     if layout == "FP32":
         # As under autocast; gradients come in the dtype of what was returned.
@@ -227,12 +224,11 @@ def test_a_hook_on_the_activation_is_called(tiny, device):
             assert called, kind
 
 
-class Louder(nn.SiLU):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
 def test_another_activation_is_computed_as_it_is(tiny, device):
+    class Louder(nn.SiLU):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
     model = tiny(device=device)
     x = torch.ones(1, 32, device=device)
     mlp = model.model.layers[0].mlp

@@ -88,16 +88,11 @@ def test_bad_options():
         model(torch.ones(1, 4, dtype=torch.int64))
 
 
-def test_a_tied_head_stays_whole():
+def test_a_tied_head_stays_whole_and_styles_alone_give_the_bits_of_parallelize():
     model = llama(tie_word_embeddings=True)
+    mlp = copy.deepcopy(model).model.layers[0].mlp
     assert "lm_head" not in parallelize(model).styles
     assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-def test_styles_alone_give_the_bits_of_parallelize():
-    model = llama()
-    mlp = copy.deepcopy(model).model.layers[0].mlp
-    parallelize(model)
     for name, style, size in (("gate_proj", ColumnParallel(), 256), ("down_proj", RowParallel(segments=8), 384)):
         style._apply(mlp.get_submodule(name), None)
         x = torch.randn(3, size)

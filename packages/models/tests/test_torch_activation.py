@@ -65,56 +65,32 @@ def test_it_is_active_until_it_is_undone(hook):
     assert hook == []
 
 
-def test_the_implementation_before_is_activated_again(hook):
-    attention.activate_flash_attention_impl("A")
-    with activate():
-        assert attention.current_flash_attention_impl() == NAME
-        with activate():
-            assert attention.current_flash_attention_impl() == NAME
-        assert attention.current_flash_attention_impl() == NAME
-        assert registered()
-    assert attention.current_flash_attention_impl() == "A"
-    assert registered() == []
-    assert hook == ["+A", "-A", "+A"]
+SEQUENCES = {
+    "nested": ("A +1 +2 -2 -1", "A us us us A", "+A -A +A"),
+    "others in between": ("+1 A +2 -2 -1", "us A us A None", "+A -A +A -A"),
+    "another order": ("B +1 +2 +3 -2 -1 -3 -1 -2", "B us us us us us B B B", "+B -B +B"),
+    "another found in between": ("B +1 A +2 -1 -2", "B us A us us A", "+B -B +A -A +A"),
+    "restored by somebody else": ("+1 restore -1", "us None None", ""),
+}
+"""Steps, such as the first activation (+1) and its undoing (-1); what is active after each; what A and B were told."""
 
 
-def test_others_in_between(hook):
-    with activate():
-        attention.activate_flash_attention_impl("A")
-        with activate():
-            assert registered()
-        assert attention.current_flash_attention_impl() == "A"
-        assert registered() == []
-    assert attention.current_flash_attention_impl() is None
-    assert hook == ["+A", "-A", "+A", "-A"]
-
-
-def test_undone_in_another_order(hook):
-    attention.activate_flash_attention_impl("B")
-    first, second, third = activate(), activate(), activate()
-    second.undo()
-    assert attention.current_flash_attention_impl() == NAME
-    first.undo()
-    assert attention.current_flash_attention_impl() == NAME
-    third.undo()
-    assert attention.current_flash_attention_impl() == "B"
-    first.undo()
-    second.undo()
-    assert attention.current_flash_attention_impl() == "B"
-    first = activate()
-    attention.activate_flash_attention_impl("A")
-    second = activate()
-    first.undo()
-    assert attention.current_flash_attention_impl() == NAME
-    second.undo()
-    assert attention.current_flash_attention_impl() == "A"
-
-
-def test_restored_by_somebody_else_inside(hook, caplog):
-    with activate():
-        attention.restore_flash_attention_impl()
-        assert registered() == []
-    assert attention.current_flash_attention_impl() is None
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_what_is_active_after_each_step(hook, caplog, name):
+    handles = {}
+    steps, expected, told = SEQUENCES[name]
+    for step, active in zip(steps.split(), expected.split(), strict=True):
+        if step == "restore":
+            attention.restore_flash_attention_impl()
+        elif step in ("A", "B"):
+            attention.activate_flash_attention_impl(step)
+        elif step.startswith("+"):
+            handles[step[1:]] = activate()
+        else:
+            handles[step[1:]].undo()
+        assert str(attention.current_flash_attention_impl()) == active.replace("us", NAME), step
+        assert bool(registered()) == (active == "us")
+    assert hook == told.split()
     # PyTorch warns where there is nothing to restore.
     assert not caplog.records
 

@@ -57,6 +57,10 @@ def differing(found):
     return [(what, i) for what, i, logits in found if not torch.equal(logits, alone.setdefault(i, logits))]
 
 
+def kinds(model):
+    return [type(module) for module in model.modules()], model.config._attn_implementation
+
+
 def same(found, expected):
     return all(torch.equal(one[2], two[2]) for one, two in zip(found, expected, strict=True))
 
@@ -71,11 +75,8 @@ def test_llama(tiny, prompts, surroundings, dtype, device, torch_threads):
     def fewer(found):
         return [each for each in found if each[0] not in ("chunks of 1", "chunks of 16")]
 
-    def kinds():
-        return [type(module) for module in model.modules()], model.config._attn_implementation
-
     model = tiny(dtype=dtype, device=device)
-    plain, before = logits(), kinds()
+    plain, before = logits(), kinds(model)
     with invariant(model, strict=True):
         assert model.config._attn_implementation == pretrained.name()
         found = logits()
@@ -86,7 +87,7 @@ def test_llama(tiny, prompts, surroundings, dtype, device, torch_threads):
     tolerance = 1e-4 if dtype == torch.float32 else 0.1
     for (_, _, value), (_, _, other) in zip(found, plain, strict=True):
         torch.testing.assert_close(value, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
-    assert kinds() == before
+    assert kinds(model) == before
     assert same(logits((5,)), fewer(plain))
 
 
@@ -175,7 +176,7 @@ def test_compiled_in_one_graph(tiny, prompts, padded):
         assert torch.equal(run(**batch, use_cache=False).logits, model(**batch, use_cache=False).logits)
 
 
-def test_what_the_attention_cannot_do_is_said(tiny, prompts):
+def test_what_the_attention_cannot_do_is_said(tiny, prompts, monkeypatch):
     model = tiny(attention_dropout=0.5).train()
     ids = prompts[1][None]
     with invariant(model):
@@ -184,10 +185,6 @@ def test_what_the_attention_cannot_do_is_said(tiny, prompts):
         model.eval()
         with pytest.raises(ValueError, match=r"attention_mask: expected \[B, S\]"):
             model(ids, attention_mask=torch.zeros(1, 1, 7, 7))
-
-
-def test_a_model_that_keeps_its_attention_is_told(tiny, monkeypatch):
-    model = tiny()
     monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda cls: False))
     with pytest.warns(UserWarning, match="attention of the model .its attention does not go through"):
         invariant(model).undo()
@@ -238,18 +235,19 @@ def test_copies_pickles_and_other_models_of_the_config(tiny, prompts, attention)
     transformers = pytest.importorskip("transformers")
     model, ids = tiny(), prompts[1][None]
     model.set_attn_implementation(attention)
-    plain = model(ids).logits
+    plain, before = model(ids).logits, kinds(model)
     with invariant(model, strict=True):
         expected = model(ids).logits
         reference, config = copy.deepcopy(model), copy.deepcopy(model.config)
-        stock = [pickle.loads(pickle.dumps(model)), pickle.loads(pickle.dumps(copy.deepcopy(reference)))]
+        pickled = [pickle.dumps(each) for each in (model, copy.deepcopy(reference))]
         config._attn_implementation = attention
-        stock.append(transformers.AutoModelForCausalLM.from_config(config).eval())
+        made = transformers.AutoModelForCausalLM.from_config(config).eval()
         assert model.config._attn_implementation == pretrained.name()
-    stock[-1].load_state_dict(model.state_dict())
+    assert not any(b"rl_kernels" in each for each in pickled)
+    made.load_state_dict(model.state_dict())
     assert torch.equal(reference(ids).logits, expected)
     invariant(reference).undo()
-    for read in (*stock, reference, model):
-        assert type(read.lm_head) is torch.nn.Linear
-        assert read.config._attn_implementation == attention
-        assert torch.equal(read(ids).logits, plain)
+    for each in (*map(pickle.loads, pickled), made, reference, model):
+        assert kinds(each) == before
+        assert not any(module._forward_pre_hooks for module in model.modules())
+        assert torch.equal(each(ids).logits, plain)
