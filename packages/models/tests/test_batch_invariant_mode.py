@@ -188,19 +188,6 @@ def test_without_gradients():
             assert torch.equal((x[2:3] @ w).log_softmax(-1).mean(1), found.mean(1)[2:3])
 
 
-def test_threads_compute_at_once():
-    x, w = draw(40, 30), draw(30, 20, seed=1)
-    with set_mode():
-        expected, found = x @ w, []
-        threads = [threading.Thread(target=lambda: found.extend(x @ w for _ in range(20))) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(found) == 60
-    assert all(torch.equal(value, expected) for value in found)
-
-
 def test_a_compiled_graph_calls_the_kernels_of_the_moment():
     x, w = draw(5, 12), draw(12, 7, seed=1)
     graph = torch.compile(lambda a: (a @ w).log_softmax(-1).mean(-1), backend="aot_eager")

@@ -65,16 +65,10 @@ def test_pages(size, window):
         into = torch.full_like(q, torch.nan)
         assert varlen.varlen_attn_out(into, *call, **given) is into
         assert torch.equal(into, out)
-
-
-@paged
-def test_parts_change_no_bit():
-    q, k, v, table, *_ = cache()
-    call = [q, k, v, BOUNDS, None, 5, 80, 0.0, True, False]
-    given = {"seqused_k": USED, "block_table": table}
-    wanted = aten._flash_attention_forward(*call, **given)[0]
-    for splits in (None, 1, 3):
-        assert torch.equal(aten._flash_attention_forward(*call, num_splits=splits, **given)[0], wanted)
+        sides = {"window_size_left": window[0], "window_size_right": window[1], "seqused_k": USED, "block_table": table}
+        for splits in (None, 1, 3):
+            found = aten._flash_attention_forward(*call, 0.0, False, False, **sides, num_splits=splits)
+            assert torch.equal(found[0], out)
 
 
 @pytest.mark.parametrize("room", [[20, 7, 3, 66], [30, 16, 32, 80], [21, 40, 3, 67]])

@@ -19,16 +19,18 @@ def drawn(*shape, count=4):
     return [torch.randn(shape, generator=source, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
 
 
+def both(call, operands, upstream):
+    """Return the result of a call and its gradients."""
+    out = call(*operands)
+    return out, *torch.autograd.grad(out, operands, upstream[: len(out)])
+
+
 @pytest.mark.parametrize("size", [64, 60])
 @pytest.mark.parametrize("causal", [False, True])
 def test_sdpa_on_a_gpu(causal, size):
     """Heads of 60 come padded to 64, with the scale of 60."""
     *leaves, upstream = drawn(3, 4, 150, size)
     leaves = [x[:, : 2 if place else 4].requires_grad_() for place, x in enumerate(leaves)]
-
-    def both(call, *operands):
-        out = call(*operands)
-        return out, *torch.autograd.grad(out, operands, upstream[: len(out)])
 
     def sdpa(q, k, v):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
@@ -38,9 +40,9 @@ def test_sdpa_on_a_gpu(causal, size):
         return det_attention(q, k, v, causal=causal, scale=size**-0.5).transpose(1, 2)[..., :size]
 
     with activate(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        found = both(sdpa, *leaves)
-        alone = both(sdpa, *(x[:1] for x in leaves))
-    for value, wanted, one in zip(found, both(ours, *leaves), alone, strict=True):
+        found = both(sdpa, leaves, upstream)
+        alone = both(sdpa, [x[:1] for x in leaves], upstream)
+    for value, wanted, one in zip(found, both(ours, leaves, upstream), alone, strict=True):
         assert torch.equal(value, wanted)
         assert torch.equal(value[:1], one)
 
@@ -49,22 +51,18 @@ def test_sdpa_on_a_gpu(causal, size):
 def test_varlen_attn_on_a_gpu(window):
     *leaves, upstream = drawn(sum(LENGTHS), 4, 64)
     leaves = [x.requires_grad_() for x in leaves]
-    where = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
+    bounds = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
 
-    def both(call, bounds, *operands):
-        out = call(*operands, bounds)
-        return out, *torch.autograd.grad(out, operands, upstream[: len(out)])
+    def packed(q, k, v, where=bounds):
+        return varlen.varlen_attn(q, k, v, where, where, max(LENGTHS), max(LENGTHS), window_size=window)
 
-    def packed(q, k, v, bounds):
-        return varlen.varlen_attn(q, k, v, bounds, bounds, max(LENGTHS), max(LENGTHS), window_size=window)
-
-    def ours(q, k, v, bounds):
+    def ours(q, k, v):
         return det_attention(q, k, v, causal=False, window=window, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
 
     with activate():
-        found = both(packed, where, *leaves)
-        alone = both(packed, where[:2], *(x[: LENGTHS[0]] for x in leaves))
-    for value, wanted, one in zip(found, both(ours, where, *leaves), alone, strict=True):
+        found = both(packed, leaves, upstream)
+        alone = both(lambda q, k, v: packed(q, k, v, bounds[:2]), [x[: LENGTHS[0]] for x in leaves], upstream)
+    for value, wanted, one in zip(found, both(ours, leaves, upstream), alone, strict=True):
         assert torch.equal(value, wanted)
         assert torch.equal(value[: LENGTHS[0]], one)
 

@@ -1,4 +1,4 @@
-"""Modules that `invariant` cannot vouch for are left alone and told, and raise with `strict`."""
+"""Modules that `invariant` cannot vouch for are left alone and told, or raise; and norms that it recognizes."""
 
 import re
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rl_kernels.det_gemm import DetLinear
-from rl_kernels.models import invariant
+from rl_kernels.models import invariant, layers
 
 
 class Attends(nn.Module):
@@ -154,3 +154,29 @@ def test_strict_refuses_a_dynamically_quantized_model():
     made = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 8)), {nn.Linear})
     with pytest.raises(ValueError, match="may be quantized"):
         invariant(made, strict=True)
+
+
+def test_a_form_is_known_by_what_it_computes():
+    """Whatever a norm is called, and whatever its weight is now."""
+
+    class SomeNorm(nn.Module):
+        def __init__(self, compute):
+            super().__init__()
+            self.weight, self.eps, self.compute = nn.Parameter(torch.ones(48)), 1e-3, compute
+
+        def forward(self, x):
+            return self.compute(self, x.float(), x.dtype)
+
+    def scaled(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    computes = [
+        lambda self, x, dtype: self.weight * scaled(self, x).to(dtype),
+        lambda self, x, dtype: (self.weight * scaled(self, x)).to(dtype),
+        lambda self, x, dtype: ((1 + self.weight.float()) * scaled(self, x)).to(dtype),
+        lambda self, x, dtype: (self.weight * scaled(self, x - x.mean(-1, keepdim=True))).to(dtype),
+    ]
+    for form, compute in zip(layers.FORMS, computes, strict=True):
+        assert layers._recognised(SomeNorm(compute), "eps") == form
+    assert layers._recognised(SomeNorm(lambda self, x, dtype: x.to(dtype)), "eps") is None
+    assert layers._recognised(SomeNorm(lambda self, x, dtype: x.no_such_thing), "eps") is None
