@@ -127,10 +127,10 @@ def trl(session: nox.Session) -> None:
     """Compare our scores and loss with TRL's own: the same tensors, small models of some families, a small trainer."""
     borrow(session)
     install(session, *SHARED, *siblings(MODELS), MODELS)
-    session.install(*PINNED, "trl", "transformers", "peft")
-    env = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    session.install(*PINNED, "trl", "transformers", "peft", "pytest-xdist")
+    env = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     files = sorted(map(str, (ROOT / "tests_integration").glob("test_trl*.py")))
-    session.run("python", "-m", "pytest", *files, *session.posargs, env=env)
+    session.run("python", "-m", "pytest", *SPREAD, *files, *session.posargs, env=env)
 
 
 @nox.session(**BORROWING)
@@ -152,10 +152,11 @@ def verl(session: nox.Session) -> None:
     install(session, *SHARED, *siblings(MODELS), MODELS)
     session.install(*VERL)
     session.install("--no-deps", "verl==0.9.1")
-    env = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    session.install(*PINNED, "pytest-xdist")
+    env = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     env["VERL_USE_EXTERNAL_MODULES"] = "rl_kernels.models.clients.verl"
     tests = str(ROOT / "tests_integration" / "test_verl.py")
-    session.run("python", "-m", "pytest", tests, *session.posargs, env=env)
+    session.run("python", "-m", "pytest", *SPREAD, tests, *session.posargs, env=env)
 
 
 @nox.session(**BORROWING)
@@ -165,9 +166,10 @@ def vllm(session: nox.Session) -> None:
     install(session, *SHARED, *siblings(MODELS), MODELS)
     session.install(*PINNED, *VLLM)
     session.install("--no-deps", "vllm==0.24.0")
+    session.install(*PINNED, "pytest-xdist")
     env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     tests = str(ROOT / "tests_integration" / "test_vllm.py")
-    session.run("python", "-m", "pytest", tests, *session.posargs, env=env)
+    session.run("python", "-m", "pytest", *SPREAD, tests, *session.posargs, env=env)
 
 
 @nox.session(**BORROWING)

@@ -46,9 +46,8 @@ def test_what_a_subclass_computes_is_not_lost(trainer_of: Made, tmp_path: Path, 
 
 
 def test_other_trainers_are_named(trainer_of: Made, tmp_path: Path) -> None:
-    with pytest.raises(
-        TypeError, match=r"^trainer: expected the GRPOTrainer of TRL 1\.16, this SimpleNamespace has no _c"
-    ):
+    told = r"^trainer: expected the GRPOTrainer of TRL 1\.16, this SimpleNamespace has no _c"
+    with pytest.raises(TypeError, match=told):
         trl_client.use_in(SimpleNamespace())
     trainer = trainer_of(tmp_path)
     del trainer._entropy_bonus_enabled
@@ -56,63 +55,45 @@ def test_other_trainers_are_named(trainer_of: Made, tmp_path: Path) -> None:
         trl_client.use_in(trainer)
 
 
-def test_a_trainer_is_given_once(trainer_of: Made, tmp_path: Path) -> None:
+def test_a_trainer_is_given_once_and_without_a_sharded_head(trainer_of: Made, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
+    object.__setattr__(trainer.args, "deepspeed_plugin", SimpleNamespace(zero_stage=3))
+    with pytest.raises(ValueError, match=r"^deepspeed: expected ZeRO-2 at most"):
+        trl_client.use_in(trainer)
+    trainer.args.deepspeed_plugin.zero_stage = 2
     trl_client.use_in(trainer, record=True)
-    with pytest.raises(
-        ValueError, match=r"^trainer: expected one that was not given to use_in before, its _compute_loss"
-    ):
+    told = r"^trainer: expected one that was not given to use_in before, its _compute_loss"
+    with pytest.raises(ValueError, match=told):
         trl_client.use_in(trainer, record=True)
     del trainer._compute_loss
     with pytest.raises(ValueError, match=r"its _generate_single_turn is replaced"):
         trl_client.use_in(trainer, record=True)
 
 
-def test_a_sharded_head_is_refused(trainer_of: Made, tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path)
-    object.__setattr__(trainer.args, "deepspeed_plugin", SimpleNamespace(zero_stage=3))
-    with pytest.raises(ValueError, match=r"^deepspeed: expected ZeRO-2 at most"):
-        trl_client.use_in(trainer)
-    trainer.args.deepspeed_plugin.zero_stage = 2
-    trl_client.use_in(trainer)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_generation_with_other_passes_is_refused(trainer_of: Made, tmp_path: Path) -> None:
+    given: list[tuple[dict[str, Any], str]] = [
         ({"guidance_scale": 1.5}, "expected no guidance_scale"),
         ({"num_beams": 2}, "expected one pass for each token, as in sampling, got beam"),
         ({"prompt_lookup_num_tokens": 2}, "got assisted_generation"),
-    ],
-    ids=["guidance", "beams", "assisted"],
-)
-def test_generation_with_other_passes_is_refused(
-    trainer_of: Made, tmp_path: Path, options: dict[str, Any], message: str
-) -> None:
-    trainer = trainer_of(tmp_path, generation_kwargs=options)
-    with pytest.raises(ValueError, match=f"^generation_kwargs: .*{message}"):
-        trl_client.use_in(trainer, record=True)
-    trl_client.use_in(trainer)
+    ]
+    for options, message in given:
+        trainer = trainer_of(tmp_path, generation_kwargs=options)
+        with pytest.raises(ValueError, match=f"^generation_kwargs: .*{message}"):
+            trl_client.use_in(trainer, record=True)
+        trl_client.use_in(trainer)
+    for options in ({"guidance_scale": 1}, {"do_sample": False}):
+        trl_client.use_in(trainer_of(tmp_path, generation_kwargs=options), record=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("guidance_scale", 2.0), ("num_beams", 2), ("prefill_chunk_size", 2)], ids=lambda x: str(x)
-)
-def test_settings_of_the_model_count_where_the_trainer_has_none(
-    trainer_of: Made, tmp_path: Path, name: str, value: float
-) -> None:
-    trainer = trainer_of(tmp_path)
-    setattr(trainer.model.generation_config, name, value)
-    with pytest.raises(ValueError, match=r"^generation_kwargs: expected"):
-        trl_client.use_in(trainer, record=True)
-    setattr(trainer.generation_config, name, 1)
-    if name != "prefill_chunk_size":
-        trl_client.use_in(trainer, record=True)
-
-
-@pytest.mark.parametrize("options", [{"guidance_scale": 1}, {"do_sample": False}], ids=["guidance", "greedy"])
-def test_a_pass_for_each_token_is_taken(trainer_of: Made, tmp_path: Path, options: dict[str, Any]) -> None:
-    trl_client.use_in(trainer_of(tmp_path, generation_kwargs=options), record=True)
+def test_settings_of_the_model_count_where_the_trainer_has_none(trainer_of: Made, tmp_path: Path) -> None:
+    for name, value in (("guidance_scale", 2.0), ("num_beams", 2), ("prefill_chunk_size", 2)):
+        trainer = trainer_of(tmp_path)
+        setattr(trainer.model.generation_config, name, value)
+        with pytest.raises(ValueError, match=r"^generation_kwargs: expected"):
+            trl_client.use_in(trainer, record=True)
+        setattr(trainer.generation_config, name, 1)
+        if name != "prefill_chunk_size":
+            trl_client.use_in(trainer, record=True)
 
 
 def test_dropout_is_refused_with_invariant(trainer_of: Made, tmp_path: Path) -> None:
@@ -124,6 +105,10 @@ def test_dropout_is_refused_with_invariant(trainer_of: Made, tmp_path: Path) -> 
         trl_client.use_in(trainer, invariant=True)
     assert not any("RowWise" in type(module).__name__ for module in trainer.model.modules())
     trl_client.use_in(trainer, record=True)
+    trainer = trainer_of(tmp_path, beta=0.1)
+    trainer.ref_model.other = torch.nn.Dropout(0.1)
+    with pytest.raises(ValueError, match=r"^disable_dropout: expected no dropout with invariant, other has 0\.1"):
+        trl_client.use_in(trainer, invariant=True)
 
 
 def test_dropout_that_is_no_module_is_refused_with_invariant(trainer_of: Made, tmp_path: Path) -> None:
@@ -138,13 +123,6 @@ def test_dropout_that_is_no_module_is_refused_with_invariant(trainer_of: Made, t
     assert torch.equal(torch.get_rng_state(), state)
     assert not any(module.training for module in trainer.model.modules())
     assert norm_of(trainer) == "LlamaRMSNorm"
-
-
-def test_dropout_of_the_reference_is_seen_too(trainer_of: Made, tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, beta=0.1)
-    trainer.ref_model.other = torch.nn.Dropout(0.1)
-    with pytest.raises(ValueError, match=r"^disable_dropout: expected no dropout with invariant, other has 0\.1"):
-        trl_client.use_in(trainer, invariant=True)
 
 
 def test_a_body_that_gives_no_numbers_is_not_taken_for_dropout(trainer_of: Made, tmp_path: Path) -> None:
@@ -163,14 +141,14 @@ def test_a_shard_is_not_run_by_parts(trainer_of: Made, tmp_path: Path) -> None:
     trl_client.use_in(trainer, invariant=True)
 
 
-@pytest.mark.parametrize("wide", ["lm_head", "embed_tokens"])
-def test_dtypes_that_meet_under_autocast_alone(trainer_of: Made, tmp_path: Path, wide: str) -> None:
-    trainer = trainer_of(tmp_path, bf16=True)
-    trainer.model.bfloat16()
-    (trainer.model.lm_head if wide == "lm_head" else trainer.model.model.embed_tokens).float()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trl_client.use_in(trainer, invariant=True)
+def test_dtypes_that_meet_under_autocast_alone(trainer_of: Made, tmp_path: Path) -> None:
+    for wide in ("lm_head", "embed_tokens"):
+        trainer = trainer_of(tmp_path, bf16=True)
+        trainer.model.bfloat16()
+        (trainer.model.lm_head if wide == "lm_head" else trainer.model.model.embed_tokens).float()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            trl_client.use_in(trainer, invariant=True)
 
 
 def test_a_learnt_prompt_is_refused_with_invariant(trainer_of: Made, tmp_path: Path) -> None:
@@ -181,31 +159,21 @@ def test_a_learnt_prompt_is_refused_with_invariant(trainer_of: Made, tmp_path: P
     trl_client.use_in(trainer)
 
 
-def test_a_head_that_is_not_taken_is_refused_at_once(trainer_of: Made, tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path)
-    trainer.model.lm_head.register_forward_hook(lambda *given: None)
-    with pytest.raises(TypeError, match=r"^head: expected no forward hooks"):
-        trl_client.use_in(trainer, invariant=True)
-    assert norm_of(trainer) == "LlamaRMSNorm"
+def test_a_model_that_does_more_to_its_logits_is_refused(trainer_of: Made, tmp_path: Path) -> None:
+    for name in ("model", "ref_model"):
+        trainer = trainer_of(tmp_path, beta=0.1)
+        model = getattr(trainer, name)
 
+        def louder(*args: Any, theirs: Any = model.forward, **given: Any) -> Any:
+            found = theirs(*args, **given)
+            found.logits = found.logits * 1.1
+            return found
 
-@pytest.mark.parametrize("name", ["model", "ref_model"])
-def test_a_model_that_does_more_to_its_logits_is_refused(trainer_of: Made, tmp_path: Path, name: str) -> None:
-    trainer = trainer_of(tmp_path, beta=0.1)
-    model = getattr(trainer, name)
-    theirs = model.forward
-
-    def louder(*args: Any, **given: Any) -> Any:
-        found = theirs(*args, **given)
-        found.logits = found.logits * 1.1
-        return found
-
-    model.forward = louder
-    with pytest.raises(
-        TypeError, match=r"^model: expected logits that follow .* those of LlamaForCausalLM are .* off$"
-    ):
-        trl_client.use_in(trainer, invariant=True)
-    assert norm_of(trainer) == "LlamaRMSNorm"
+        model.forward = louder
+        told = r"^model: expected logits that follow .* those of LlamaForCausalLM are .* off$"
+        with pytest.raises(TypeError, match=told):
+            trl_client.use_in(trainer, invariant=True)
+        assert norm_of(trainer) == "LlamaRMSNorm"
 
 
 def test_a_wrapped_reference_is_scored_by_ours(trainer_of: Made, tmp_path: Path) -> None:
@@ -217,12 +185,17 @@ def test_a_wrapped_reference_is_scored_by_ours(trainer_of: Made, tmp_path: Path)
     assert inner.forward is not theirs
 
 
-def test_a_quantised_head_is_refused_at_once(trainer_of: Made, tmp_path: Path) -> None:
+def test_a_head_that_is_not_taken_is_refused_at_once(trainer_of: Made, tmp_path: Path) -> None:
     class Packed(torch.nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("shapes cannot be multiplied")
 
     trainer = trainer_of(tmp_path)
+    hook = trainer.model.lm_head.register_forward_hook(lambda *given: None)
+    with pytest.raises(TypeError, match=r"^head: expected no forward hooks"):
+        trl_client.use_in(trainer, invariant=True)
+    assert norm_of(trainer) == "LlamaRMSNorm"
+    hook.remove()
     head = trainer.model.lm_head = Packed(32, 16)
     head.weight = torch.nn.Parameter(torch.zeros(9, 1, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(TypeError, match=r"^head: expected an nn\.Linear or one with a LoRA adapter, got .*Packed"):
@@ -230,23 +203,6 @@ def test_a_quantised_head_is_refused_at_once(trainer_of: Made, tmp_path: Path) -
     del head.weight
     with pytest.raises(TypeError, match=r"^head: expected an nn\.Linear or one with a LoRA adapter, got .*Packed"):
         trl_client.use_in(trainer)
-
-
-def test_a_head_that_accelerate_moves_inputs_for(trainer_of: Made, tmp_path: Path) -> None:
-    """As where ``device_map`` split a model."""
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-
-    trainer = trainer_of(tmp_path)
-    for module in (trainer.model.model, trainer.model.lm_head):
-        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
-    ids = torch.arange(12).view(2, 6) + 3
-    given = (trainer.model, ids, torch.ones_like(ids), 4)
-    expected, *_ = trainer._get_per_token_logps_and_entropies(*given)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trl_client.use_in(trainer)
-    found, *_ = trainer._get_per_token_logps_and_entropies(*given)
-    torch.testing.assert_close(found, expected)
 
 
 def test_what_a_rollout_of_ones_own_brings_is_not_logged(trainer_of: Made, tmp_path: Path) -> None:
@@ -264,3 +220,30 @@ def test_what_a_rollout_of_ones_own_brings_is_not_logged(trainer_of: Made, tmp_p
         logged.append("sampling/sampling_logp_difference/mean" in trainer._metrics["train"])
         trainer._metrics["train"].clear()
     assert logged == [True, False]
+
+
+def test_a_rollout_that_is_not_seen_is_refused(trainer_of: Made, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    for name in ("use_vllm", "rollout_func"):
+        before = getattr(trainer, name)
+        setattr(trainer, name, True)
+        with pytest.raises(ValueError, match=f"^{name}: expected a trainer without it"):
+            trl_client.use_in(trainer, invariant=True)
+        setattr(trainer, name, before)
+    trainer.generation_config.prefill_chunk_size = 2
+    with pytest.raises(ValueError, match=r"^generation_kwargs: expected no prefill_chunk_size"):
+        trl_client.use_in(trainer, invariant=True)
+    trainer.args.cast_lm_head_to_fp32 = True
+    for in_batches in (False, True):
+        trainer.use_transformers_continuous_batching = in_batches
+        with pytest.raises(ValueError, match=r"^cast_lm_head_to_fp32: expected a trainer without it"):
+            trl_client.use_in(trainer, invariant=True)
+    assert norm_of(trainer) == "LlamaRMSNorm"
+
+
+def test_all_models_are_made_invariant_or_none(trainer_of: Made, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, beta=0.05)
+    trainer.ref_model.other = torch.nn.MultiheadAttention(8, 2)
+    with pytest.raises(ValueError, match=r"^model: left alone, and may depend on the batch: other"):
+        trl_client.use_in(trainer, invariant=True)
+    assert norm_of(trainer) == "LlamaRMSNorm"

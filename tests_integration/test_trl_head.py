@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ pytest.importorskip("trl")
 # TRL and its libraries warn of what does not concern this.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-from rl_kernels.models.clients.trl import head  # noqa: E402
+from rl_kernels.models.clients.trl import head, use_in  # noqa: E402
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -223,3 +226,19 @@ def test_a_prepared_model_keeps_its_mixed_precision(monkeypatch: pytest.MonkeyPa
             expected = plain(**batch, fused_lm_head=True)
     assert torch.equal(found.log_probs, expected.log_probs)
     assert torch.equal(found.entropy, expected.entropy)
+
+
+def test_a_head_that_accelerate_moves_inputs_for(trainer_of: Callable[..., Any], tmp_path: Path) -> None:
+    """As where ``device_map`` split a model."""
+    hooks = pytest.importorskip("accelerate").hooks
+    trainer = trainer_of(tmp_path)
+    for module in (trainer.model.model, trainer.model.lm_head):
+        hooks.add_hook_to_module(module, hooks.AlignDevicesHook(execution_device="cpu"))
+    ids = torch.arange(12).view(2, 6) + 3
+    given = (trainer.model, ids, torch.ones_like(ids), 4)
+    expected, *_ = trainer._get_per_token_logps_and_entropies(*given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        use_in(trainer)
+    found, *_ = trainer._get_per_token_logps_and_entropies(*given)
+    torch.testing.assert_close(found, expected)

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 from rl_kernels.models.clients import trl as trl_client  # noqa: E402
 from rl_kernels.models.clients.trl import continuous, head, rollout  # noqa: E402
 
+Made = Callable[..., Any]
+
 
 def _differing(trainer: Any) -> list[tuple[int, int]]:
     """Train; return how many tokens of each first pass differ from what was recorded, and of how many."""
@@ -30,8 +32,7 @@ def _differing(trainer: Any) -> list[tuple[int, int]]:
         attention = torch.cat((inputs["prompt_mask"], inputs["completion_mask"]), 1)
         mask = inputs["completion_mask"].bool()
         with torch.no_grad():
-            given = (model, ids, attention, mask.shape[1])
-            logps, _, _ = trainer._get_per_token_logps_and_entropies(*given)
+            logps, _, _ = trainer._get_per_token_logps_and_entropies(model, ids, attention, mask.shape[1])
         recorded = inputs["sampling_per_token_logps"]
         counts.append((int((logps != recorded)[mask].sum()), int(mask.sum())))
         assert torch.allclose(logps[mask], recorded[mask], atol=1e-5)
@@ -43,38 +44,52 @@ def _differing(trainer: Any) -> list[tuple[int, int]]:
 
 
 SAMPLED = {"num_iterations": 1, "temperature": 0.9, "beta": 0.05}
-
-
 BATCHES = {
     "use_transformers_continuous_batching": True,
     "transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 12},
 }
 """Batches of fewer tokens than the prompts have: they come in chunks, beside tokens of others."""
+MIXED = {"beta": 0.0, "bf16": True}
+"""Wrappers bring autocast to training alone, and a cache is of the widest dtype that it is given."""
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpoints": {"gradient_checkpointing": True},
+    "batches": BATCHES,
+    "adapter": {"beta": 0.0},
+    "adapter, batches": {"beta": 0.0, **BATCHES},
+    **{f"mixed{name}": MIXED for name in ("", ", adapter")},
+    **{f"mixed{name}, batches": MIXED | BATCHES for name in ("", ", adapter")},
+}
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, BATCHES], ids=["", "checkpoints", "batches"])
-def test_what_was_sampled_has_the_bits_of_training(
-    trainer_of: Callable[..., Any], options: dict[str, Any], tmp_path: Path
-) -> None:
-    trainer = trainer_of(tmp_path, **SAMPLED, **options)
+def _adapter() -> Any:
+    """Return an adapter whose B is drawn: otherwise it would add nothing at first."""
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_was_sampled_has_the_bits_of_training(trainer_of: Made, name: str, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, _adapter() if "adapter" in name else None, **SAMPLED | CASES[name])
     trl_client.use_in(trainer, invariant=True)
-    counts = _differing(trainer)
-    assert sum(tokens for _, tokens in counts) > 100
-    assert sum(differing for differing, _ in counts) == 0
-    logged = [each for each in trainer.state.log_history if "sampling/sampling_logp_difference/max" in each]
-    assert len(logged) == trainer.args.max_steps
-    assert all(each["sampling/sampling_logp_difference/max"] == 0 for each in logged)
-    assert all(each["sampling/sampling_logp_difference/mean"] == 0 for each in logged)
+    if "mixed" in name:
+        trainer.train()
+    else:
+        counts = _differing(trainer)
+        assert sum(tokens for _, tokens in counts) > 100
+        assert sum(differing for differing, _ in counts) == 0
+    for number in ("max", "mean"):
+        key = f"sampling/sampling_logp_difference/{number}"
+        logged = [each[key] for each in trainer.state.log_history if key in each]
+        assert logged == [0.0] * trainer.args.max_steps
 
 
 @pytest.mark.parametrize("options", [{"beta": 0.0}, {"beta": 0.05}, BATCHES], ids=["", "reference", "batches"])
 @pytest.mark.parametrize("adapted", [False, True], ids=["", "adapter"])
 def test_old_log_probs_are_those_of_the_rollout(
-    trainer_of: Callable[..., Any], adapted: bool, options: dict[str, Any], tmp_path: Path
+    trainer_of: Made, adapted: bool, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """They have the bits of TRL's own pass, which is left out; that of a reference model is not."""
-    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False) if adapted else None
-    trainer = trainer_of(tmp_path, adapter, **SAMPLED | {"num_iterations": 2} | options)
+    trainer = trainer_of(tmp_path, _adapter() if adapted else None, **SAMPLED | {"num_iterations": 2} | options)
     trl_client.use_in(trainer, invariant=True)
     score, produce, checked = head.Head.scores, trainer._generate_and_score_completions, []
     scored: list[Any] = []
@@ -105,44 +120,14 @@ def test_old_log_probs_are_those_of_the_rollout(
     assert sum(differing for differing, _ in checked) == 0
 
 
-@pytest.mark.parametrize("options", [{}, BATCHES], ids=["", "batches"])
-@pytest.mark.parametrize("adapted", [False, True], ids=["", "adapter"])
-def test_in_mixed_precision_too(
-    trainer_of: Callable[..., Any], adapted: bool, options: dict[str, Any], tmp_path: Path
-) -> None:
-    """Wrappers bring autocast to training alone, and a cache is of the widest dtype that it is given."""
-    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False) if adapted else None
-    trainer = trainer_of(tmp_path, adapter, **SAMPLED | {"beta": 0.0, "bf16": True}, **options)
-    trl_client.use_in(trainer, invariant=True)
-    trainer.train()
-    logged = [each for each in trainer.state.log_history if "sampling/sampling_logp_difference/max" in each]
-    assert [each["sampling/sampling_logp_difference/max"] for each in logged] == [0.0] * trainer.args.max_steps
+def test_without_invariance_they_differ(trainer_of: Made, tmp_path: Path) -> None:
+    for options in ({}, BATCHES):
+        trainer = trainer_of(tmp_path, **SAMPLED, **options)
+        trl_client.use_in(trainer, record=True)
+        assert sum(differing for differing, _ in _differing(trainer)) > 0
 
 
-@pytest.mark.parametrize("options", [{}, BATCHES], ids=["", "batches"])
-def test_what_an_adapter_sampled_has_the_bits_of_training(
-    trainer_of: Callable[..., Any], options: dict[str, Any], tmp_path: Path
-) -> None:
-    """B is drawn, or the adapter would add nothing at first."""
-    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-    trainer = trainer_of(tmp_path, adapter, **SAMPLED | {"beta": 0.0}, **options)
-    trl_client.use_in(trainer, invariant=True)
-    counts = _differing(trainer)
-    assert sum(tokens for _, tokens in counts) > 100
-    assert sum(differing for differing, _ in counts) == 0
-
-
-@pytest.mark.parametrize("options", [{}, BATCHES], ids=["", "batches"])
-def test_without_invariance_they_differ(
-    trainer_of: Callable[..., Any], options: dict[str, Any], tmp_path: Path
-) -> None:
-    trainer = trainer_of(tmp_path, **SAMPLED, **options)
-    trl_client.use_in(trainer, record=True)
-    counts = _differing(trainer)
-    assert sum(differing for differing, _ in counts) > 0
-
-
-def test_continuous_batching_is_left_as_it_was(trainer_of: Callable[..., Any], tmp_path: Path) -> None:
+def test_continuous_batching_is_left_as_it_was(trainer_of: Made, tmp_path: Path) -> None:
     """Between rollouts, and that of another model while one samples."""
     trainer = trainer_of(tmp_path, **SAMPLED, **BATCHES)
     runner, before = continuous._runner(), vars(continuous._runner())[continuous.METHOD]
@@ -172,7 +157,7 @@ def test_continuous_batching_is_left_as_it_was(trainer_of: Callable[..., Any], t
 
 
 def test_continuous_batching_that_is_not_known_is_refused(
-    trainer_of: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trainer_of: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = trainer_of(tmp_path, **BATCHES)
     trainer.continuous_batching_config.default_compile_level = 1
@@ -213,7 +198,7 @@ def engine_of(backend: str | None, dtype: torch.dtype) -> SimpleNamespace:
     return SimpleNamespace(llm=SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config)))
 
 
-def test_an_engine_that_does_not_match_training_is_refused(trainer_of: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_engine_that_does_not_match_training_is_refused(trainer_of: Made, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     trainer.use_vllm, trainer.vllm_generation = True, engine_of("CUSTOM", torch.float32)
     server = SimpleNamespace(get_server_info=lambda: {"model_config": {"dtype": "torch.bfloat16"}})
@@ -236,33 +221,6 @@ def test_an_engine_that_does_not_match_training_is_refused(trainer_of: Callable[
     theirs = trainer._generate_single_turn
     trl_client.use_in(trainer, invariant=True, record=False)
     assert trainer._generate_single_turn == theirs
-
-
-def test_a_rollout_that_is_not_seen_is_refused(trainer_of: Callable[..., Any], tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path)
-    for name in ("use_vllm", "rollout_func"):
-        before = getattr(trainer, name)
-        setattr(trainer, name, True)
-        with pytest.raises(ValueError, match=f"^{name}: expected a trainer without it"):
-            trl_client.use_in(trainer, invariant=True)
-        setattr(trainer, name, before)
-    trainer.generation_config.prefill_chunk_size = 2
-    with pytest.raises(ValueError, match=r"^generation_kwargs: expected no prefill_chunk_size"):
-        trl_client.use_in(trainer, invariant=True)
-    trainer.args.cast_lm_head_to_fp32 = True
-    for in_batches in (False, True):
-        trainer.use_transformers_continuous_batching = in_batches
-        with pytest.raises(ValueError, match=r"^cast_lm_head_to_fp32: expected a trainer without it"):
-            trl_client.use_in(trainer, invariant=True)
-    assert type(trainer.model.model.norm).__name__ == "LlamaRMSNorm"
-
-
-def test_all_models_are_made_invariant_or_none(trainer_of: Callable[..., Any], tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, **SAMPLED)
-    trainer.ref_model.other = torch.nn.MultiheadAttention(8, 2)
-    with pytest.raises(ValueError, match=r"^model: left alone, and may depend on the batch: other"):
-        trl_client.use_in(trainer, invariant=True)
-    assert type(trainer.model.model.norm).__name__ == "LlamaRMSNorm"
 
 
 @pytest.mark.parametrize("passes", [3, 4, 6])

@@ -90,7 +90,9 @@ def test_new_layers_are_swapped_and_undone(tiny, prompts, change):
 
 
 def test_adapters_of_other_kinds_are_told(tiny):
-    """They multiply by weights of their own, in functions of their own."""
+    """They multiply by weights of their own, in functions of their own; those that scale alone are known."""
+    config = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    invariant(peft.get_peft_model(tiny(), config), strict=True).undo()
     adapters = [
         peft.LoHaConfig(r=4, target_modules=["q_proj"]),
         peft.VeraConfig(r=4, target_modules=["q_proj"]),
@@ -110,11 +112,6 @@ def test_adapters_of_other_kinds_are_told(tiny):
         with invariant(model) as handle, pytest.warns(UserWarning, match=told):
             peft.get_peft_model(model, config)
         assert any("q_proj" in name for name in handle.left)
-
-
-def test_adapters_that_scale_alone_are_known(tiny):
-    config = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
-    invariant(peft.get_peft_model(tiny(), config), strict=True).undo()
 
 
 def test_what_is_added_elsewhere_or_after_undo_stays_stock():

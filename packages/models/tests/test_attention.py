@@ -89,6 +89,7 @@ CALLS = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", CALLS)
 def test_masks_mean_what_those_of_transformers_mean(name):
     create, window, queries, before, mask, positions = CALLS[name]
@@ -104,6 +105,7 @@ def test_masks_mean_what_those_of_transformers_mean(name):
     torch.testing.assert_close(found[real].double(), wanted[real], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.smoke
 def test_sinks_scale_and_sequences_of_a_collator():
     draw = Draw(torch.float32, seed=5)
     q, k, v = draw.normal(1, HEADS, 20, SIZE), *(draw.normal(1, KV_HEADS, 20, SIZE) for _ in range(2))
@@ -117,6 +119,7 @@ def test_sinks_scale_and_sequences_of_a_collator():
         torch.testing.assert_close(found[:, part].double(), wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.smoke
 def test_patterns_and_padding_of_other_kinds_are_refused():
     def ours(**options):
         given = {"position_ids": None, "attention_mask": None, "past_key_values": None, **options}

@@ -56,6 +56,7 @@ def test_clean_rows_pass_and_the_model_is_left_as_it_was():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.smoke
 def test_culprit_is_named():
     result = audit(nn.Sequential(Clean(), Shift(nn.ReLU()), nn.ReLU()), rows())
     assert not result.passed

@@ -44,6 +44,7 @@ BAD = {
 }
 
 
+@pytest.mark.smoke
 def test_what_cannot_be_computed_raises_and_names_the_argument():
     for message, call in BAD.items():
         by_name = "batch_invariant_ops" in call.__code__.co_names
@@ -57,6 +58,7 @@ def draw(*shape, seed=0):
     return Draw(torch.float32, seed=seed).normal(*shape)
 
 
+@pytest.mark.smoke
 def test_gradients_are_those_of_fp64_and_of_a_row_alone():
     torch.manual_seed(0)
     layer, x = nn.Linear(40, 30), draw(9, 40)

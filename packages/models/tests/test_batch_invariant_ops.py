@@ -51,6 +51,7 @@ def test_the_published_idea(poisoned_empty):
                 assert torch.equal(torch.mm(left, right), whole)
 
 
+@pytest.mark.smoke
 @pytest.mark.usefixtures("mode", "poisoned_empty")
 def test_a_row_of_a_product_follows_neither_batch_nor_place_nor_threads(dtype, torch_threads):
     a, b = draw(ROWS, INNER, dtype=dtype), draw(INNER, COLUMNS, dtype=dtype, seed=1)
@@ -72,6 +73,7 @@ def test_a_row_of_a_product_follows_neither_batch_nor_place_nor_threads(dtype, t
         assert torch.equal(torch.mm(a, b, out_dtype=torch.float32, out=torch.empty_like(wide)), wide)
 
 
+@pytest.mark.smoke
 @pytest.mark.usefixtures("mode", "poisoned_empty")
 def test_a_bias_of_any_shape_that_broadcasts(dtype):
     a, b = draw(ROWS, INNER, dtype=dtype), draw(INNER, COLUMNS, dtype=dtype, seed=1)

@@ -195,6 +195,7 @@ def test_other_modules_and_versions_of_torch_are_refused(monkeypatch: pytest.Mon
         ordered_gradients(Sharded(2, 2))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_norm_is_that_of_torch(dtype: torch.dtype) -> None:
     draw = Draw(torch.float32, seed=4)

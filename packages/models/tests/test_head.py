@@ -28,6 +28,7 @@ def head(kind=nn.Linear, **options):
     return kind(SIZE, VOCAB, **options)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", [nn.Linear, DetLinear])
 def test_bits_are_those_of_linear_logp(kind, hidden, ids):
     options = {"temperature": 0.7, "softcap": 30.0, "return_stats": True}
@@ -50,6 +51,7 @@ def adapted(**options):
     return model, found
 
 
+@pytest.mark.smoke
 def test_lora_joins_the_logits_and_gradients_reach_it(hidden, ids):
     model, made = adapted()
     weights = [made.lora_A["default"].weight, made.lora_B["default"].weight]
@@ -95,6 +97,7 @@ def test_a_head_that_peft_trains_as_a_whole(hidden, ids):
         head_logp(made, hidden, ids)
 
 
+@pytest.mark.smoke
 def test_what_it_cannot_do_it_names(hidden, ids):
     _, dropping = adapted(lora_dropout=0.5)
     with pytest.raises(ValueError, match=r"head: expected no active dropout in adapter 'default', got 0\.5"):

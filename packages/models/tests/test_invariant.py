@@ -43,6 +43,7 @@ def x():
     return Draw(torch.float32, seed=3).normal(37, 24)
 
 
+@pytest.mark.smoke
 def test_batch_invariant_and_close_to_the_model(x):
     made, upstream = model(), Draw(torch.float32, seed=5).normal(37, 24)
 
@@ -67,6 +68,7 @@ ACTIVATIONS = (nn.SiLU, nn.GELU, lambda: nn.GELU(approximate="tanh"), nn.Sigmoid
 ACTIVATIONS += (nn.SELU, nn.ELU, nn.CELU)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_activations(dtype):
     values = Draw(torch.float32, seed=4).normal(4099, scale=20.0).to(dtype)
@@ -125,6 +127,7 @@ def test_model_stays_the_object_it_was(x):
     assert calls == [1]
 
 
+@pytest.mark.smoke
 def test_undo_and_an_exception_give_everything_back(x):
     made, others = model(), set(swap._held)
     before, plain = classes(made), made(x)

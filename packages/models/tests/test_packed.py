@@ -37,6 +37,7 @@ def lengths():
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds.clone(), "max_length_q": 12, "max_length_k": 12}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sequences_of_a_row_are_those_alone(tiny, sequences, family, device):
     model, row = tiny(family, device=device, **FAMILIES[family]), packed(sequences)

@@ -16,6 +16,7 @@ def drawn(model, batch, **options):
     return found.sequences[:, -6:], torch.stack(found.logits, 1)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("name", "window"), [("Llama", {}), ("Mistral", {"sliding_window": 5})])
 def test_tokens_do_not_follow_the_kind_of_cache(tiny, prompts, padded, name, window):
     """And logits are those of the whole sequence in training."""
@@ -75,6 +76,7 @@ def test_adapters(tiny, prompts, padded, first):
     assert not [name for name, module in adapter.named_modules() if "RowWise" in type(module).__name__]
 
 
+@pytest.mark.smoke
 def test_gradients_of_adapters_do_not_follow_the_padding(tiny, prompts):
     adapter = adapted(tiny()).train()
     rows = [prompt[:16] for prompt in prompts if len(prompt) >= 16]

@@ -105,6 +105,7 @@ def test_called_in_a_compiled_function(tiny, prompts):
     assert torch.equal(found, expected * 2)
 
 
+@pytest.mark.smoke
 def test_what_it_cannot_score_it_names(tiny):
     model, ids = tiny(), torch.ones(2, 5, dtype=torch.int64)
     with pytest.raises(TypeError, match=r"^model: expected a causal language model of transformers, got Linear"):

@@ -79,6 +79,7 @@ def equal(found, wanted):
     return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", OPTIONS)
 def test_packed_sequences_have_the_bits_of_det_attention_and_the_values_of_the_formula(name):
     where, options = [bounds(BOUNDS_Q), bounds(BOUNDS_K)], OPTIONS[name]

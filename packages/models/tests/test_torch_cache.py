@@ -131,6 +131,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.smoke
 def test_what_is_refused_is_named():
     for name, changes, options in REFUSED:
         with pytest.raises((TypeError, ValueError), match=f"^{name}: "):

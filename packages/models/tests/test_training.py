@@ -56,6 +56,7 @@ def train(dtype, packs, steps=6):
     return losses, record
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_of_a_training_do_not_follow_the_packing(dtype, monkeypatch):
     losses, whole = train(dtype, [range(6)])

@@ -132,6 +132,7 @@ OF_DEVICES = {"cpu": (torch.float32, 1e-3, 1e-4), "cuda": (torch.bfloat16, 0.1, 
 """The dtype that models run in, and how near the stock model's logits are."""
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", MODELS)
 def test_other_models(tiny, prompts, surroundings, name, device):
     dtype, rtol, atol = OF_DEVICES[device.type]
@@ -145,6 +146,7 @@ def test_other_models(tiny, prompts, surroundings, name, device):
     torch.testing.assert_close(found[0][2], plain, rtol=rtol, atol=atol * float(plain.abs().max()))
 
 
+@pytest.mark.smoke
 def test_trains_and_gradients_are_those_of_the_model(tiny, prompts, padded):
     model = tiny().train()
     batch, _ = padded(prompts)

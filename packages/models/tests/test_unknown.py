@@ -118,6 +118,7 @@ LEFT = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("what", LEFT)
 def test_what_it_does_not_know_is_left_alone_and_told(what):
     make, why = LEFT[what]
@@ -156,6 +157,7 @@ def test_strict_refuses_a_dynamically_quantized_model():
         invariant(made, strict=True)
 
 
+@pytest.mark.smoke
 def test_a_form_is_known_by_what_it_computes():
     """Whatever a norm is called, and whatever its weight is now."""
 
