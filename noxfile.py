@@ -168,8 +168,8 @@ def vllm(session: nox.Session) -> None:
     session.install("--no-deps", "vllm==0.24.0")
     session.install(*PINNED, "pytest-xdist")
     env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    tests = str(ROOT / "tests_integration" / "test_vllm.py")
-    session.run("python", "-m", "pytest", *SPREAD, tests, *session.posargs, env=env)
+    files = [str(ROOT / "tests_integration" / f"test_vllm{part}.py") for part in ("", "_logprobs")]
+    session.run("python", "-m", "pytest", *SPREAD, *files, *session.posargs, env=env)
 
 
 @nox.session(**BORROWING)

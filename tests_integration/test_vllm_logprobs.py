@@ -1,0 +1,225 @@
+"""The plugin's parts in vLLM: what it refuses by name, and the log-probs of a step of vLLM's sampler."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+
+def config(**changes: Any) -> Any:
+    text = SimpleNamespace(**{"rope_parameters": {"rope_type": "default"}, **changes.pop("text", {})})
+    model = {
+        "architectures": ["LlamaForCausalLM"],
+        "hf_text_config": text,
+        "quantization": None,
+        "logprobs_mode": "raw_logprobs",
+        "model_impl": "auto",
+        "logits_processors": None,
+    }
+    parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    of = {
+        "attention_config": SimpleNamespace(backend=SimpleNamespace(name="CUSTOM")),
+        "lora_config": None,
+        "speculative_config": None,
+    }
+    for name, value in changes.items():
+        next(part for part in (model, parallel, of) if name in part)[name] = value
+    return SimpleNamespace(model_config=SimpleNamespace(**model), parallel_config=SimpleNamespace(**parallel), **of)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_config": SimpleNamespace(backend=None)}, "attention_backend: expected 'CUSTOM'"),
+        ({"architectures": ["Gemma2ForCausalLM"]}, "architectures: expected LlamaForCausalLM or Qwen3ForCausalLM"),
+        ({"quantization": "fp8"}, "quantization: expected None"),
+        ({"lora_config": object()}, "enable_lora: expected None"),
+        ({"speculative_config": object()}, "speculative_config: expected None"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size: expected 1"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: expected 1"),
+        ({"logprobs_mode": "raw_logits"}, "logprobs_mode: expected 'raw_logprobs'"),
+        ({"model_impl": "transformers"}, "model_impl: expected 'auto'"),
+        ({"logprobs_mode": "processed_logprobs", "logits_processors": ["mine"]}, "logits_processors: expected None"),
+        *(
+            ({"text": {name: 8}}, f"{name}: expected None")
+            for name in ("num_experts", "num_local_experts", "n_routed_experts")
+        ),
+        ({"text": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_type: expected default or llama3"),
+    ],
+)
+def test_what_is_not_covered_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    from rl_kernels.models.clients.vllm.refusals import check
+
+    check(config())
+    check(config(logprobs_mode="processed_logprobs"))
+    check(config(logits_processors=["mine"]))
+    with pytest.raises(ValueError, match=message):
+        check(config(**changes))
+
+
+@pytest.fixture(scope="module")
+def installed() -> Any:
+    """Return the module of log-probs, installed; vLLM takes a layer once."""
+    from rl_kernels.models.clients.vllm import logprobs
+
+    logprobs.install()
+    return logprobs
+
+
+def test_names_of_tokens_get_the_numbers_of_sampled_ones(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.gpu.sample import sampler
+
+    logprobs = installed
+    assert sampler.compute_topk_logprobs is logprobs._of_top
+    sampled, ranks = torch.tensor([4, 7]), torch.zeros(2)
+    ids = torch.tensor([[4, 9, 4], [7, 0, 7]], dtype=torch.int32)
+    theirs = torch.tensor([[-1.0, -2.0, -1.0], [-3.0, -4.0, -torch.inf]])
+    monkeypatch.setattr(logprobs, "scores", lambda ids: torch.tensor([-0.5, -0.25]))
+    for shown in (3, 1):
+        given = []
+
+        def stock(*args: Any, shown: int = shown, given: list[Any] = given, **options: Any) -> LogprobsTensors:
+            given.append((args, options))
+            return LogprobsTensors(ids[:, :shown], theirs[:, :shown], ranks)
+
+        monkeypatch.setitem(logprobs._theirs, "of_top", stock)
+        logits = torch.zeros(2, 10)
+        got = sampler.compute_topk_logprobs(logits, shown - 1, sampled, [0, 1, 2], max_per_req_token_ids=5)
+        expected = torch.tensor([[-0.5, -2.0, -0.5], [-0.25, -4.0, -torch.inf]])
+        assert torch.equal(got.logprobs, expected[:, :shown])
+        assert given == [((logits, shown - 1, sampled, [0, 1, 2]), {"max_per_req_token_ids": 5})]
+
+
+@pytest.mark.parametrize("options", [{"scale": 2.0}, {"soft_cap": 30.0}])
+def test_other_logits_are_refused_by_name(options: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_kernels.models.clients.vllm import logprobs
+
+    monkeypatch.setattr(logprobs, "get_current_vllm_config", config)
+    name = "logit_scale" if "scale" in options else "final_logit_softcapping"
+    made = logprobs.Logits.__new__(logprobs.Logits)
+    with pytest.raises(ValueError, match=name):
+        made.__init__(512, **options)
+
+
+def stepped(module: Any, monkeypatch: pytest.MonkeyPatch, rows: int = 5) -> tuple[Any, ...]:
+    """Return ids, the logits of a step and what training has for them; the head has rows of padding, and a bias."""
+    from rl_kernels.linear_logp import linear_logp
+
+    monkeypatch.setattr(module, "get_current_vllm_config", config)
+    made = module.Logits(96, 90)
+    head = SimpleNamespace(weight=torch.randn(96, 16))
+    hidden, bias, ids = torch.randn(rows, 16), torch.randn(96), torch.tensor([0, 89, 3, 4, 5])[:rows]
+    logits = made.forward(head, hidden, bias)
+    assert logits.shape == (rows, 90)
+    return ids, logits, linear_logp(hidden, head.weight[:90], ids, bias[:90])
+
+
+def test_log_probs_are_of_logits_before_they_changed(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.sample.sampler import Sampler
+
+    ids, logits, expected = stepped(installed, monkeypatch)
+    # No copy for requests without log-probs.
+    assert logits is installed._steps.last.logits
+    Sampler.compute_logprobs(logits)
+    logits.div_(0.5)
+    assert torch.equal(installed.scores(ids), expected)
+    with pytest.raises(RuntimeError, match="of 2 rows were asked for, the last logits are those of 5 rows"):
+        installed.scores(ids[:2])
+    with pytest.raises(RuntimeError, match="of 4 rows"):
+        Sampler.compute_logprobs(logits[:4])
+
+
+def test_each_thread_has_its_own_step(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, _, expected = stepped(installed, monkeypatch)
+
+    def other() -> torch.Tensor:
+        for call in (installed.scores, installed._copied, installed._of_all):
+            with pytest.raises(RuntimeError, match="the last logits are none"):
+                call(ids)
+        ids_of, _, expected_of = stepped(installed, monkeypatch, rows=3)
+        return installed.scores(ids_of) - expected_of
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(other).result().tolist() == [0.0] * 3
+    assert torch.equal(installed.scores(ids), expected)
+
+
+@pytest.mark.parametrize("few", [0, 512])
+def test_numbers_of_other_tokens_are_vllms_and_ranks_count_logits(
+    few: int, installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.sample.sampler import Sampler
+
+    monkeypatch.setattr(installed, "FEW", few)
+    for shown in (0, 3):
+        ids, logits, expected = stepped(installed, monkeypatch)
+        # A tie counts.
+        logits[2, 7] = logits[2, 3]
+        exact, ranks = logits.log_softmax(-1), (logits >= logits.gather(1, ids[:, None])).sum(-1)
+        theirs = installed._theirs["gathered"](exact, 3, ids)
+        copy = Sampler.compute_logprobs(logits)
+        logits.zero_()
+        sampler = Sampler()
+        sampler.pin_memory = False
+        named = sampler.gather_specific_token_logprobs(copy, {1: [7, 89]}, ids)
+        assert torch.equal(named.logprobs[:, 0], expected)
+        assert named.logprobs[1].tolist() == [expected[1].item(), exact[1, 7].item(), expected[1].item()]
+        found = Sampler.gather_logprobs(copy, shown, ids)
+        assert torch.equal(found.selected_token_ranks, ranks)
+        assert found.selected_token_ranks.dtype == theirs.selected_token_ranks.dtype
+        assert torch.equal(found.logprob_token_ids, theirs.logprob_token_ids[:, : shown + 1])
+        assert found.logprob_token_ids.dtype == theirs.logprob_token_ids.dtype
+        assert torch.equal(found.logprobs[:, 0], expected)
+        own = found.logprob_token_ids[:, 1:] == ids[:, None]
+        assert torch.equal(
+            found.logprobs[:, 1:], torch.where(own, expected[:, None], theirs.logprobs[:, 1 : shown + 1])
+        )
+        # Nothing of the step stays in memory.
+        with pytest.raises(RuntimeError, match="the last logits are none"):
+            installed.scores(ids)
+
+
+def test_what_is_a_log_prob_already_stays_it(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, logits, _ = stepped(installed, monkeypatch)
+    exact = logits.log_softmax(-1)
+    assert installed._of_all(exact) is exact
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_a_whole_step_of_the_sampler(
+    mode: str, temperature: float, installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.sampler import Sampler
+
+    _, logits, _ = stepped(installed, monkeypatch)
+    exact, greedy = logits.log_softmax(-1), temperature == 0.0
+    empty = {"top_k": None, "top_p": None, "generators": {}, "allowed_token_ids_mask": None, "bad_words_token_ids": {}}
+    penalties = {f"{name}_penalties": torch.zeros(5) for name in ("frequency", "presence", "repetition")}
+    metadata = SamplingMetadata(
+        temperature=None if greedy else torch.full((5,), temperature),
+        all_greedy=greedy,
+        all_random=not greedy,
+        max_num_logprobs=2,
+        no_penalties=True,
+        prompt_token_ids=None,
+        output_token_ids=[[]] * 5,
+        logitsprocs=LogitsProcessors(),
+        **empty,
+        **penalties,
+    )
+    made = Sampler(logprobs_mode=mode)
+    # Log-probs of the vocabulary after sampling are the same numbers, formed twice.
+    assert made.logprobs_mode == made.topk_topp_sampler.logprobs_mode == "raw_logprobs"
+    found = made(logits, metadata).logprobs_tensors
+    wanted = exact.gather(1, found.logprob_token_ids.long())
+    torch.testing.assert_close(found.logprobs, wanted, rtol=0, atol=1e-6)
