@@ -129,55 +129,62 @@ def styles_alone(rank, world):
     return [name for name, value in results(parts).items() if not bits_of(value).equal(bits_of(wanted[name]))]
 
 
-def in_ranks(rank, world, expected, folder):
-    group = distributed.group.WORLD
-    texts, failed = [], []
+class Attempts(list):
+    """The errors of calls."""
 
-    def attempt(function):
+    def __call__(self, function):
         try:
             function()
-            texts.append("no error")
+            self.append("no error")
         except (TypeError, ValueError, RuntimeError) as error:
-            texts.append(f"{type(error).__name__}: {error}")
+            self.append(f"{type(error).__name__}: {error}")
 
-    attempt(lambda: parallelize(llama(num_key_value_heads=1), group))
-    attempt(lambda: parallelize(llama() if rank else llama(intermediate_size=256), group))
-    attempt(lambda: parallelize(llama(), group, segments=8 if rank else 4))
+
+def refused(attempt, rank, group):
     changed = llama()
     if rank == 1:
         changed.model.norm.weight.data[3] += 1
+    attempt(lambda: parallelize(llama(num_key_value_heads=1), group))
+    attempt(lambda: parallelize(llama() if rank else llama(intermediate_size=256), group))
+    attempt(lambda: parallelize(llama(), group, segments=8 if rank else 4))
     attempt(lambda: parallelize(changed, group))
     attempt(lambda: parallelize(torch.nn.Linear(2, 2) if rank == 1 else llama(), group))
 
-    failed += styles_alone(rank, world)
-    model = model_of("Llama")
+
+def computed(attempt, rank, group, expected):
+    """Return what differs from one process, and from the whole weights."""
+    model, ids = model_of("Llama"), batch_of(0)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     parallelize(model, group, sequence_parallel=True)
-    ids = batch_of(0)
     attempt(lambda: model(input_ids=ids + rank))
     attempt(lambda: model(input_ids=ids[:, : 8 + rank]))
     attempt(lambda: model(input_ids=ids, **({"attention_mask": torch.ones_like(ids)} if rank else {})))
-
-    def same(name, found, wanted):
-        if not bits_of(found).equal(bits_of(wanted)):
-            failed.append(name)
-
-    state = full_state_dict(model)
-    for name, value in before.items():
-        same(name, state[name], value)
+    found, wanted = full_state_dict(model), {**before, **expected}
     load_full_state_dict(model, {name: value * 2 for name, value in before.items()})
-    same("loaded", full_state_dict(model)["lm_head.weight"], before["lm_head.weight"] * 2)
+    found["loaded"], wanted["loaded"] = full_state_dict(model)["lm_head.weight"], before["lm_head.weight"] * 2
     load_full_state_dict(model, before)
-    with torch.no_grad():
+    found |= answers(model)
+    return [name for name, value in wanted.items() if not bits_of(found[name]).equal(bits_of(value))]
+
+
+@torch.no_grad()
+def answers(model):
+    ids = batch_of(0)
+    hidden = model.model(input_ids=ids).last_hidden_state
+    return {
         # 15 tokens do not divide by the ranks, and neither does one new token.
-        same("odd", model(input_ids=ids[:, :15]).logits, expected["odd"])
-        found = model.generate(ids[:, :5], max_new_tokens=6, do_sample=False, pad_token_id=0)
-        same("generate", found, expected["generate"])
-        hidden = model.model(input_ids=ids).last_hidden_state
-        same("logp", head_logp(model.lm_head, hidden, ids, temperature=0.7), expected["logp"])
-        same("sequences", sequence_logp(model, ids, temperature=0.7), expected["sequences"])
-    failed += saved(attempt, rank, folder)
-    return texts, failed
+        "odd": model(input_ids=ids[:, :15]).logits,
+        "generate": model.generate(ids[:, :5], max_new_tokens=6, do_sample=False, pad_token_id=0),
+        "sequences": sequence_logp(model, ids, temperature=0.7),
+        "logp": head_logp(model.lm_head, hidden, ids, temperature=0.7),
+    }
+
+
+def in_ranks(rank, world, expected, folder):
+    attempt, group = Attempts(), distributed.group.WORLD
+    refused(attempt, rank, group)
+    failed = styles_alone(rank, world) + computed(attempt, rank, group, expected) + saved(attempt, rank, folder)
+    return list(attempt), failed
 
 
 def saved(attempt, rank, folder):
@@ -205,15 +212,9 @@ def saved(attempt, rank, folder):
 
 
 def test_ranks_agree_generate_and_save(tmp_path):
-    model, ids = model_of("Llama"), batch_of(0)
+    model = model_of("Llama")
     parallelize(model)
-    with torch.no_grad():
-        expected = {
-            "odd": model(input_ids=ids[:, :15]).logits,
-            "generate": model.generate(ids[:, :5], max_new_tokens=6, do_sample=False, pad_token_id=0),
-            "sequences": sequence_logp(model, ids, temperature=0.7),
-            "logp": head_logp(model.lm_head, model.model(input_ids=ids).last_hidden_state, ids, temperature=0.7),
-        }
+    expected = answers(model)
     assert expected["odd"].shape == (2, 15, VOCAB)
     results = run_ranks(in_ranks, 2, 2, expected, str(tmp_path))
     texts = results[0][0]
