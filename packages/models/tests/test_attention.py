@@ -23,15 +23,13 @@ def config(implementation, **options):
     return made
 
 
-def filled(kind, batch, count, keys=0):
+def filled(kind, batch, count):
     """Return a cache that holds some keys, as many as it keeps; None for no cache."""
     if kind is None:
         return None
     made = config("sdpa", sliding_window=12 if "window" in kind else None)
-    if "static" in kind:
-        cache = transformers.StaticCache(made, max_cache_len=60)
-    else:
-        cache = transformers.DynamicCache(config=made)
+    static = "static" in kind
+    cache = transformers.StaticCache(made, max_cache_len=60) if static else transformers.DynamicCache(config=made)
     if count:
         cache.update(*(torch.zeros(batch, KV_HEADS, count, SIZE) for _ in range(2)), 0)
     return cache
@@ -47,7 +45,7 @@ def masks(create, window, batch, queries, mask, cache, positions):
     return ours, None if theirs is None else theirs == 0
 
 
-def expected(q, k, v, visible, causal, window=None, sinks=None):
+def expected(q, k, v, visible, causal, sinks=None):
     """Return attention in FP64, ``[B, T, H, D]``."""
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1).double() for x in (k, v))
     scores = q.double() @ k.mT * q.shape[-1] ** -0.5

@@ -159,7 +159,8 @@ def computed(attempt, rank, group, expected):
     attempt(lambda: model(input_ids=ids + rank))
     attempt(lambda: model(input_ids=ids[:, : 8 + rank]))
     attempt(lambda: model(input_ids=ids, **({"attention_mask": torch.ones_like(ids)} if rank else {})))
-    found, wanted = full_state_dict(model), {**before, **expected}
+    found = {name: value.clone() for name, value in full_state_dict(model).items()}
+    wanted = {**before, **expected}
     load_full_state_dict(model, {name: value * 2 for name, value in before.items()})
     found["loaded"], wanted["loaded"] = full_state_dict(model)["lm_head.weight"], before["lm_head.weight"] * 2
     load_full_state_dict(model, before)

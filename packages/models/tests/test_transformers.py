@@ -125,7 +125,7 @@ MODELS = {
     "GPT2": {},
 }
 """The families of the README's table, with what makes each its own."""
-CUTS = ([16, 5, *[1] * 7, 5],)
+CUTS = ([16, 5, *[1] * 7, 5], [*[1] * 6, 27])
 """Chunks of a prompt of 33 tokens, more single ones than a window holds."""
 
 OF_DEVICES = {"cpu": (torch.float32, 1e-3, 1e-4), "cuda": (torch.bfloat16, 0.1, 0.1)}
