@@ -23,7 +23,7 @@ def test_activations(dtype):
         with invariant(made):
             found = made(values)
             pieces = [made(values[first:stop].clone()) for first, stop in ((0, 5), (5, 36), (36, 1000), (1000, 4104))]
-            leaf = values[:-5].clone().requires_grad_()
+            leaf = values.clone().requires_grad_()
             made(leaf).sum().backward()
         assert torch.equal(torch.cat(pieces), found), act
         torch.testing.assert_close(found, plain, atol=2e-6, rtol=1e-2 if dtype == torch.bfloat16 else 2e-6)
