@@ -15,38 +15,28 @@ def sizes(*values):
     return dict(zip(("batch", "queries", "keys", "kv_heads", "group", "head"), values, strict=True))
 
 
+HERE = "rl_kernels.attention"
+TRITON = f"{HERE}.backends.triton"
 PLANTED = (
     Mutants(
         "native",
         (
-            "rl_kernels.core.rowwise.operands",
-            "rl_kernels.core.rowwise.sums",
-            *(
-                f"rl_kernels.attention.{name}"
-                for name in ("sinks", "backends.native.places", "backends.native.batches", "backends.native.backend")
-            ),
+            *("rl_kernels.core.rowwise.operands", "rl_kernels.core.rowwise.sums", f"{HERE}.sinks"),
+            *(f"{HERE}.backends.native.{name}" for name in ("places", "batches", "backend")),
         ),
         (
             Bug("blocks follow the length", "keys == BLOCK", "keys > 2 * BLOCK or keys == BLOCK"),
             Bug("a query sees one key too many", "shift + right", "shift + right + 1"),
-            Bug(
-                "pages in the order of memory",
-                "[b, key // size].long()",
-                "[b].sort().values[key // size].long().clamp(0)",
-            ),
+            Bug("pages in the order of memory", "[b, key // size]", "[b].sort().values[key // size].clamp(0)"),
             Bug("delta left out", ".sub_(mean).", "."),
         ),
+        ("more-keys", "pages"),
     ),
     Mutants(
         "triton",
-        tuple(
-            f"rl_kernels.attention.{name}"
-            for name in (
-                *("backends.triton.loads", "backends.triton.tiles", "backends.triton.forward"),
-                *("backends.triton.backward", "backends.triton.dq", "backends.triton.dkdv"),
-                *("backends.triton.boxes", "backends.triton.plan", "backends.triton.passes", "gpu"),
-                *("backends.triton.backend",),
-            )
+        (
+            *(f"{TRITON}.{name}" for name in ("loads", "tiles", "forward", "backward", "dq", "dkdv", "boxes", "plan")),
+            *(f"{TRITON}.passes", f"{HERE}.gpu", f"{TRITON}.backend"),
         ),
         (
             Bug(
@@ -57,11 +47,7 @@ PLANTED = (
             Bug("mask one key too wide", "ahead <= right", "ahead <= right + 1"),
             Bug("keys that are gone are seen", "- left, gone", "- left, 0"),
             Bug("every page is the first", "(tl.int64)\n        known", "(tl.int64) * 0\n        known"),
-            Bug(
-                "half of a row's sum left out",
-                "sum(tl.reshape(x, [ROWS, 2, COLUMNS // (4 << step)]), 1)",
-                "max(tl.reshape(x, [ROWS, 2, COLUMNS // (4 << step)]), 1)",
-            ),
+            Bug("half of a row's sum left out", "sum(tl.reshape(x, [ROWS, 2, COL", "max(tl.reshape(x, [ROWS, 2, COL"),
             Bug("last state not merged", "(at < stop) &", "(at + SEGMENT < stop) &"),
             Bug("delta left out", "dweights - delta", "dweights"),
             Bug("rows behind the last query are read", "within(grad, whole, used * GROUP, ROWS)", "grad"),

@@ -61,5 +61,5 @@ DIMENSIONS: tuple[Case, ...] = (
     *swept("batch", {**ONE, "queries": 3}, (2, 7, 33), TURNS[3:]),
     Case("prompt-300", {**ONE, "queries": 300, "keys": 300}, TURNS[0], relations=HELD),
     Case("prompt-1100", {**ONE, "queries": 1100, "keys": 1100}, TURNS[1], relations=HELD, suite="full"),
-    Case("batch-300", {**ONE, "batch": 300, "queries": 1, "keys": 3}, relations=HELD),
+    Case("batch-300", {**ONE, "batch": 300, "queries": 1, "keys": 3}, relations=HELD, dtype="bf16"),
 )

@@ -1,4 +1,4 @@
-"""Calls of det_attention that must raise: the mistake of each, and what its message must say."""
+"""Calls of det_attention that must raise: the mistake of each, what its message must say, and the good call's case."""
 
 from __future__ import annotations
 
@@ -10,224 +10,131 @@ import torch
 from rl_kernels.core.testing import IllegalCall, Inputs, edited, given
 from rl_kernels.core.testing.spec import Change
 
-PACKED, CACHE, PAGES, LEFT, RIGHT = "packed", "decode", "pages", "left-padded", "right-padded"
-
-
-def _numbers(name: str, *values: int) -> Change:
-    """Give each sequence one of the numbers, in turn."""
-
-    def change(call: Inputs) -> Inputs:
-        batch = call["q"].shape[0]
-        found = torch.tensor((list(values) * batch)[:batch], device=call["q"].device)
-        return {**call, name: found}
-
-    return change
+DENSE, PACKED, CACHE, PAGES = "", "packed", "decode", "pages"
+RANGE, ASCENDING = r"expected values in \[0", "expected numbers that ascend"
 
 
 def _of(name: str, edit: Callable[[Inputs], Any]) -> Change:
     return lambda call: {**call, name: edit(call)}
 
 
-ILLEGAL = (
-    IllegalCall("q not a tensor", given(q=[1.0]), TypeError, "q: expected a tensor"),
-    IllegalCall("q of FP64", edited("q", torch.Tensor.double), TypeError, "q: expected dtype"),
-    IllegalCall("q of three dims", edited("q", lambda x: x[0]), ValueError, "q: expected 4 dims"),
-    IllegalCall("k of three dims", edited("k", lambda x: x[0]), ValueError, "k: expected 4 dims"),
-    IllegalCall("k of integers", edited("k", torch.Tensor.int), TypeError, "k: expected dtype"),
-    IllegalCall(
-        "v of another dtype",
-        edited("v", lambda x: x.to(torch.float16 if x.dtype != torch.float16 else torch.float32)),
-        TypeError,
-        "v: expected dtype",
+def _each(**numbers: int) -> Change:
+    """Give every sequence these numbers."""
+
+    def change(call: Inputs) -> Inputs:
+        q = call["q"]
+        return {**call, **{name: q.new_full((len(q),), value, dtype=torch.int64) for name, value in numbers.items()}}
+
+    return change
+
+
+def _keys(edit: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    return lambda call: {**call, **{name: edit(call[name]) for name in ("k", "v")}}
+
+
+def _integers(shape: Callable[[torch.Tensor], tuple[int, ...]]) -> Callable[[Inputs], torch.Tensor]:
+    return lambda call: call["q"].new_zeros(shape(call["q"]), dtype=torch.int64)
+
+
+def _other(x: torch.Tensor) -> torch.Tensor:
+    return x.half() if x.dtype != torch.float16 else x.float()
+
+
+def _three_heads(call: Inputs) -> Inputs:
+    return {**call, **dict.fromkeys("kv", torch.cat((call["q"][:, :1],) * 2, 2).expand(-1, 3, -1, -1))}
+
+
+def _descending(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat((x[:1], x[-1:] + 1, x[2:])) if len(x) > 2 else x + 1
+
+
+def _beyond_the_table(call: Inputs) -> torch.Tensor:
+    return torch.full_like(call["seqused_k"], call["block_table"].shape[1] * call["k"].shape[1] + 1)
+
+
+WRONG_TYPES: tuple[tuple[str, str, Change, str], ...] = (
+    (DENSE, "q not a tensor", given(q=[1.0]), "q: expected a tensor"),
+    (DENSE, "q of FP64", edited("q", torch.Tensor.double), "q: expected dtype"),
+    (DENSE, "k of integers", edited("k", torch.Tensor.int), "k: expected dtype"),
+    (DENSE, "v of another dtype", edited("v", _other), "v: expected dtype"),
+    (DENSE, "scale text", given(scale="1"), "scale: expected a number"),
+    (DENSE, "causal a number", given(causal=1), "causal: expected a bool"),
+    (DENSE, "return_lse a number", given(return_lse=1), "return_lse: expected a bool"),
+    (DENSE, "window a number", given(window=5), r"window: expected \(left, right\)"),
+    (DENSE, "window of floats", given(window=(5.0, 0)), "window: expected an integer"),
+    (DENSE, "sinks of integers", _of("sinks", _integers(lambda q: (4,))), "sinks: expected dtype"),
+    (DENSE, "backend not a name", given(backend=3), "backend: expected a name"),
+    (DENSE, "start of floats", _of("k_start", lambda c: c["q"][:, 0, 0, 0].float()), "k_start: expected dtype"),
+    (PACKED, "cumulative of floats", edited("cu_seqlens_q", torch.Tensor.float), "cu_seqlens_q: expected dtype"),
+    (PACKED, "longest a float", given(max_seqlen_k=3.0), "max_seqlen_k: expected an integer"),
+)
+WRONG_VALUES: tuple[tuple[str, str, Change, str], ...] = (
+    (DENSE, "q of three dims", edited("q", lambda x: x[0]), "q: expected 4 dims"),
+    (DENSE, "k of three dims", edited("k", lambda x: x[0]), "k: expected 4 dims"),
+    (DENSE, "k elsewhere", edited("k", lambda x: x.to("meta")), "k: expected device"),
+    (DENSE, "head size odd", edited("q", lambda x: x[..., :-1]), "q: expected a head size"),
+    (DENSE, "head size of v odd", edited("v", lambda x: x[..., :-1]), "v: expected a head size"),
+    (DENSE, "another head size", edited("k", lambda x: torch.cat((x, x), -1)), "k: expected head size"),
+    (DENSE, "v of another length", edited("v", lambda x: x[:, 1:]), "v: expected shape"),
+    (DENSE, "heads that do not divide", _three_heads, "k: expected a number of heads"),
+    (DENSE, "no heads", _keys(lambda x: x[:, :, :0]), "k: expected a number of heads"),
+    (DENSE, "another batch", _keys(lambda x: torch.cat((x, x))), r"k: expected \d+ sequences"),
+    (DENSE, "scale of 0", given(scale=0.0), "scale: expected a number > 0"),
+    (DENSE, "scale NaN", given(scale=float("nan")), "scale: expected a finite number"),
+    (DENSE, "softcap negative", given(softcap=-1.0), "softcap: expected a number >= 0"),
+    (DENSE, "softcap infinite", given(softcap=float("inf")), "softcap: expected a finite number"),
+    (DENSE, "window negative", given(window=(-2, 0)), "window: expected an integer >= 0"),
+    (DENSE, "window of 70 bits", given(window=(2**70, 0)), "window: expected an integer <="),
+    (DENSE, "sinks of another shape", _of("sinks", lambda c: c["q"][0, 0, :-1, 0]), "sinks: expected shape"),
+    (DENSE, "unknown backend", given(backend="no-such"), "backend: det_attention has no backend"),
+    (DENSE, "longest without packing", given(max_seqlen_q=3), "max_seqlen_q: expected None without"),
+    (DENSE, "packed keys alone", _of("cu_seqlens_k", _integers(lambda q: (2,))), "k: expected 3 dims"),
+    (
+        *(DENSE, "pages without lengths"),
+        *(_of("block_table", _integers(lambda q: (len(q), 1))), "seqused_k: expected the number"),
     ),
-    IllegalCall("k elsewhere", edited("k", lambda x: x.to("meta")), ValueError, "k: expected device"),
-    IllegalCall("head size odd", edited("q", lambda x: x[..., :-1]), ValueError, "q: expected a head size"),
-    IllegalCall("head size of v odd", edited("v", lambda x: x[..., :-1]), ValueError, "v: expected a head size"),
-    IllegalCall(
-        "another head size", _of("k", lambda c: torch.cat((c["k"],) * 2, -1)), ValueError, "k: expected head size"
+    (DENSE, "another number of starts", _of("k_start", _integers(lambda q: (len(q) + 1,))), "k_start: expected shape"),
+    (DENSE, "start negative without a window", _each(k_start=-1), f"k_start: {RANGE}"),
+    (
+        *(DENSE, "start negative with a window that is open on the left"),
+        *(lambda c: {**_each(k_start=-1)(c), "window": (None, 0)}, f"k_start: {RANGE}"),
     ),
-    IllegalCall("v of another length", edited("v", lambda x: x[:, 1:]), ValueError, "v: expected shape"),
-    IllegalCall(
-        "heads that do not divide",
-        lambda c: {**c, **{n: torch.cat((c["q"][:, :1],) * 2, 2).expand(-1, 3, -1, -1) for n in ("k", "v")}},
-        ValueError,
-        "k: expected a number of heads",
+    (DENSE, "start beyond the end", _each(k_start=10**6), f"k_start: {RANGE}"),
+    (DENSE, "more keys than there are", _each(seqused_k=10**6), f"seqused_k: {RANGE}"),
+    (DENSE, "more queries than there are", _each(seqused_q=10**6), f"seqused_q: {RANGE}"),
+    (
+        *(DENSE, "start beyond the keys in use"),
+        *(_each(k_start=1, seqused_k=0), "k_start: expected values of at most seqused_k"),
     ),
-    IllegalCall(
-        "no heads",
-        lambda c: {**c, "k": c["k"][:, :, :0], "v": c["v"][:, :, :0]},
-        ValueError,
-        "k: expected a number of heads",
+    (
+        *(PACKED, "packed with a start"),
+        *(_of("k_start", lambda c: c["cu_seqlens_q"][:-1]), "k_start: expected None with cu_seqlens_k"),
     ),
-    IllegalCall(
-        "another batch",
-        lambda c: {**c, **{n: torch.cat((c[n], c[n])) for n in ("k", "v")}},
-        ValueError,
-        r"k: expected \d+ sequences",
+    (PACKED, "cumulative from 1", edited("cu_seqlens_q", lambda x: x + 1), f"cu_seqlens_q: {ASCENDING}"),
+    (
+        *(PACKED, "cumulative to too little"),
+        *(edited("cu_seqlens_k", lambda x: x.clamp(max=int(x[-1]) - 1)), f"cu_seqlens_k: {ASCENDING}"),
     ),
-    IllegalCall("scale of 0", given(scale=0.0), ValueError, "scale: expected a number > 0"),
-    IllegalCall("scale NaN", given(scale=float("nan")), ValueError, "scale: expected a finite number"),
-    IllegalCall("scale text", given(scale="1"), TypeError, "scale: expected a number"),
-    IllegalCall("softcap negative", given(softcap=-1.0), ValueError, "softcap: expected a number >= 0"),
-    IllegalCall("softcap infinite", given(softcap=float("inf")), ValueError, "softcap: expected a finite number"),
-    IllegalCall("causal a number", given(causal=1), TypeError, "causal: expected a bool"),
-    IllegalCall("return_lse a number", given(return_lse=1), TypeError, "return_lse: expected a bool"),
-    IllegalCall("window a number", given(window=5), TypeError, r"window: expected \(left, right\)"),
-    IllegalCall("window of floats", given(window=(5.0, 0)), TypeError, "window: expected an integer"),
-    IllegalCall("window negative", given(window=(-2, 0)), ValueError, "window: expected an integer >= 0"),
-    IllegalCall("window of 70 bits", given(window=(2**70, 0)), ValueError, "window: expected an integer <="),
-    IllegalCall(
-        "sinks of another shape", _of("sinks", lambda c: c["q"][0, 0, :, 0][:-1]), ValueError, "sinks: expected shape"
+    (PACKED, "cumulative that descends", edited("cu_seqlens_k", _descending), f"cu_seqlens_k: {ASCENDING}"),
+    (PACKED, "cumulative of nothing", edited("cu_seqlens_q", lambda x: x[:0]), "cu_seqlens_q: expected at least 1"),
+    (
+        *(PACKED, "another number of sequences"),
+        *(edited("cu_seqlens_k", lambda x: torch.cat((x, x[-1:]))), "cu_seqlens_k: expected shape"),
     ),
-    IllegalCall(
-        "sinks of integers",
-        _of("sinks", lambda c: torch.ones(4, dtype=torch.int64, device=c["q"].device)),
-        TypeError,
-        "sinks: expected dtype",
+    (PACKED, "longest too short", given(max_seqlen_q=0), "max_seqlen_q: expected at least"),
+    (PAGES, "page size odd", _keys(lambda x: x[:, :-1]), "k: expected a page size"),
+    (PAGES, "page that does not exist", edited("block_table", lambda x: x + 10**6), f"block_table: {RANGE}"),
+    (PAGES, "another number of tables", edited("block_table", lambda x: x[:-1]), "block_table: expected"),
+    (PAGES, "more keys than pages", edited("seqused_k", lambda x: x + 10**6), f"seqused_k: {RANGE}"),
+    (PAGES, "more keys than a table has room for", _of("seqused_k", _beyond_the_table), f"seqused_k: {RANGE}"),
+    (PAGES, "pages with a start", _of("k_start", lambda c: c["seqused_k"]), "k_start: expected None with block_table"),
+    (
+        *(CACHE, "gradient of a cache"),
+        *(edited("k", lambda x: x.clone().requires_grad_()), "k: expected a tensor that does not require grad"),
     ),
-    IllegalCall("unknown backend", given(backend="no-such"), ValueError, "backend: det_attention has no backend"),
-    IllegalCall("backend not a name", given(backend=3), TypeError, "backend: expected a name"),
-    IllegalCall("longest without packing", given(max_seqlen_q=3), ValueError, "max_seqlen_q: expected None without"),
-    IllegalCall(
-        "packed keys alone",
-        _of("cu_seqlens_k", lambda c: torch.tensor([0, 1], device=c["q"].device)),
-        ValueError,
-        "k: expected 3 dims",
-    ),
-    IllegalCall(
-        "pages without lengths",
-        _of("block_table", lambda c: torch.zeros((len(c["q"]), 1), dtype=torch.int64, device=c["q"].device)),
-        ValueError,
-        "seqused_k: expected the number",
-    ),
-    IllegalCall(
-        "start of floats", _of("k_start", lambda c: c["q"][:, 0, 0, 0].float()), TypeError, "k_start: expected dtype"
-    ),
-    IllegalCall(
-        "start of another shape",
-        _of("k_start", lambda c: torch.zeros(len(c["q"]) + 1, dtype=torch.int64, device=c["q"].device)),
-        ValueError,
-        "k_start: expected shape",
-    ),
-    IllegalCall(
-        "start negative without a window", _numbers("k_start", -1), ValueError, r"k_start: expected values in \[0"
-    ),
-    IllegalCall(
-        "start negative with a window that is open on the left",
-        lambda c: {**_numbers("k_start", -1)(c), "window": (None, 0)},
-        ValueError,
-        r"k_start: expected values in \[0",
-    ),
-    IllegalCall("start beyond the end", _numbers("k_start", 10**6), ValueError, r"k_start: expected values in \[0"),
-    IllegalCall(
-        "more keys than there are", _numbers("seqused_k", 10**6), ValueError, r"seqused_k: expected values in \[0"
-    ),
-    IllegalCall(
-        "more queries than there are", _numbers("seqused_q", 10**6), ValueError, r"seqused_q: expected values in \[0"
-    ),
-    IllegalCall(
-        "start beyond the keys in use",
-        lambda c: {
-            **_numbers("k_start", 1)(c),
-            **{"seqused_k": torch.zeros(len(c["q"]), dtype=torch.int64, device=c["q"].device)},
-        },
-        ValueError,
-        "k_start: expected values of at most seqused_k",
-    ),
-    IllegalCall(
-        "packed with a start",
-        _of("k_start", lambda c: c["cu_seqlens_q"][:-1]),
-        ValueError,
-        "k_start: expected None with cu_seqlens_k",
-        PACKED,
-    ),
-    IllegalCall(
-        "cumulative of floats",
-        edited("cu_seqlens_q", torch.Tensor.float),
-        TypeError,
-        "cu_seqlens_q: expected dtype",
-        PACKED,
-    ),
-    IllegalCall(
-        "cumulative from 1",
-        edited("cu_seqlens_q", lambda x: x + 1),
-        ValueError,
-        "cu_seqlens_q: expected numbers that ascend",
-        PACKED,
-    ),
-    IllegalCall(
-        "cumulative to too little",
-        edited("cu_seqlens_k", lambda x: x.clamp(max=int(x[-1]) - 1)),
-        ValueError,
-        "cu_seqlens_k: expected numbers that ascend",
-        PACKED,
-    ),
-    IllegalCall(
-        "cumulative that descends",
-        edited("cu_seqlens_k", lambda x: torch.cat((x[:1], x[-1:] + 1, x[2:])) if len(x) > 2 else x + 1),
-        ValueError,
-        "cu_seqlens_k: expected numbers that ascend",
-        PACKED,
-    ),
-    IllegalCall(
-        "cumulative of nothing",
-        lambda c: {**c, "cu_seqlens_q": c["cu_seqlens_q"][:0]},
-        ValueError,
-        "cu_seqlens_q: expected at least 1",
-        PACKED,
-    ),
-    IllegalCall(
-        "another number of sequences",
-        edited("cu_seqlens_k", lambda x: torch.cat((x, x[-1:]))),
-        ValueError,
-        "cu_seqlens_k: expected shape",
-        PACKED,
-    ),
-    IllegalCall("longest too short", given(max_seqlen_q=0), ValueError, "max_seqlen_q: expected at least", PACKED),
-    IllegalCall("longest a float", given(max_seqlen_k=3.0), TypeError, "max_seqlen_k: expected an integer", PACKED),
-    IllegalCall(
-        "page size odd",
-        lambda c: {**c, "k": c["k"][:, :-1], "v": c["v"][:, :-1]},
-        ValueError,
-        "k: expected a page size",
-        PAGES,
-    ),
-    IllegalCall(
-        "page that does not exist",
-        edited("block_table", lambda x: x + 10**6),
-        ValueError,
-        r"block_table: expected values in \[0",
-        PAGES,
-    ),
-    IllegalCall(
-        "another number of tables", edited("block_table", lambda x: x[:-1]), ValueError, "block_table: expected", PAGES
-    ),
-    IllegalCall(
-        "more keys than pages",
-        edited("seqused_k", lambda x: x + 10**6),
-        ValueError,
-        r"seqused_k: expected values in \[0",
-        PAGES,
-    ),
-    IllegalCall(
-        "more keys than a row of the table has room for",
-        _of("seqused_k", lambda c: torch.full_like(c["seqused_k"], c["block_table"].shape[1] * c["k"].shape[1] + 1)),
-        ValueError,
-        r"seqused_k: expected values in \[0",
-        PAGES,
-    ),
-    IllegalCall(
-        "pages with a start",
-        _of("k_start", lambda c: c["seqused_k"]),
-        ValueError,
-        "k_start: expected None with block_table",
-        PAGES,
-    ),
-    IllegalCall(
-        "gradient of a cache",
-        edited("k", lambda x: x.clone().requires_grad_()),
-        ValueError,
-        "k: expected a tensor that does not require grad",
-        CACHE,
-    ),
+)
+ILLEGAL = tuple(
+    IllegalCall(name, change, error, match, case)
+    for error, rows in ((TypeError, WRONG_TYPES), (ValueError, WRONG_VALUES))
+    for case, name, change, match in rows
 )
