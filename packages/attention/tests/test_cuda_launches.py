@@ -12,6 +12,7 @@ import torch
 
 from rl_kernels.attention.backends.native import backend as native
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
+from rl_kernels.attention.spec.raw import dense, expanded, packed, paged, sliced
 from rl_kernels.core.testing.launches import Launch, Recorder
 from rl_kernels.core.testing.planted import Bug, planted
 
@@ -33,23 +34,6 @@ DTYPES = {1: torch.bfloat16, 2: torch.float16}
 INTEGERS = ("starts_q", "starts_k", "first_k", "used_q", "used_k", "table")
 
 
-def dense(batch, queries, keys, kv_heads, group, size, dtype=torch.bfloat16, size_v=None, **options):
-    q = torch.randn(batch, queries, kv_heads * group, size).to(dtype)
-    k, v = (torch.randn(batch, keys, kv_heads, width).to(dtype) for width in (size, size_v or size))
-    return made(q, k, v, queries, keys, **options)
-
-
-def made(q, k, v, longest_q, longest_k, left=UNLIMITED, right=0, softcap=0.0, scale=0.125, **where):
-    names = ("sinks", "cu_seqlens_q", "cu_seqlens_k", "k_start", "seqused_q", "seqused_k", "block_table")
-    return Inputs(q, k, v, *map(where.get, names), longest_q, longest_k, scale, left, right, softcap)
-
-
-def packed(lengths, kv_heads=2, group=4, size=128):
-    bounds = torch.tensor([0, *lengths]).cumsum(0)
-    q, k, v = (torch.randn(sum(lengths), heads, size).bfloat16() for heads in (kv_heads * group, kv_heads, kv_heads))
-    return made(q, k, v, max(lengths), max(lengths), cu_seqlens_q=bounds, cu_seqlens_k=bounds.int())
-
-
 def uncovered():
     """Rows behind the last sequence, as calls without validation may have them."""
     given = packed((7, 20))
@@ -62,21 +46,6 @@ def keys_outside():
     return given._replace(cu_seqlens_k=torch.zeros(3, dtype=torch.int32), max_seqlen_k=0)
 
 
-def paged(queries, page, size=128):
-    q = torch.randn(2, queries, 8, size).bfloat16()
-    k, v = (torch.randn(40, page, 2, size).bfloat16() for _ in range(2))
-    # A slice of a wider table.
-    table, used = torch.randperm(40).view(2, 20)[:, :17], torch.tensor([9 * page, 3], dtype=torch.int32)
-    return made(q, k, v, queries, 17 * page, block_table=table, seqused_k=used)
-
-
-def sliced():
-    given = dense(2, 40, 90, 2, 3, 64, left=7, right=5, softcap=30.0)
-    wide = torch.randn(2, 90, 5, 64).bfloat16()
-    apart = torch.stack((given.q, given.q), -1)[..., 0]
-    return given._replace(q=apart, k=wide[:, :, 1:3], v=wide[:, :, 3:], sinks=torch.randn(12)[::2])
-
-
 def turned():
     """Operands as models lay them out: heads before queries; one sequence, whose stride may be any number."""
     given = dense(1, 70, 70, 2, 4, 64)
@@ -85,34 +54,27 @@ def turned():
     )
 
 
-def expanded():
-    given = dense(2, 40, 90, 2, 4, 64)
-    return given._replace(k=given.k[:1].expand(2, -1, -1, -1))
-
-
 CALLS = {
     "prompt": partial(dense, 2, 200, 200, 2, 4, 128),
-    "sinks": partial(dense, 2, 20, 20, 2, 4, 128, sinks=torch.randn(8).bfloat16()),
-    "wide-sinks": partial(dense, 2, 20, 20, 2, 4, 128, sinks=torch.randn(8)),
-    "other-sinks": partial(dense, 2, 20, 20, 2, 4, 128, sinks=torch.randn(8).half()),
+    "sinks": lambda: dense(2, 20, 20, 2, 4, 128, sinks=torch.randn(8).bfloat16()),
+    "wide-sinks": lambda: dense(2, 20, 20, 2, 4, 128, sinks=torch.randn(8)),
+    "other-sinks": lambda: dense(2, 20, 20, 2, 4, 128, sinks=torch.randn(8).half()),
     "one-head": partial(dense, 1, 1, 2500, 1, 2, 64),
     "uncovered": uncovered,
     "long": partial(dense, 1, 40, 1300, 1, 8, 64),
     "one-token": partial(dense, 2, 1, 2500, 2, 4, 128),
-    "several-tokens": partial(dense, 3, 5, 1700, 2, 7, 128, torch.float16),
-    "groups-of-3": partial(dense, 2, 70, 70, 1, 3, 80, size_v=40, right=UNLIMITED),
+    "several-tokens": partial(dense, 3, 5, 1700, 2, 7, 128, dtype=torch.float16),
+    "groups-of-3": partial(dense, 2, 70, 70, 1, 3, 80, size_v=40, window=(UNLIMITED, UNLIMITED)),
     "sliced": sliced,
-    "dropped": partial(dense, 2, 3, 900, 2, 4, 64, left=899, k_start=torch.tensor([-5, -9000])),
+    "dropped": partial(dense, 2, 3, 900, 2, 4, 64, window=(899, 0), k_start=torch.tensor([-5, -9000])),
     "padded": partial(dense, 2, 70, 70, 2, 4, 64, k_start=torch.tensor([3, 0]), seqused_q=torch.tensor([70, 60])),
     "packed": partial(packed, (7, 0, 300, 64)),
-    "paged": partial(paged, 2, 48),
-    "large-pages": partial(paged, 30, 256),
+    "paged": partial(paged, 2, 48, torch.tensor([9 * 48, 3], dtype=torch.int32)),
+    "large-pages": partial(paged, 30, 256, torch.tensor([9 * 256, 3])),
     "turned": turned,
     "expanded": expanded,
     "no-keys": partial(dense, 2, 3, 0, 2, 2, 64),
     "keys-outside": keys_outside,
-    # More than the L2 cache holds: the slowest is the last.
-    "many-heads": partial(dense, 1, 256, 256, 34, 8, 128),
 }
 
 

@@ -11,6 +11,7 @@ import torch
 
 from rl_kernels.attention import det_attention
 from rl_kernels.attention.inputs import Inputs
+from rl_kernels.attention.spec.raw import dense, paged
 from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.core.testing.triton_launches import Descriptor, TritonRecorder
 
@@ -26,28 +27,23 @@ BACKEND = MODULES[-1]
 FAILURES = (AssertionError, AttributeError, RuntimeError, ValueError, TypeError)
 
 
-def made(batch=2, queries=70, keys=1500, size=64, dtype=torch.bfloat16, **where):
-    q, k, v = (torch.randn(batch, n, heads, size).to(dtype) for n, heads in ((queries, 8), (keys, 2), (keys, 2)))
-    names = ("sinks", "cu_seqlens_q", "cu_seqlens_k", "k_start", "seqused_q", "seqused_k", "block_table")
-    return Inputs(q, k, v, *map(where.get, names), queries, keys, 0.125, -1, 0, 0.0)
+def call(queries=70, keys=1500, dtype=torch.bfloat16, **where):
+    return dense(2, queries, keys, 2, 4, 64, dtype=dtype, **where)
 
 
-def paged():
-    pages = [torch.randn(50, 64, 2, 64).bfloat16() for _ in range(2)]
-    table, used = torch.zeros(2, 9, dtype=torch.int32), torch.tensor([500, 3])
-    return made(keys=576, block_table=table, seqused_k=used)._replace(k=pages[0], v=pages[1])
+def pages():
+    given = paged(70, 64, torch.tensor([500, 3]), 64, 64)
+    return given._replace(block_table=given.block_table.int().contiguous())
 
 
 CALLS = {
-    "prompt": made,
-    "token": partial(made, queries=1),
-    "fp32": partial(made, keys=70, dtype=torch.float32),
-    "padded": partial(made, k_start=torch.tensor([3, 0])),
-    "sinks": partial(made, sinks=torch.randn(8)),
-    "cache": partial(
-        made, queries=3, seqused_k=torch.tensor([900, 3]), k_start=torch.tensor([1, 0], dtype=torch.int32)
-    ),
-    "paged": paged,
+    "prompt": call,
+    "token": partial(call, queries=1),
+    "fp32": partial(call, keys=70, dtype=torch.float32),
+    "padded": partial(call, k_start=torch.tensor([3, 0])),
+    "sinks": lambda: call(sinks=torch.randn(8)),
+    "cache": lambda: call(3, seqused_k=torch.tensor([900, 3]), k_start=torch.tensor([1, 0]).int()),
+    "paged": pages,
 }
 
 
@@ -95,9 +91,9 @@ def same(recorder, plan, backend, given):
     """Hold the launches of a plan to those of the general path."""
     inputs = dict(zip(given._fields[:10], (*given.operands, *given.others), strict=True))
 
-    def run(call, known):
+    def run(work, known):
         recorder.launches.clear()
-        found = call()
+        found = work()
         assert found is not None
         return described(recorder.launches, known), lying(found), found
 
@@ -168,9 +164,9 @@ def hold(plant=nullcontext):
             refused(recorder, plan, given)
         # Of one shape, but for what is beside the operands: int32 and int64 are two kinds.
         for dtype in (torch.int64, torch.int32):
-            given = made(k_start=torch.tensor([3, 0], dtype=dtype))
+            given = call(k_start=torch.tensor([3, 0], dtype=dtype))
             same(recorder, backend.planned(given), backend, given)
-        given = made()
+        given = call()
         out, lse = backend.forward(*given)
         grad = torch.randn(out.shape).to(out.dtype)
         for one in (grad, grad.float()):

@@ -59,7 +59,7 @@ def test_gradients_are_those_of_the_values(options):
     def call(q, k, v, sinks=None):
         return reference.det_attention(q, k, v, **{**given, **({} if sinks is None else {"sinks": sinks})})
 
-    assert torch.autograd.gradcheck(call, leaves)
+    assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
 
 
 def test_pages_are_the_keys_in_order():
