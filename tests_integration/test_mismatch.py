@@ -78,7 +78,7 @@ def test_processes_find_what_one_finds(tool: ModuleType, monkeypatch: pytest.Mon
 @torch.no_grad()
 def test_fp8_rounds_the_weights_of_the_layers_alone(tool: ModuleType) -> None:
     policy, rounded = (tool.make(tool.Settings(), torch.device("cpu"), dtype) for dtype in ("FP32", "BF16"))
-    tool.load_fp8(rounded, list(policy.parameters()))
+    tool.FP8_ROLLOUT.way.load(rounded, list(policy.parameters()))
     found = dict(rounded.named_parameters())
     for name, weight in policy.named_parameters():
         off = float((found[name].float() - weight).abs().max() / weight.abs().max())

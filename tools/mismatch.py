@@ -40,10 +40,9 @@ from torch import nn
 from rl_kernels.core.command import Parser, count, location, writable, write_json
 from rl_kernels.demo import task
 from rl_kernels.demo.model import make
-from rl_kernels.demo.rollout import sample
 from rl_kernels.demo.task import Settings
 from rl_kernels.demo.train import StepMetrics, Trainer
-from rl_kernels.demo.ways import OURS, Numerics, Ours, Stock, copy_weights
+from rl_kernels.demo.ways import OURS, Batch, Numerics, Ours, Stock, sample, training_logps
 from rl_kernels.lab.bench.environment import environment
 
 FP8 = torch.float8_e4m3fn
@@ -60,34 +59,45 @@ class Plain(Stock):
     loss = Ours.loss
 
 
-PLAIN = Plain()
+class Fp8(Plain):
+    """Stock PyTorch, with weights of the layers that went through FP8."""
+
+    def load(self, model: nn.Module, masters: Sequence[torch.Tensor]) -> None:
+        """Load weights, those of the layers through FP8, with one scale for each weight."""
+        for (name, weight), master in zip(model.named_parameters(), masters, strict=True):
+            rounded = master.detach()
+            if name.startswith("blocks.") and weight.ndim == 2:
+                scale = rounded.abs().max() / torch.finfo(FP8).max
+                rounded = (rounded / scale).to(FP8).float() * scale
+            weight.copy_(rounded)
 
 
-def load_fp8(model: nn.Module, masters: Sequence[torch.Tensor]) -> None:
-    """Load weights, those of the layers through FP8, with one scale for each weight."""
-    for (name, weight), master in zip(model.named_parameters(), masters, strict=True):
-        rounded = master.detach()
-        if name.startswith("blocks.") and weight.ndim == 2:
-            scale = rounded.abs().max() / torch.finfo(FP8).max
-            rounded = (rounded / scale).to(FP8).float() * scale
-        weight.copy_(rounded)
+class Recomputing(Trainer):
+    """Takes old log-probs from a training pass, as if a rollout gave only tokens."""
+
+    @torch.no_grad()
+    def scored(self, batch: Batch) -> Batch:
+        """Return a rollout with its rewards, and log-probs of the policy as it trains."""
+        return super().scored(batch)._replace(old=training_logps(self.model, batch, self.way))
+
+
+PLAIN, FP8_ROLLOUT = Plain(), Numerics(Fp8(), "BF16")
 
 
 class Way(NamedTuple):
-    """How a run samples and trains, and whether training computes the old log-probs again."""
+    """How a run samples and trains, and its trainer."""
 
     rollout: Numerics
     training: Stock
-    recompute: bool = False
+    trainer: type[Trainer] = Trainer
 
 
-PLAIN_FP8 = Numerics(PLAIN, "BF16", load_fp8)
 WAYS = {
     "rl-kernels": Way(Numerics(OURS, "FP32"), OURS),
     "plain FP32": Way(Numerics(PLAIN, "FP32"), PLAIN),
     "BF16 rollout": Way(Numerics(PLAIN, "BF16"), PLAIN),
-    "FP8 rollout": Way(PLAIN_FP8, PLAIN),
-    "FP8, recomputed": Way(PLAIN_FP8, PLAIN, recompute=True),
+    "FP8 rollout": Way(FP8_ROLLOUT, PLAIN),
+    "FP8, recomputed": Way(FP8_ROLLOUT, PLAIN, Recomputing),
 }
 MEASURES: dict[str, Callable[[StepMetrics], float]] = {
     "reward": lambda step: step.reward,
@@ -102,13 +112,13 @@ def train(name: str, settings: Settings) -> dict[str, Any]:
     """Train in one way with one seed, on one thread; return its record."""
     torch.set_num_threads(1)
     way = WAYS[name]
-    trainer = Trainer(settings, way.training, rollout=way.rollout, recompute=way.recompute)
+    trainer = way.trainer(settings, way.training, rollout=way.rollout)
     history = [trainer.step(step) for step in range(1, settings.steps + 1)]
     stretches = [history[first : first + STRETCH] for first in range(0, len(history), STRETCH)]
     measures = {measure: [_together(measure, steps) for steps in stretches] for measure in MEASURES}
     seconds, evaluated = (
         round(sum(metrics.seconds for metrics in history), 1),
-        evaluation(settings, trainer.optimizer.masters),
+        evaluation(settings, trainer.masters),
     )
     return {
         **{"way": name, "seed": settings.seed, "seconds": seconds, "evaluated": evaluated},
@@ -120,9 +130,10 @@ def train(name: str, settings: Settings) -> dict[str, Any]:
 def evaluation(settings: Settings, weights: Sequence[torch.Tensor]) -> float:
     """Return the mean reward of answers to the prompts of the evaluation, sampled in plain FP32."""
     source = random.Random(EVALUATION)
-    prompts = [task.draw_prompt(source, settings.shortest, settings.longest) for _ in range(EVALUATED)]
+    prompts = [task.draw_prompt(source, settings) for _ in range(EVALUATED)]
     policy = make(settings, torch.device("cpu"), "FP32").requires_grad_(False)
-    copy_weights(policy, weights)
+    with torch.no_grad():
+        PLAIN.load(policy, weights)
     batch = sample(policy, prompts, PLAIN, settings, torch.Generator().manual_seed(EVALUATION))
     return round(fmean(task.reward(*pair) for pair in batch.answers), 4)
 

@@ -21,7 +21,7 @@ from sections import demo, hardware, mismatch, models, operators, products, rank
 from sections.front import front_table
 from sections.text import filled, picture
 
-from rl_kernels.demo import plot, report
+from rl_kernels.demo import plot
 from rl_kernels.lab.bench.record import read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,7 +65,7 @@ SECTIONS = (
     Section("docs/recipes/trl.md", "trl step", "*-trl-step*.json", training.trl),
     Section("docs/recipes/vllm-sglang.md", "vllm rollout", "*-vllm-*.json", training.rollouts),
     Section("docs/objectives.md", "differences", "trl-objectives.json", training.trl_objectives),
-    Section("docs/demo.md", "demo", "*-demo.json", demo.section, report.read, TWINS),
+    Section("docs/demo.md", "demo", "*-demo.json", demo.section, picture=TWINS),
     Section("docs/demo.md", "mismatch", "mismatch.json", mismatch.section),
     Section("docs/benchmarks/grpo-step.md", "grpo step", "*-grpo-step*.json", training.grpo),
     Section("docs/benchmarks/host-time.md", "host time", "*-host.json", operators.host, read),
@@ -100,7 +100,7 @@ def pages(root: Path) -> dict[str, dict[str, str]]:
 def pictures(root: Path) -> Iterator[tuple[Path, Callable[[Path], None]]]:
     """Yield each committed picture, with what draws it."""
     for file in (root / RESULTS).glob("*-demo.json"):
-        yield root / "docs" / f"{file.stem}.svg", partial(plot.draw, report.read(file))
+        yield root / "docs" / f"{file.stem}.svg", partial(plot.draw, load(file))
     for file in (root / RESULTS).glob("mismatch.json"):
         yield root / "docs/mismatch.svg", partial(mismatch.draw, load(file))
 

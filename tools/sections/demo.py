@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from sections.text import ran_on
 
-from rl_kernels.demo.report import QUOTIENT, Recorded, side_by_side
+from rl_kernels.demo.report import QUOTIENT, side_by_side
 from rl_kernels.lab.bench.report import as_table
 
 
-def section(found: Recorded) -> str:
+def section(found: Mapping[str, Any]) -> str:
     """Return the table of both twins."""
-    rows = [["", *found.histories, QUOTIENT], *map(list, side_by_side(found.histories))]
-    return f"{as_table(rows)}\n\n{ran_on(found.environment)}"
+    rows = [["", *found["runs"], QUOTIENT], *map(list, side_by_side(found["runs"]))]
+    return f"{as_table(rows)}\n\n{ran_on(found['environment'])}"

@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from sections.text import ran_on
 
 from rl_kernels.demo import plot as panels
@@ -54,13 +54,14 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
     return as_table(rows)
 
 
+@rc_context(panels.STYLE)
 def draw(document: Mapping[str, Any], path: Path) -> None:
     """Write the means over the seeds, and of the reward the range too, in the format that the file's name says."""
     runs = document["runs"]
     names = list(dict.fromkeys(each["way"] for each in runs))
     steps = runs[0]["steps"]
     lines = [Line(*look, steps, ()) for look in zip(names, COLOURS, WIDTHS, strict=True)]
-    figure = Figure(figsize=(14, 7), layout=ConstrainedLayoutEngine(wspace=0.06))
+    figure = Figure(figsize=(14, 7), layout="constrained")
     grid = figure.add_gridspec(2, 2, width_ratios=(1, 1.2), height_ratios=(1.3, 1))
     kl, ratio, reward, evaluated = (figure.add_subplot(grid[place]) for place in ((0, 0), (1, 0), (0, 1), (1, 1)))
     panels.zero_and_powers(kl, lines, [_over(runs, name, "kl", fmean) for name in names])
@@ -69,9 +70,9 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     ratio.set(title="Largest |ratio − 1|, before any update")
     _reward(reward, lines, runs)
     for axes in (kl, ratio, reward):
-        panels.over_steps(axes, steps[-1])
+        axes.set(xlabel="step", xlim=(1, steps[-1]))
     _evaluated(evaluated, lines, runs)
-    panels.legend(figure, lines)
+    figure.legend(*kl.get_legend_handles_labels(), loc="outside upper left", ncols=len(lines))
     save(figure, path)
 
 
@@ -99,4 +100,3 @@ def _evaluated(axes: Axes, lines: Sequence[Line], runs: Sequence[Mapping[str, An
         axes.hlines(fmean(found), place - 0.3, place + 0.3, color=line.colour, linewidth=2)
     axes.set_xticks(range(len(lines)), [line.label for line in lines])
     axes.set(title="Reward of the trained policies, all sampled in plain FP32")
-    panels.tidy(axes)

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from rl_kernels.demo.task import CPU, GPU
-from rl_kernels.demo.train import Trainer
 
 SMALL = replace(CPU, steps=3, prompts=4, samples_per_prompt=8)
 # Sequences of fewer positions come out the same in stock PyTorch on many a CPU.
@@ -21,28 +20,18 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-@pytest.fixture(params=["small", "llama"])
-def settings(request):
-    """A small run of either model, on the CPU."""
-    if request.param == "llama":
-        pytest.importorskip("transformers")
-    return SMALL if request.param == "small" else LLAMA
-
-
-@pytest.fixture
-def run():
-    """Return all steps of a trainer."""
-    return lambda trainer: [trainer.step(step) for step in range(1, trainer.settings.steps + 1)]
-
-
-@pytest.fixture
+@pytest.fixture(scope="session")
 def small():
     return SMALL
 
 
-@pytest.fixture
-def trainer(settings):
-    """A trainer through the operators after one step."""
-    made = Trainer(settings)
-    made.step(1)
-    return made
+@pytest.fixture(scope="session")
+def llama():
+    pytest.importorskip("transformers")
+    return LLAMA
+
+
+@pytest.fixture(scope="session", params=["small", "llama"])
+def settings(request):
+    """A small run of either model, on the CPU."""
+    return request.getfixturevalue(request.param)

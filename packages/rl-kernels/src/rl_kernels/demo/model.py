@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_kernels.demo.task import DTYPES, Settings
+from rl_kernels.demo.task import Settings
+
+DTYPES = {"FP32": torch.float32, "BF16": torch.bfloat16}
 
 
 def make(settings: Settings, device: torch.device, dtype: str) -> Any:
@@ -28,8 +30,8 @@ class Llama(nn.Module):
         sizes: dict[str, Any] = {"hidden_size": settings.width, "intermediate_size": settings.feed_forward}
         sizes |= {"num_hidden_layers": settings.layers, "max_position_embeddings": 2 * (settings.longest + 1)}
         sizes |= {"num_attention_heads": settings.heads, "num_key_value_heads": settings.kv_heads}
-        sizes |= {"bos_token_id": None, "eos_token_id": settings.vocabulary.end, "pad_token_id": None}
-        config = LlamaConfig(vocab_size=settings.vocabulary.size, **sizes)
+        sizes |= {"bos_token_id": None, "eos_token_id": settings.end, "pad_token_id": None}
+        config = LlamaConfig(vocab_size=settings.end + 1, **sizes)
         # Made in its dtype: a cast to BF16 would round the frequencies of the rotary embedding too.
         self.inner: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
         self.cache = lambda: DynamicCache(config=config)
@@ -58,9 +60,8 @@ class Block(nn.Module):
         """Return ``[B, Q, D]`` from ``x[B, Q, D]``; rows of ``qkv.weight`` lie head by head: ranks can cut it."""
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, 3, self.head_size)).permute(3, 0, 2, 1, 4)
         if cache is not None:
-            k, v = cache[self] = [
-                torch.cat(pair, 2) for pair in zip(cache.get(self, (k[:, :, :0],) * 2), (k, v), strict=True)
-            ]
+            before = cache.get(self, (k[:, :, :0], v[:, :, :0]))
+            k, v = cache[self] = torch.cat((before[0], k), 2), torch.cat((before[1], v), 2)
         x = x + self.mix(attend(q, k, v).transpose(1, 2).flatten(2))
         return x + self.down(self.up(self.feed_norm(x)).relu())
 
@@ -70,17 +71,17 @@ class Policy(nn.Module):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
-        width, vocabulary = settings.width, settings.vocabulary.size
+        width, size = settings.width, settings.end + 1
         self.attend, self.cache = library_attention, dict[Any, Any]
-        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(2 * (settings.longest + 1), width)
+        self.token, self.position = nn.Embedding(size, width), nn.Embedding(2 * (settings.longest + 1), width)
         blocks = (Block(width, settings.feed_forward, settings.heads) for _ in range(settings.layers))
         self.blocks, self.norm = nn.ModuleList(blocks), nn.RMSNorm(width, eps=1e-6)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head = nn.Linear(width, size, bias=False)
         for module in self.modules():
-            if isinstance(module, (nn.Embedding, nn.Linear)):
-                nn.init.normal_(
-                    module.weight, std=0.5 if isinstance(module, nn.Embedding) else module.in_features**-0.5
-                )
+            if isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.5)
+            elif isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
         # Small logits: at first every token is about as likely as any other.
         self.head.weight.data.mul_(0.1)
 
@@ -104,11 +105,10 @@ def library_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def ordered_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return the same with bits that do not depend on the batch, for all sequences at once.
+    """Return the same with bits that do not depend on the batch, faster than ``det_attention`` on so few tokens.
 
-    On a CPU ``det_attention`` takes sequences one by one: too slow for 256 of a few tokens. Here a score is a tree of
-    additions over the head, whose size is a power of two, and keys are added one after the other; those not seen add 0.
-    Computed in FP32, rounded once to the dtype of ``q``.
+    A score is a tree of additions over the head, whose size is a power of two, and keys are added one after the other;
+    those not seen add 0. Computed in FP32, rounded once to the dtype of ``q``.
     """
     dtype, (q, k, v) = q.dtype, (x.float() for x in (q, k, v))
     products = q[..., :, None, :] * k[..., None, :, :]

@@ -1,8 +1,7 @@
 """The task, put the digits of a number in ascending order, and the settings of a run.
 
-The prompt ``4192=`` asks for ``1249``. Half of the reward is for the right digits, whatever their order, the other
-half for what stands in its right place; an answer that is too long or too short loses of both, and only the solution
-earns 1.
+The prompt ``4192=`` asks for ``1249``. Half of the reward is for the right digits in any order, half for digits in
+their right place. An answer of another length loses of both; only the solution earns 1.
 """
 
 from __future__ import annotations
@@ -12,25 +11,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import takewhile
-
-import torch
-
-DTYPES = {"FP32": torch.float32, "BF16": torch.bfloat16}
-
-
-class Vocabulary:
-    """A token for each character, and one that ends an answer and pads its row."""
-
-    def __init__(self, characters: str) -> None:
-        self.characters, self.end, self.size = characters, len(characters), len(characters) + 1
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text; a character without a token raises ValueError."""
-        return [self.characters.index(character) for character in text]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of the ids up to the first end."""
-        return "".join(self.characters[token] for token in takewhile(lambda token: token != self.end, ids))
 
 
 @dataclass(frozen=True)
@@ -59,9 +39,17 @@ class Settings:
     characters: str = "0123456789="  # with a token: those of the task alone, so that answers are found at once
 
     @property
-    def vocabulary(self) -> Vocabulary:
-        """The tokens of the model."""
-        return Vocabulary(self.characters)
+    def end(self) -> int:
+        """The last token, which ends an answer and pads its row."""
+        return len(self.characters)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token of each character."""
+        return [self.characters.index(character) for character in text]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text up to the first end."""
+        return "".join(self.characters[token] for token in takewhile(lambda token: token != self.end, tokens))
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 1: it rises, then falls in a line to a tenth."""
@@ -74,19 +62,14 @@ GPU = replace(GPU, llama=True, dtype="BF16", width=768, feed_forward=3072, layer
 """A Llama of 104 million parameters, whose width the learning rate suits."""
 
 
-def draw_prompt(source: random.Random, shortest: int, longest: int) -> str:
-    """Return a prompt: ``shortest`` to ``longest`` different digits, of which there are ten, and an equals sign."""
-    return "".join(source.sample("0123456789", source.randint(shortest, longest))) + "="
-
-
-def solution(prompt: str) -> str:
-    """Return the one right answer to a prompt."""
-    return "".join(sorted(prompt.removesuffix("=")))
+def draw_prompt(source: random.Random, settings: Settings) -> str:
+    """Return different digits, of which there are ten, and an equals sign."""
+    return "".join(source.sample("0123456789", source.randint(settings.shortest, settings.longest))) + "="
 
 
 def reward(prompt: str, answer: str) -> float:
     """Return the reward of an answer, from 0 to 1."""
-    right = solution(prompt)
+    right = sorted(prompt.removesuffix("="))
     common = (Counter(answer) & Counter(right)).total()
-    agreeing = sum(a == b for a, b in zip(answer, right, strict=False))
-    return (common + agreeing) / (2 * max(len(answer), len(right)))
+    in_place = sum(a == b for a, b in zip(answer, right, strict=False))
+    return (common + in_place) / (2 * max(len(answer), len(right)))

@@ -1,14 +1,13 @@
-"""GRPO: sample groups with a cache, score them, take a few clipped steps on each padded batch."""
+"""GRPO: sample groups with a cache, score them, take a few clipped steps on each padded batch; what is measured."""
 
 from __future__ import annotations
 
 import copy
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,10 +17,20 @@ from torch.distributed import ProcessGroup
 from rl_kernels.core import record_dispatch
 from rl_kernels.core.distributed import all_gather, all_reduce, group_rank
 from rl_kernels.demo import task
-from rl_kernels.demo.measures import Gap, clip_fraction, gap
 from rl_kernels.demo.model import make
-from rl_kernels.demo.rollout import Batch, decoded_logps, sample, training_logps
-from rl_kernels.demo.ways import OURS, Numerics, Stock
+from rl_kernels.demo.ways import OURS, Batch, Numerics, Stock, decoded_logps, sample, training_logps
+from rl_kernels.grpo_loss import group_advantages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """How log-probabilities of a rollout differ from those of a training pass with the same weights."""
+
+    tokens: int
+    mismatches: int  # tokens that differ in any bit
+    kl: float  # of training from rollout, nats a token: the mean of k3, r - 1 - log r with r their ratio in FP64
+    largest: float  # largest |r - 1|; like kl it is 0 only if no token differs
+    ratios_off: int | None = None  # tokens whose ratio is not 1 in FP32, as in a loss; None in records of FP32 copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,29 +48,31 @@ class StepMetrics(Gap):
     watched: Mapping[str, Gap]  # the gap in other numerics, of the same weights and tokens, in steps that measure it
 
 
-class MasterAdamW:
-    """AdamW on FP32 masters, rounded into BF16 weights, whose last bits are too coarse for small updates."""
+def different(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Say for each element of two FP32 tensors of one shape whether any bit differs; those of +0 and -0 do."""
+    return a.detach().contiguous().view(torch.int32) != b.detach().contiguous().view(torch.int32)
 
-    def __init__(self, weights: Iterable[nn.Parameter], clips: bool = True) -> None:
-        self.weights: list[Tensor] = list(weights)
-        # FP32 weights are their own masters.
-        self.masters: list[Tensor] = [nn.Parameter(weight.detach().float()) for weight in self.weights]
-        fused = self.weights[0].is_cuda
-        self._adam = torch.optim.AdamW(self.masters, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
-        self._clips = clips
 
-    def step(self, rate: float) -> None:
-        """Take the gradients from the weights, clip their common norm to 1 if asked to, and step."""
-        for weight, master in zip(self.weights, self.masters, strict=True):
-            assert weight.grad is not None
-            master.grad, weight.grad = weight.grad.float(), None
-        if self._clips:
-            nn.utils.clip_grad_norm_(self.masters, 1.0)
-        self._adam.param_groups[0]["lr"] = rate
-        self._adam.step()
-        with torch.no_grad():
-            torch._foreach_copy_(self.weights, self.masters)
-        self._adam.zero_grad()
+def gap(rollout: torch.Tensor, training: torch.Tensor) -> Gap:
+    """Return the gap between two sets of FP32 log-probabilities ``[N]``."""
+    log_ratio = training.double() - rollout.double()
+    return Gap(
+        tokens=len(rollout),
+        mismatches=int(different(rollout, training).sum()),
+        kl=float((log_ratio.expm1() - log_ratio).mean()),
+        largest=float(log_ratio.expm1().abs().max()),
+        ratios_off=int(((training - rollout).exp() != 1).sum()),
+    )
+
+
+def clip_fraction(
+    current: torch.Tensor, old: torch.Tensor, rewards: torch.Tensor, mask: torch.Tensor, samples: int, eps: float
+) -> float:
+    """Return the share of the tokens whose ratio is clipped; all ``[B, T]`` but ``rewards [B]``."""
+    advantages = group_advantages(rewards, samples_per_prompt=samples)[:, None]
+    ratio = (current - old).exp()
+    clipped = ((ratio > 1 + eps) & (advantages > 0)) | ((ratio < 1 - eps) & (advantages < 0))
+    return float(clipped[mask].float().mean())
 
 
 class Trainer:
@@ -75,13 +86,12 @@ class Trainer:
         *,
         watched: Sequence[Numerics] = (),  # whose gap is measured every few steps; they change nothing
         rollout: Numerics | None = None,  # of a copy that samples in the policy's place
-        recompute: bool = False,  # take old log-probabilities from the first training pass, as if it gave only tokens
         # Cuts the policy over ranks. Gradients are then not clipped: their norm would need an exchange of its own.
         cut: Callable[[Any], None] | None = None,
         parts: int = 1,  # micro-batches of a step
         group: ProcessGroup | None = None,  # ranks that run one micro-batch each; None runs all here, one by one
     ) -> None:
-        self.settings, self.way, self.device, self.recompute = settings, way, torch.device(device), recompute
+        self.settings, self.way, self.device = settings, way, torch.device(device)
         self.parts, self.group, self.draws = parts, group, random.Random(settings.seed)
         self.own, self.watched = Numerics(way, settings.dtype), watched
         self.sampler = rollout or self.own
@@ -93,127 +103,124 @@ class Trainer:
         for each, model in (*self.copies.items(), (self.own, self.model), (self.own, self.reference)):
             if model is not None:
                 each.way.take(model)
-        self.optimizer = MasterAdamW(self.model.parameters(), clips=cut is None)
+        # BF16 is too coarse for small updates: AdamW takes its steps on FP32 copies of the weights.
+        self.masters = [nn.Parameter(weight.detach().float()) for weight in self.model.parameters()]
+        fused = self.device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(self.masters, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
+        self.clips = cut is None
         self.backends: dict[str, dict[str, str]] = {}
         """Numerics -> operator -> the backend that ran it in the first step."""
         self.answers: list[tuple[str, str, float]] = []
         """Prompt, answer and reward of all that the last step sampled."""
 
     def step(self, step: int) -> StepMetrics:
-        """Sample one batch, or one for each part, and learn from it."""
-        times = [self._now()]
-        with self._recorded(self.own, step):
-            batches = self.sample()
-        times.append(self._now())
-        batches = [self._scored(batch) for batch in batches]
-        times.append(self._now())
-        watched = {}
-        for each in self.watched if (step - 1) % self.settings.measure_every == 0 else ():
-            with self._recorded(each):
-                watched[each.name] = self.compare(each, batches[0])
-        times.append(self._now())
-        with self._recorded(self.own, step):
-            firsts, currents, olds = self._learn(batches, self.settings.rate(step))
-        times.append(self._now())
-        rewards = torch.cat([batch.rewards for batch in batches])
-        logps = torch.cat([batch.logps[batch.mask] for batch in batches])
-        first = torch.cat([each[batch.mask] for each, batch in zip(firsts, batches, strict=True)])
+        """Sample a batch, and learn from it."""
+        batch, rollout_seconds = self._done(self.own, step, self.sample)
+        batch, score_seconds = self._done(self.own, step, self.scored, batch)
+        measured = self.watched if (step - 1) % self.settings.measure_every == 0 else ()
+        watched = {each.name: self._done(each, step, self.compare, each, batch)[0] for each in measured}
+        (first, last), update_seconds = self._done(self.own, step, self._learned, batch, self.settings.rate(step))
+        rest = (batch.old, batch.rewards, batch.mask, self.settings.samples_per_prompt, self.settings.clip_eps)
         return StepMetrics(
-            **vars(gap(logps, first)),
+            **vars(gap(batch.logps[batch.mask], first[batch.mask])),
             step=step,
-            reward=float(rewards.mean()),
-            solved=float((rewards == 1).float().mean()),
-            clip_fraction=self._clipped(currents, olds, batches),
-            clipped_at_once=self._clipped(firsts, olds, batches),
-            rollout_seconds=times[1] - times[0],
-            update_seconds=times[4] - times[3],
-            seconds=self._now() - times[3] + times[2] - times[0],
+            reward=float(batch.rewards.mean()),
+            solved=float((batch.rewards == 1).float().mean()),
+            clip_fraction=clip_fraction(last, *rest),
+            clipped_at_once=clip_fraction(first, *rest),
+            rollout_seconds=rollout_seconds,
+            update_seconds=update_seconds,
+            seconds=rollout_seconds + score_seconds + update_seconds,
             watched=watched,
         )
 
-    def sample(self) -> list[Batch]:
-        """Draw prompts and sample a group of answers to each."""
-        settings, count, found = self.settings, self.settings.prompts, []
-        draws = range(count * self.parts)
-        drawn = [task.draw_prompt(self.draws, settings.shortest, settings.longest) for _ in draws]
-        seeds = [self.draws.getrandbits(63) for _ in range(self.parts)]
-        for part in range(self.parts) if self.group is None else (group_rank(self.group),):
-            mine = drawn[part * count : (part + 1) * count]
-            prompts = [prompt for prompt in mine for _ in range(settings.samples_per_prompt)]
-            generator = torch.Generator(self.device).manual_seed(seeds[part])
-            found.append(sample(self.loaded(self.sampler), prompts, self.sampler.way, settings, generator))
-        return found
+    def sample(self) -> Batch:
+        """Draw prompts and sample a group of answers to each: to all, or to those of this rank."""
+        settings = self.settings
+        drawn = [task.draw_prompt(self.draws, settings) for _ in range(settings.prompts * self.parts)]
+        prompts = [prompt for prompt in drawn for _ in range(settings.samples_per_prompt)]
+        generator = torch.Generator(self.device).manual_seed(self.draws.getrandbits(63))
+        mine = slice(None) if self.group is None else self._part(len(prompts), group_rank(self.group))
+        return sample(self.loaded(self.sampler), prompts, self.sampler.way, settings, generator, mine)
+
+    def _part(self, rows: int, part: int) -> slice:
+        return slice(part * rows // self.parts, (part + 1) * rows // self.parts)
 
     @torch.no_grad()
     def loaded(self, each: Numerics) -> Any:
         """Return the policy, or its copy in other numerics with the weights of now."""
         if each == self.own:
             return self.model
-        each.load(self.copies[each], self.optimizer.masters)
+        each.way.load(self.copies[each], self.masters)
         return self.copies[each]
 
     @torch.no_grad()
-    def compare(self, each: Numerics, batch: Batch, rows: Sequence[int] | None = None) -> Gap:
+    def compare(self, each: Numerics, batch: Batch, stride: int | None = None) -> Gap:
         """Decode a rollout's tokens again with the weights of now, and compare with one training pass over all of them.
 
-        With ``rows``, these sequences are decoded, each alone.
+        With a stride, only the first of so many sequences is decoded, and alone.
         """
-        model, settings = self.loaded(each), self.settings
-        parts = [batch] if rows is None else [batch.row(row) for row in rows]
-        decoded = torch.cat([decoded_logps(model, part, each.way, settings) for part in parts])
-        chosen = slice(None) if rows is None else list(rows)
-        mask = batch.mask[chosen]
-        return gap(decoded[mask], training_logps(model, batch, each.way)[chosen][mask])
+        model, rows = self.loaded(each), slice(None, None, stride)
+        starts = range(0, len(batch.answers), stride or len(batch.answers))
+        parts = [batch.rows(slice(row, row + 1) if stride else rows) for row in starts]
+        decoded = torch.cat([decoded_logps(model, part, each.way, self.settings) for part in parts])
+        mask = batch.mask[rows]
+        return gap(decoded[mask], training_logps(model, batch, each.way)[rows][mask])
 
-    def _scored(self, batch: Batch) -> Batch:
+    @torch.no_grad()
+    def scored(self, batch: Batch) -> Batch:
+        """Return a rollout with its rewards, and what its loss is given besides."""
         self.answers = [(*pair, task.reward(*pair)) for pair in batch.answers]
         rewards = torch.tensor([reward for _, _, reward in self.answers], device=self.device)
-        with torch.no_grad():
-            reference = None if self.reference is None else training_logps(self.reference, batch, self.way)
-        return batch._replace(rewards=rewards, reference=reference)
+        reference = None if self.reference is None else training_logps(self.reference, batch, self.way)
+        return batch._replace(rewards=rewards, old=batch.logps, reference=reference)
 
-    def _learn(self, batches: Sequence[Batch], rate: float) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Take the steps on the batches; return log-probabilities of the first pass and the last, and the old ones."""
-        firsts, currents, olds = list[Tensor](), list[Tensor](), [batch.logps for batch in batches]
-        tokens = None
-        if self.parts > 1:
-            counts = torch.stack([batch.mask.sum() for batch in batches])
-            tokens = (counts if self.group is None else all_gather(counts, self.group)).sum()
+    def _learned(self, batch: Batch, rate: float) -> tuple[Tensor, Tensor]:
+        """Take the steps on a batch; return log-probabilities of the first pass and the last."""
+        tokens, parts = None, [batch]
+        if self.group is not None:
+            tokens = all_gather(batch.mask.sum()[None], self.group).sum()
+        elif self.parts > 1:
+            tokens = batch.mask.sum()
+            parts = [batch.rows(self._part(len(batch.answers), part)) for part in range(self.parts)]
+        passes = []
         for _ in range(self.settings.epochs):
-            currents = []
-            for place, batch in enumerate(batches):
-                current = training_logps(self.model, batch, self.way)
-                if self.recompute and not firsts:
-                    olds[place] = current.detach()
-                self.way.loss(current, olds[place], batch, self.settings, tokens).backward()
-                currents.append(current.detach())
-            firsts = firsts or currents
-            for parameter in self.model.parameters() if self.group is not None else ():
-                assert self.group is not None
-                # In the order in which one process adds them to .grad.
-                parameter.grad = all_reduce(parameter.grad, self.group, order="chain")
-            self.optimizer.step(rate)
-        return firsts, currents, olds
+            found = []
+            for part in parts:
+                current = training_logps(self.model, part, self.way)
+                self.way.loss(current, part, self.settings, tokens).backward()
+                found.append(current.detach())
+            passes.append(torch.cat(found))
+            self.update(rate)
+        return passes[0], passes[-1]
 
-    def _clipped(self, currents: Sequence[Tensor], olds: Sequence[Tensor], batches: Sequence[Batch]) -> float:
-        group, parts = (
-            (self.settings.samples_per_prompt, self.settings.clip_eps),
-            zip(currents, olds, batches, strict=True),
-        )
-        return fmean(clip_fraction(new, old, batch.rewards, batch.mask, *group) for new, old, batch in parts)
+    def update(self, rate: float) -> None:
+        """Take the gradients of the weights, those of all ranks added, clip their common norm to 1, and step."""
+        for weight, master in zip(self.model.parameters(), self.masters, strict=True):
+            # In the order in which one process adds them to .grad.
+            grad = weight.grad if self.group is None else all_reduce(weight.grad, self.group, order="chain")
+            master.grad, weight.grad = grad.float(), None
+        if self.clips:
+            nn.utils.clip_grad_norm_(self.masters, 1.0)
+        self.optimizer.param_groups[0]["lr"] = rate
+        self.optimizer.step()
+        with torch.no_grad():
+            self.way.load(self.model, self.masters)
+        self.optimizer.zero_grad()
 
-    @contextmanager
-    def _recorded(self, each: Numerics, step: int = 1) -> Iterator[None]:
-        """Note backends, in the first step alone: while dispatch is recorded, no launch plan is kept between calls."""
-        if step > 1:
-            yield
-            return
-        with record_dispatch() as choices:
-            yield
-        self.backends.setdefault(each.name, {}).update({choice.operator: choice.backend for choice in choices})
+    def _done(self, each: Numerics, step: int, work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+        """Return what some work gives, and its seconds; note the backends that it chose in the first step.
 
-    def _now(self) -> float:
-        """Return the time, once the device has done what it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+        In later steps launch plans are kept between calls, but not while the choices are recorded.
+        """
+        wait = torch.cuda.synchronize if self.device.type == "cuda" else lambda: None
+        wait()
+        start = time.perf_counter()
+        with ExitStack() as stack:
+            choices = stack.enter_context(record_dispatch()) if step == 1 else []
+            found = work(*arguments)
+        wait()
+        seconds = time.perf_counter() - start
+        if step == 1:
+            self.backends.setdefault(each.name, {}).update({choice.operator: choice.backend for choice in choices})
+        return found, seconds

@@ -1,27 +1,42 @@
-"""How a policy computes: as PyTorch has it, and through the operators. They differ in rounding alone."""
+"""How a policy samples and scores: as PyTorch has it, and through the operators. They differ in rounding alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rl_kernels.demo.model import Policy, ordered_attention
-from rl_kernels.demo.rollout import IGNORE, Batch
 from rl_kernels.demo.task import Settings
 from rl_kernels.det_gemm import det_gemm
 from rl_kernels.grpo_loss import Normaliser, grpo_loss
 from rl_kernels.models import head_logp, invariant
 
+IGNORE = -100
+"""Target of a position whose next token was given, or is padding."""
 
-def race(logits: Tensor, noise: Tensor) -> Tensor:
-    """Return the ids that are drawn from ``softmax(logits[B, V])`` with ``noise[B, V]`` of unit exponential draws.
 
-    The least time, noise over probability, wins: the host waits for nothing, as it would in ``torch.multinomial``.
-    """
-    return (logits - noise.log()).argmax(-1)
+class Batch(NamedTuple):
+    """Prompts with their sampled answers, padded on the right; the fields with defaults are those of a scored batch."""
+
+    tokens: Tensor  # [B, T]
+    targets: Tensor  # [B, T - 1]: the token that was sampled behind each position, else IGNORE
+    logps: Tensor  # [B, T - 1]: its log-probability as the rollout saw it, else 0
+    answers: list[tuple[str, str]]  # prompt and sampled text of each row
+    rewards: Tensor = torch.empty(0)
+    old: Tensor = torch.empty(0)  # [B, T - 1]: log-probabilities in the denominator of the ratio
+    reference: Tensor | None = None  # [B, T - 1]: log-probabilities of the initial policy, for the KL penalty
+
+    @property
+    def mask(self) -> Tensor:
+        """``[B, T - 1]``, bool: where a token was sampled."""
+        return self.targets != IGNORE
+
+    def rows(self, rows: slice) -> Batch:
+        """Return some of the sequences, padded as they were."""
+        return Batch(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
 
 
 class Stock:
@@ -32,10 +47,15 @@ class Stock:
     def take(self, model: nn.Module) -> None:
         """Let the model compute in this way from now on."""
 
+    def load(self, model: nn.Module, masters: Sequence[Tensor]) -> None:
+        """Give a model the weights of the policy that is trained, rounded to its dtype."""
+        torch._foreach_copy_(list(model.parameters()), list(masters))
+
     def draw(self, head: Any, hidden: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens ``[B]`` that are drawn by ``noise[B, V]``, and their log-probabilities, FP32."""
+        """Return tokens ``[B]``, drawn by unit exponential ``noise[B, V]``, and their log-probabilities, FP32."""
         scores = head(hidden).float().log_softmax(-1)
-        ids = race(scores, noise)
+        # The least time, noise over probability, wins: the host waits for nothing, as it would in torch.multinomial.
+        ids = (scores - noise.log()).argmax(-1)
         return ids, scores.gather(-1, ids[:, None])[:, 0]
 
     def logps(self, head: Any, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -44,14 +64,13 @@ class Stock:
         scores = head(hidden).float().log_softmax(-1)
         return torch.where(kept, scores.gather(-1, torch.where(kept, targets, 0)[..., None])[..., 0], 0.0)
 
-    def loss(self, current: Tensor, old: Tensor, batch: Batch, settings: Settings, tokens: Tensor | None) -> Tensor:
+    def loss(self, current: Tensor, batch: Batch, settings: Settings, tokens: Tensor | None) -> Tensor:
         """Return GRPO's clipped loss, divided by the sampled tokens of the batch, or by ``tokens``."""
-        assert batch.reference is None
-        assert tokens is None
+        assert batch.reference is tokens is None
         groups = batch.rewards.double().view(-1, settings.samples_per_prompt)
         scale = groups.std(1, correction=0, keepdim=True).clamp(min=1e-6)
         advantages = ((groups - groups.mean(1, keepdim=True)) / scale).float().view(-1, 1)
-        ratio = (current - old).exp()
+        ratio = (current - batch.old).exp()
         clipped = ratio.clamp(1 - settings.clip_eps, 1 + settings.clip_eps)
         return -(torch.minimum(ratio * advantages, clipped * advantages) * batch.mask).sum() / batch.mask.sum()
 
@@ -67,7 +86,7 @@ class Ours(Stock):
             model.attend = ordered_attention
 
     def draw(self, head: Any, hidden: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
-        ids = race(det_gemm(hidden, head.weight.t(), out_dtype=torch.float32), noise)
+        ids = (det_gemm(hidden, head.weight.t(), out_dtype=torch.float32) - noise.log()).argmax(-1)
         return ids, self.logps(head, hidden, ids)
 
     def logps(self, head: Any, hidden: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
@@ -75,29 +94,80 @@ class Ours(Stock):
         assert isinstance(found, Tensor)  # statistics come only when asked for
         return found
 
-    def loss(self, current: Tensor, old: Tensor, batch: Batch, settings: Settings, tokens: Tensor | None) -> Tensor:  # noqa: D102
+    def loss(self, current: Tensor, batch: Batch, settings: Settings, tokens: Tensor | None) -> Tensor:  # noqa: D102
         options: dict[str, Any] = {"samples_per_prompt": settings.samples_per_prompt, "clip_eps": settings.clip_eps}
         options |= {} if batch.reference is None else {"beta": settings.beta}
         options |= {} if tokens is None else {"normaliser": Normaliser(num_tokens=tokens)}
-        return grpo_loss(current, old, batch.reference, batch.rewards, batch.mask, **options).loss
+        return grpo_loss(current, batch.old, batch.reference, batch.rewards, batch.mask, **options).loss
 
 
 OURS, STOCK = Ours(), Stock()
 
 
-def copy_weights(model: nn.Module, masters: Sequence[Tensor]) -> None:
-    """Give a model the weights of the policy that is trained, rounded to its dtype."""
-    torch._foreach_copy_(list(model.parameters()), list(masters))
-
-
 class Numerics(NamedTuple):
-    """A way to compute, a dtype, and how a copy of the policy gets its weights."""
+    """A way to compute, and a dtype."""
 
     way: Stock
     dtype: str
-    load: Callable[[nn.Module, Sequence[Tensor]], None] = copy_weights
 
     @property
     def name(self) -> str:
         """As reports call it."""
         return f"{self.way.name}, {self.dtype}"
+
+
+@torch.no_grad()
+def sample(
+    model: Any,
+    prompts: Sequence[str],
+    way: Stock,
+    settings: Settings,
+    generator: torch.Generator,
+    mine: slice = slice(None),
+) -> Batch:
+    """Sample an answer to each prompt, or to some with the draws that they have among all, on the generator's device.
+
+    What all prompts have goes through the model in one pass; a longer one is fed on while others are sampled already,
+    so that no row needs padding and every batch has one shape. Nothing in the loop waits for the device.
+    """
+    # A prompt has an equals sign, an answer an end.
+    longest, device = settings.longest + 1, generator.device
+    given = [settings.encode(prompt) for prompt in prompts[mine]]
+    rows = [[*ids, *[settings.end] * (2 * longest - len(ids))] for ids in given]
+    tokens, lengths = torch.tensor(rows, device=device), torch.tensor([[len(ids)] for ids in given], device=device)
+    after = torch.arange(1, 2 * longest, device=device)
+    is_open = (lengths <= after) & (after < lengths + longest)
+    targets, logps = torch.full_like(tokens[:, 1:], IGNORE), torch.zeros(is_open.shape, device=device)
+    ended = torch.zeros_like(is_open[:, 0])
+    for place, hidden in _decoded(model, tokens, settings):
+        noise = torch.empty(len(prompts), settings.end + 1, device=device).exponential_(generator=generator)
+        drawn, logp = way.draw(model.head, hidden, noise[mine])
+        sampled = is_open[:, place] & ~ended
+        targets[:, place] = torch.where(sampled, drawn, IGNORE)
+        logps[:, place] = torch.where(sampled, logp, 0.0)
+        tokens[:, place + 1] = torch.where(sampled, drawn, tokens[:, place + 1])
+        ended |= sampled & (drawn == settings.end)
+    answers = [settings.decode(token for token in row if token != IGNORE) for row in targets.tolist()]
+    return Batch(tokens, targets, logps, list(zip(prompts[mine], answers, strict=True)))
+
+
+@torch.no_grad()
+def decoded_logps(model: Any, batch: Batch, way: Stock, settings: Settings) -> Tensor:
+    """Return ``[B, T - 1]`` log-probabilities of a rollout's tokens, fed to the model as ``sample`` fed them."""
+    logps = torch.zeros_like(batch.logps)
+    for place, hidden in _decoded(model, batch.tokens, settings):
+        logps[:, place] = way.logps(model.head, hidden, batch.targets[:, place])
+    return logps
+
+
+def _decoded(model: Any, tokens: Tensor, settings: Settings) -> Iterator[tuple[int, Tensor]]:
+    """Yield each place from the last of the shortest prompt on, with its hidden states ``[B, D]``."""
+    cache, fed = model.cache(), tokens[:, : settings.shortest + 1]
+    for place in range(settings.shortest, tokens.shape[1] - 1):
+        yield place, model(fed, cache)[:, -1]
+        fed = tokens[:, place + 1 : place + 2]
+
+
+def training_logps(model: Any, batch: Batch, way: Stock) -> Tensor:
+    """Return ``[B, T - 1]`` log-probabilities of a rollout's tokens by one pass over the whole padded batch."""
+    return way.logps(model.head, model(batch.tokens[:, :-1]), batch.targets)
