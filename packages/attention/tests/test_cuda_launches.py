@@ -121,11 +121,11 @@ class Kernels:
             assert launch["keys"] == launch["table_step"] * launch["page"]
             assert launch["table_step"] == launch["table"].shape[1]
         sinks = launch.arguments.get("sinks", self.given.sinks)
-        assert sinks is None or "sinks" not in launch.arguments or sinks.is_contiguous()
         assert launch["box"] == box
         same = self.given.sinks is not None and self.given.sinks.dtype == launch["q"].dtype
         assert launch["sink_size"] == (0 if self.given.sinks is None else 2 if same else 4)
-        assert sinks is None or "sinks" not in launch.arguments or sinks.itemsize == launch["sink_size"]
+        if launch.arguments.get("sinks") is not None:
+            assert (sinks.is_contiguous(), sinks.itemsize) == (True, launch["sink_size"])
         where = [launch[name] for name in INTEGERS]
         longest = self.given.max_seqlen_q, self.given.max_seqlen_k
         return Inputs(q, *operands, sinks, *where, *longest, scale, launch["left"], launch["right"], launch["cap"])
@@ -216,12 +216,8 @@ class Kernels:
     def gradients(self, launch: Launch, box: int, counter: int) -> tuple[torch.Tensor, ...]:
         rows, out, grad = self.rows
         assert launch["counter"].data_ptr() == rows["counters"][counter].data_ptr()
-        assert launch["lses"] is rows["lses"]
-        assert launch["deltas"] is rows["deltas"]
-        assert launch["grad"] is rows["grad"]
-        assert [launch[f"g_{name}"] for name in ("batch", "row", "head")] == [
-            rows[f"g_{name}"] for name in ("batch", "row", "head")
-        ]
+        assert all(launch[name] is rows[name] for name in ("lses", "deltas", "grad"))
+        assert all(launch[name] == rows[name] for name in ("g_batch", "g_row", "g_head"))
         have = launch.constants
         sizes = have["K_WIDTH"] + have["V_WIDTH"]
         fixed = 1024 + 256 * sizes + 128 * (2 * max(have["K_WIDTH"], have["V_WIDTH"]) + 16)

@@ -68,9 +68,10 @@ FA3_LIBRARY = ("vllm_flash_attn", "_vllm_fa3_C.abi3.so")
 FA3_ABSENT = (
     *("k_new", "v_new", "q_v", "out", "cu_seqlens_k_new", "seqused_q", "kv_batch_idx", "leftpad_k", "rotary_cos"),
     *("rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale", "scheduler_metadata", "pack_gqa"),
-    *("s_aux", "cp_tot_seqused_k"),
+    *("s_aux", "cp_tot_seqused_k", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k"),
 )
 FA3_PLAIN = {"softcap": 0.0, "is_rotary_interleaved": True, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0}
+FA3_PLAIN |= {"num_splits": 0}
 """Values for arguments that a call does not have; those of FA3_ABSENT are None."""
 
 
@@ -142,32 +143,18 @@ def fa3() -> Callable[..., torch.Tensor]:
         raise ModuleNotFoundError("vllm is not there", name="vllm")
     torch.ops.load_library(str(Path(next(iter(found.submodule_search_locations)), *FA3_LIBRARY)))
 
-    def call(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        causal: bool = True,
-        window: tuple[int, int] = (-1, -1),
-        cu_seqlens_q: torch.Tensor | None = None,
-        cu_seqlens_k: torch.Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-        block_table: torch.Tensor | None = None,
-        seqused_k: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, **where: Any) -> torch.Tensor:
         shape = q.shape
-        if cu_seqlens_q is None and block_table is None:
+        left, right = where.pop("window", (-1, -1))
+        where["page_table"] = where.pop("block_table", None)
+        if "cu_seqlens_q" not in where and where["page_table"] is None:
             # The library takes packed sequences, or pages.
-            max_seqlen_q, max_seqlen_k = shape[1], k.shape[1]
-            cu_seqlens_q, cu_seqlens_k = _starts(q), _starts(k)
+            where |= {"max_seqlen_q": shape[1], "max_seqlen_k": k.shape[1]}
+            where |= {"cu_seqlens_q": _starts(q), "cu_seqlens_k": _starts(k)}
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        given = {**dict.fromkeys(FA3_ABSENT), **FA3_PLAIN} | {
-            **{"q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
-            **{"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "seqused_k": seqused_k},
-            **{"page_table": block_table, "softmax_scale": q.shape[-1] ** -0.5, "is_causal": causal},
-            **{"window_size_left": window[0], "window_size_right": window[1], "num_splits": 0},
-        }
+        given = {**dict.fromkeys(FA3_ABSENT), **FA3_PLAIN, "q": q, "k": k, "v": v, **where}
+        given |= {"softmax_scale": shape[-1] ** -0.5, "is_causal": causal}
+        given |= {"window_size_left": left, "window_size_right": right}
         return torch.ops._vllm_fa3_C.fwd(**given)[0].view(shape)
 
     return call

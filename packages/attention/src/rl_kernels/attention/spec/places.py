@@ -25,6 +25,10 @@ class Piece:
     k: torch.Tensor
     v: torch.Tensor
 
+    def before(self, other: Piece) -> Piece:
+        """Return a sequence of these tokens and then the other's."""
+        return Piece(*(torch.cat((getattr(self, name), getattr(other, name))) for name in ("q", "k", "v")))
+
 
 @dataclass(frozen=True)
 class Place:
@@ -52,24 +56,19 @@ class Place:
 def places_of(call: Inputs) -> list[Place]:
     """Return the places of the sequences of a call."""
     if "cu_seqlens_q" in call:
-        queries = [slice(a, b) for a, b in _ranges(call["cu_seqlens_q"])]
+        queries = [slice(*ends) for ends in pairwise(call["cu_seqlens_q"].tolist())]
         batches: Sequence[int | None] = [None] * len(queries)
     else:
         batches = range(call["q"].shape[0])
         queries = [slice(0, call["q"].shape[1])] * len(batches)
     keys: list[slice | None] = [None] * len(batches)
     if "cu_seqlens_k" in call:
-        keys = [slice(a, b) for a, b in _ranges(call["cu_seqlens_k"])]
+        keys = [slice(*ends) for ends in pairwise(call["cu_seqlens_k"].tolist())]
     elif "block_table" not in call:
         first = call["k_start"].clamp(min=0).tolist() if "k_start" in call else [0] * len(batches)
         last = call["seqused_k"].tolist() if "seqused_k" in call else [call["k"].shape[1]] * len(batches)
         keys = [slice(a, b) for a, b in zip(first, last, strict=True)]
     return [Place(*place) for place in zip(batches, queries, keys, strict=True)]
-
-
-def _ranges(cu_seqlens: torch.Tensor) -> list[tuple[int, int]]:
-    bounds = cu_seqlens.tolist()
-    return list(pairwise(bounds))
 
 
 def pieces_of(call: Inputs) -> list[Piece]:

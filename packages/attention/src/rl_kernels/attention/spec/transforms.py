@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import torch
 
 from rl_kernels.attention.reference import queries_of
-from rl_kernels.attention.spec.places import (
-    OF_KEYS,
-    Piece,
-    cache,
-    integers,
-    packed,
-    paged,
-    pieces_of,
-    places_of,
-)
+from rl_kernels.attention.spec.places import OF_KEYS, Piece, cache, integers, packed, paged, pieces_of, places_of
 from rl_kernels.core.testing import Case, Draw, Inputs, Transform, Variant, as_int32, options
 
 WHERE = frozenset(
@@ -68,12 +59,15 @@ def _variant(
         if name in OF_KEYS and not keys:
             return None
         found = [here[part.sequence].of(name, result) for _, part in known]
-        if any(x is None for x in found) or not found:
+        if not found or any(x is None for x in found):
             return None
-        cut = [
-            x if x is None or name in OF_KEYS else x[part.queries] for x, (_, part) in zip(found, known, strict=True)
-        ]
-        return torch.cat([x for x in cut if x is not None])
+        return torch.cat(
+            [
+                x if name in OF_KEYS else x[part.queries]
+                for x, (_, part) in zip(found, known, strict=True)
+                if x is not None
+            ]
+        )
 
     def find(name: str, result: torch.Tensor) -> torch.Tensor:
         found = [one(name, j, result) for j, _ in known]
@@ -100,6 +94,11 @@ class Base:
     def __init__(self, case: Case, call: Inputs, draw: Draw) -> None:
         self.case, self.call, self.draw = case, call, draw
         self.pieces = pieces_of(call)
+
+    @property
+    def ends(self) -> list[int]:
+        """The first and the last sequence, once."""
+        return sorted({0, len(self.pieces) - 1})
 
     @property
     def causal(self) -> bool:
@@ -165,8 +164,8 @@ def _alone(base: Base) -> Iterator[Variant]:
 def _packed(base: Base) -> Iterator[Variant]:
     count = len(base.pieces)
     for label, order in (("as they come", list(range(count))), ("reversed", list(range(count))[::-1])):
-        chosen = [base.pieces[i] for i in order]
-        yield _variant(f"packed, {label}", base.call, base.whole(order), packed(chosen), keys=True)
+        where = packed([base.pieces[i] for i in order])
+        yield _variant(f"packed, {label}", base.call, base.whole(order), where, keys=True)
     empty = base.garbage(0)
     for label, number in (("others", None), ("NaN", torch.nan), ("inf", torch.inf)):
         between: list[int | None] = [None, 0, None, None, *range(1, count), None]
@@ -178,36 +177,29 @@ def _packed(base: Base) -> Iterator[Variant]:
 def _batched(base: Base) -> Iterator[Variant]:
     """Sequences of equal lengths in one batch with unrelated ones."""
     first = base.pieces[0]
-    alike = [
-        i for i, piece in enumerate(base.pieces) if piece.k.shape == first.k.shape and piece.q.shape == first.q.shape
-    ]
-    for count in (2, 5):
-        for number in (None, torch.nan):
-            q, k = base.garbage(len(first.q), number), base.garbage(len(first.k), number)
-            other = Piece(q.q, k.k, k.v)
-            order: list[int | None] = [None] * (count - 1) + list(alike)
-            chosen = [other if i is None else base.pieces[i] for i in order]
-            where = {name: torch.stack([getattr(piece, name) for piece in chosen]) for name in ("q", "k", "v")}
-            yield _variant(f"behind {count - 1} of {number}", base.call, base.whole(order), where, keys=True)
+    shapes = first.q.shape, first.k.shape
+    alike = [i for i, piece in enumerate(base.pieces) if (piece.q.shape, piece.k.shape) == shapes]
+    for count, number in product((1, 4), (None, torch.nan)):
+        k = base.garbage(len(first.k), number)
+        other = Piece(base.garbage(len(first.q), number).q, k.k, k.v)
+        chosen = [other] * count + [base.pieces[i] for i in alike]
+        where = {name: torch.stack([getattr(piece, name) for piece in chosen]) for name in ("q", "k", "v")}
+        order: list[int | None] = [None] * count + list(alike)
+        yield _variant(f"behind {count} of {number}", base.call, base.whole(order), where, keys=True)
 
 
 def _left_padded(base: Base) -> Iterator[Variant]:
     """Pad before queries and keys; causal only, because otherwise queries of the padding would see real keys."""
     if not base.causal:
         return
-    for pad in (1, 5, 64, 67):
-        for i in sorted({0, len(base.pieces) - 1}):
-            piece, number = base.pieces[i], torch.nan if pad == 5 else None
-            filler = base.garbage(pad, number)
-            # Queries are padded as in a trainer, with finite values, unless there are fewer queries than keys.
-            queries = base.garbage(pad if len(piece.q) >= len(piece.k) else 0).q
-            longer = Piece(
-                torch.cat((queries, piece.q)), torch.cat((filler.k, piece.k)), torch.cat((filler.v, piece.v))
-            )
-            where = {**_dense(longer), "k_start": integers([pad], piece.q)}
-            kept = {0: slice(len(queries), None)}
-            label = f"{pad} of padding before sequence {i}"
-            yield _variant(label, base.call, base.whole([i]), where, keys=True, kept=kept)
+    for pad, i in product((1, 5, 64, 67), base.ends):
+        piece, filler = base.pieces[i], base.garbage(pad, torch.nan if pad == 5 else None)
+        # Queries are padded as in a trainer, with finite values, unless there are fewer queries than keys.
+        queries = base.garbage(pad if len(piece.q) >= len(piece.k) else 0).q
+        filler = Piece(queries, filler.k, filler.v)
+        where = {**_dense(filler.before(piece)), "k_start": integers([pad], piece.q)}
+        kept, label = {0: slice(len(queries), None)}, f"{pad} of padding before sequence {i}"
+        yield _variant(label, base.call, base.whole([i]), where, keys=True, kept=kept)
 
 
 def _right_padded(base: Base) -> Iterator[Variant]:
@@ -216,26 +208,25 @@ def _right_padded(base: Base) -> Iterator[Variant]:
         return
     for pad in (1, 63, 70):
         i = len(base.pieces) - 1
-        piece, filler = base.pieces[i], base.garbage(pad)
-        longer = Piece(*(torch.cat((getattr(piece, n), getattr(filler, n))) for n in ("q", "k", "v")))
-        where = {**_dense(longer), "seqused_q": integers([len(piece.q)], piece.q)}
+        piece = base.pieces[i]
+        where = {**_dense(piece.before(base.garbage(pad))), "seqused_q": integers([len(piece.q)], piece.q)}
         kept, own = ({0: slice(0, len(x))} for x in (piece.q, piece.k))
-        label = f"{pad} of padding behind"
-        yield _variant(label, base.call, base.whole([i]), where, keys=True, kept=kept, kept_keys=own)
+        yield _variant(
+            f"{pad} of padding behind", base.call, base.whole([i]), where, keys=True, kept=kept, kept_keys=own
+        )
 
 
 def _chunks(base: Base) -> Iterator[Variant]:
     """Queries in chunks, each with the keys up to its end: dense, and packed together."""
     if not base.causal:
         return
-    for i in sorted({0, len(base.pieces) - 1}):
+    for i in base.ends:
         count = len(base.pieces[i].q)
         if not count:
             continue
         cut = base.draw.integer(0, count) + 1
         bounds = sorted({0, min(cut, count), min(16, count), min(65, count), count})
-        found = [base.chunk(i, a, b) for a, b in pairwise(bounds)]
-        chunks = [chunk for chunk in found if chunk is not None]
+        chunks = [chunk for a, b in pairwise(bounds) if (chunk := base.chunk(i, a, b))]
         for part, piece in chunks:
             yield _variant(f"{part.queries} of sequence {i}", base.call, [part], _dense(piece))
         if chunks:
@@ -246,19 +237,17 @@ def _tokens(base: Base) -> Iterator[Variant]:
     """The last queries, one and several at a time, with a full cache, a longer one, and pages."""
     if not base.causal:
         return
-    for i in sorted({0, len(base.pieces) - 1}):
+    for i, width in product(base.ends, (1, 2, 5, 17)):
         count = len(base.pieces[i].q)
-        for width in (1, 2, 5, 17):
-            starts = range(max(count - MOST_TOKENS, 0), count - width + 1, width)
-            found = [base.chunk(i, start, start + width) for start in starts]
-            chunks = [chunk for chunk in found if chunk is not None]
-            if not chunks:
-                continue
-            parts, pieces = [part for part, _ in chunks], [piece for _, piece in chunks]
-            label = f"{width} at a time"
-            yield _variant(f"{label}, cache", base.call, parts, cache(pieces, 5, torch.nan))
-            yield _variant(f"{label}, full cache", base.call, parts, cache(pieces, 0, torch.nan))
-            yield _variant(f"{label}, pages", base.call, parts, paged(pieces, PAGES[i % 4], torch.nan))
+        starts = range(max(count - MOST_TOKENS, 0), count - width + 1, width)
+        chunks = [chunk for start in starts if (chunk := base.chunk(i, start, start + width))]
+        if not chunks:
+            continue
+        parts, pieces = [part for part, _ in chunks], [piece for _, piece in chunks]
+        label = f"{width} at a time"
+        yield _variant(f"{label}, cache", base.call, parts, cache(pieces, 5, torch.nan))
+        yield _variant(f"{label}, full cache", base.call, parts, cache(pieces, 0, torch.nan))
+        yield _variant(f"{label}, pages", base.call, parts, paged(pieces, PAGES[i % 4], torch.nan))
 
 
 def _dropped(base: Base) -> Iterator[Variant]:
@@ -266,7 +255,7 @@ def _dropped(base: Base) -> Iterator[Variant]:
     left = (base.call.get("window") or (None, None))[0]
     if not base.causal or left in (None, -1):
         return
-    for i in sorted({0, len(base.pieces) - 1}):
+    for i in base.ends:
         count, total = len(base.pieces[i].q), len(base.pieces[i].k)
         for width, more in ((1, 0), (3, 0), (count // 2, 5)):
             found = base.chunk(i, count - width, count) if 0 < width <= count else None
