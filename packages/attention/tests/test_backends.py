@@ -1,5 +1,6 @@
 """Every backend of det_attention that runs here, held to the rules of all operators."""
 
+import pytest
 import torch
 
 from rl_kernels.attention.op import OPERATOR
@@ -68,6 +69,14 @@ class TestConformance(Conformance):
         Case("packed", sizes(9, 1100, 1100, 4, 7, 64), {"layout": "packed", "return_lse": True}),
         Case("left", sizes(5, 1500, 1500, 2, 4, 128), {"layout": "left", "return_lse": True}),
     )
+
+    @pytest.mark.smoke
+    def test_plain_cases(self):
+        for name in ("packed", "softcap", "plain"):
+            for relation in ("accuracy", "gradients"):
+                self.test_relation("native", relation, "fp32", SPEC.case(name))
+        for relation in ("invariance", "robustness"):
+            self.test_relation("native", relation, "fp32", SPEC.case("plain"))
 
 
 def test_the_checker_knows_which_calls_wait_for_the_device():

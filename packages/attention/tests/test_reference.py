@@ -6,6 +6,8 @@ import torch.nn.functional as F
 
 from rl_kernels.attention import reference
 
+pytestmark = pytest.mark.smoke
+
 
 def operands(queries=5, keys=7, heads=4, kv_heads=2, head=8, seed=3):
     source = torch.Generator().manual_seed(seed)
