@@ -25,7 +25,7 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from multiprocessing import get_context
@@ -41,7 +41,7 @@ from rl_kernels.core.command import Parser, count, location, writable, write_jso
 from rl_kernels.demo import task
 from rl_kernels.demo.model import make
 from rl_kernels.demo.task import Settings
-from rl_kernels.demo.train import StepMetrics, Trainer
+from rl_kernels.demo.train import Record, Trainer
 from rl_kernels.demo.ways import OURS, Batch, Numerics, Ours, Stock, sample, training_logps
 from rl_kernels.lab.bench.environment import environment
 
@@ -99,13 +99,7 @@ WAYS = {
     "FP8 rollout": Way(FP8_ROLLOUT, PLAIN),
     "FP8, recomputed": Way(FP8_ROLLOUT, PLAIN, Recomputing),
 }
-MEASURES: dict[str, Callable[[StepMetrics], float]] = {
-    "reward": lambda step: step.reward,
-    "solved": lambda step: step.solved,
-    "kl": lambda step: step.kl,
-    "largest": lambda step: step.largest,
-    "clipped_at_once": lambda step: step.clipped_at_once,
-}
+MEASURES = "reward", "solved", "kl", "largest", "clipped_at_once"
 
 
 def train(name: str, settings: Settings) -> dict[str, Any]:
@@ -117,12 +111,12 @@ def train(name: str, settings: Settings) -> dict[str, Any]:
     stretches = [history[first : first + STRETCH] for first in range(0, len(history), STRETCH)]
     measures = {measure: [_together(measure, steps) for steps in stretches] for measure in MEASURES}
     seconds, evaluated = (
-        round(sum(metrics.seconds for metrics in history), 1),
+        round(sum(metrics["seconds"] for metrics in history), 1),
         evaluation(settings, trainer.masters),
     )
     return {
         **{"way": name, "seed": settings.seed, "seconds": seconds, "evaluated": evaluated},
-        **{"steps": [steps[-1].step for steps in stretches]},
+        **{"steps": [steps[-1]["step"] for steps in stretches]},
         **measures,
     }
 
@@ -134,12 +128,12 @@ def evaluation(settings: Settings, weights: Sequence[torch.Tensor]) -> float:
     policy = make(settings, torch.device("cpu"), "FP32").requires_grad_(False)
     with torch.no_grad():
         PLAIN.load(policy, weights)
-    batch = sample(policy, prompts, PLAIN, settings, torch.Generator().manual_seed(EVALUATION))
+    batch = sample(policy, prompts, PLAIN, settings, torch.Generator().manual_seed(EVALUATION), slice(None))
     return round(fmean(task.reward(*pair) for pair in batch.answers), 4)
 
 
-def _together(measure: str, steps: Sequence[StepMetrics]) -> float:
-    values = [MEASURES[measure](step) for step in steps]
+def _together(measure: str, steps: Sequence[Record]) -> float:
+    values = [step[measure] for step in steps]
     return float(f"{max(values) if measure == 'largest' else fmean(values):.4g}")
 
 

@@ -184,7 +184,6 @@ def test_the_table_of_steps_has_a_row_for_each_tenth(monkeypatch, capsys):
         ("answers", [("12=", "[/a]", 0.25)] * 9),
     ):
         monkeypatch.setattr(trainer, name, found)
-    monkeypatch.setattr(report, "asdict", dict)
     assert len(report.train(trainer)) == 25
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines() if "30.00%" in line]

@@ -1,11 +1,13 @@
-"""Both ways to compute draw, score and lose alike but for rounding; what is measured of their log-probs."""
+"""The task; both ways to compute draw, score and lose alike but for rounding; what is measured of log-probs."""
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
 
-from rl_kernels.demo.task import GPU
+from rl_kernels.demo import task
+from rl_kernels.demo.task import CPU, GPU
 from rl_kernels.demo.train import clip_fraction, different, gap
 from rl_kernels.demo.ways import IGNORE, OURS, STOCK, Batch
 
@@ -66,18 +68,55 @@ def test_both_losses_are_one_formula():
 def test_a_gap_counts_bits_and_ratios():
     rollout = torch.tensor([-1.0, -2.0, -1.0, -1e-9, 0.0])
     training = rollout.clone()
-    assert vars(gap(rollout, training)) == dict(tokens=5, mismatches=0, kl=0.0, largest=0.0, ratios_off=0)
+    assert gap(rollout, training) == dict(tokens=5, mismatches=0, kl=0.0, largest=0.0, ratios_off=0)
     training[1] += 0.1
     training[3] = torch.nextafter(training[3], torch.tensor(-1.0))  # a ratio next to 1 is rounded to it
     training[4] = -0.0
     found = gap(rollout, training)
-    assert (found.tokens, found.mismatches, found.ratios_off) == (5, 3, 1)
-    assert found.largest == pytest.approx(0.1051709, rel=1e-5)
-    assert found.kl == pytest.approx((1.1051709 - 1 - 0.1) / 5, rel=1e-4)
+    assert (found["tokens"], found["mismatches"], found["ratios_off"]) == (5, 3, 1)
+    assert found["largest"] == pytest.approx(0.1051709, rel=1e-5)
+    assert found["kl"] == pytest.approx((1.1051709 - 1 - 0.1) / 5, rel=1e-4)
 
 
 def test_the_clip_fraction_counts_what_the_clip_holds_back():
     old, rewards = torch.zeros(2, 4), torch.tensor([1.0, 0.0])  # advantages 1 and -1
     current = torch.tensor([[0.3, -0.3, 0.1, 0.3], [0.3, -0.3, 0.1, -0.3]])
-    mask = torch.tensor([[True, True, True, False], [True, True, True, True]])
-    assert clip_fraction(current, old, rewards, mask, 2, 0.2) == pytest.approx(3 / 7)
+    targets = torch.tensor([[1, 1, 1, IGNORE], [1, 1, 1, 1]])
+    batch, settings = Batch(targets, targets, old, [], rewards, old), replace(GPU, samples_per_prompt=2, clip_eps=0.2)
+    assert clip_fraction(current, batch, settings) == pytest.approx(3 / 7)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("1249", 1.0),
+        ("1294", (4 + 2) / 8),  # all digits, two in place
+        ("4192", (4 + 0) / 8),  # the prompt itself
+        ("1111", (1 + 1) / 8),  # a digit counts once
+        ("12", (2 + 2) / 8),  # too short
+        ("12499", (4 + 4) / 10),  # too long
+        ("=", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_reward_is_the_mean_of_the_shares_in_common_and_in_place(answer, expected):
+    assert task.reward("4192=", answer) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("settings", [CPU, GPU], ids=["cpu", "gpu"])
+def test_prompts_survive_the_round_trip_through_tokens(settings):
+    source = random.Random(0)
+    prompts = {task.draw_prompt(source, settings) for _ in range(500)}
+    assert {len(prompt) - 1 for prompt in prompts} == set(range(settings.shortest, settings.longest + 1))
+    for prompt in prompts:
+        assert len(set(prompt)) == len(prompt)
+        ids = settings.encode(prompt)
+        assert settings.decode([*ids, settings.end, *ids]) == prompt
+    assert settings.end == len(settings.characters)
+
+
+def test_the_learning_rate_rises_and_then_falls_to_a_tenth():
+    rates = [GPU.rate(step) / GPU.learning_rate for step in range(1, 201)]
+    assert rates[0] == pytest.approx(1 / 20)
+    assert max(rates) == rates[19] == pytest.approx(1 - 0.9 * 19 / 200)
+    assert rates[-1] == pytest.approx(1 - 0.9 * 199 / 200)

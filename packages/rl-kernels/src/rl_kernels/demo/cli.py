@@ -15,9 +15,9 @@ import torch
 from rl_kernels.core import BackendUnavailable
 from rl_kernels.core.command import Parser, count, location, table, write_json
 from rl_kernels.demo import parallel, plot, report
-from rl_kernels.demo.report import Record, Verdict, judged
+from rl_kernels.demo.report import Verdict, judged
 from rl_kernels.demo.task import CPU, GPU, Settings
-from rl_kernels.demo.train import Trainer
+from rl_kernels.demo.train import Record, Trainer
 from rl_kernels.demo.ways import OURS, STOCK, Numerics
 from rl_kernels.lab.bench.environment import environment
 
@@ -109,7 +109,7 @@ def compared(trainer: Trainer) -> list[Record]:
     batch = trainer.sample()
     size = len(batch.answers)
     return [
-        {"numerics": each.name, "sequences": together, "gap": asdict(trainer.compare(each, batch, stride))}
+        {"numerics": each.name, "sequences": together, "gap": trainer.compare(each, batch, stride)}
         for each in (trainer.own, *trainer.watched[::-1])
         for together, stride in ((size, None), (1, -(-size // 16)))
     ]

@@ -56,13 +56,13 @@ class Block(nn.Module):
         self.qkv, self.mix = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         self.up, self.down = nn.Linear(width, feed_forward, bias=False), nn.Linear(feed_forward, width, bias=False)
 
-    def forward(self, x: Tensor, attend: Any, cache: dict[Any, Any] | None) -> Any:
+    def forward(self, x: Tensor, attend: Any, sees: Tensor, cache: dict[Any, Any] | None) -> Any:
         """Return ``[B, Q, D]`` from ``x[B, Q, D]``; rows of ``qkv.weight`` lie head by head: ranks can cut it."""
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, 3, self.head_size)).permute(3, 0, 2, 1, 4)
         if cache is not None:
             before = cache.get(self, (k[:, :, :0], v[:, :, :0]))
             k, v = cache[self] = torch.cat((before[0], k), 2), torch.cat((before[1], v), 2)
-        x = x + self.mix(attend(q, k, v).transpose(1, 2).flatten(2))
+        x = x + self.mix(attend(q, k, v, sees).transpose(1, 2).flatten(2))
         return x + self.down(self.up(self.feed_norm(x)).relu())
 
 
@@ -72,7 +72,8 @@ class Policy(nn.Module):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         width, size = settings.width, settings.end + 1
-        self.attend, self.cache = library_attention, dict[Any, Any]
+        self.attend: Any = F.scaled_dot_product_attention
+        self.cache = dict[Any, Any]
         self.token, self.position = nn.Embedding(size, width), nn.Embedding(2 * (settings.longest + 1), width)
         blocks = (Block(width, settings.feed_forward, settings.heads) for _ in range(settings.layers))
         self.blocks, self.norm = nn.ModuleList(blocks), nn.RMSNorm(width, eps=1e-6)
@@ -89,23 +90,14 @@ class Policy(nn.Module):
         """Return hidden states ``[B, Q, D]`` of ``tokens[B, Q]``, which stand behind the tokens in the cache."""
         start = cache[self.blocks[0]][0].shape[2] if cache else 0
         x = self.token(tokens) + self.position(torch.arange(start, start + tokens.shape[1]))
+        sees = torch.ones(tokens.shape[1], start + tokens.shape[1], dtype=torch.bool).tril(start)
         for block in self.blocks:
-            x = block(x, self.attend, cache)
+            x = block(x, self.attend, sees, cache)
         return self.norm(x)
 
 
-def visible(q: Tensor, k: Tensor) -> Tensor:
-    """Return ``[Q, K]``: whether a query sees a key; the Q queries stand at the last of the K positions."""
-    return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
-
-
-def library_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return causal attention ``[B, H, Q, d]`` of ``q``, with ``k`` and ``v [B, H, K, d]``, by PyTorch's function."""
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible(q, k))
-
-
-def ordered_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return the same with bits that do not depend on the batch, faster than ``det_attention`` on so few tokens.
+def ordered_attention(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
+    """Return attention whose bits do not depend on the batch, faster than ``det_attention`` on so few tokens.
 
     A score is a tree of additions over the head, whose size is a power of two, and keys are added one after the other;
     those not seen add 0. Computed in FP32, rounded once to the dtype of ``q``.
@@ -115,7 +107,7 @@ def ordered_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     while products.shape[-1] > 1:
         low, high = products.chunk(2, -1)
         products = low + high
-    scores = (products[..., 0] * q.shape[-1] ** -0.5).masked_fill(~visible(q, k), -torch.inf)
+    scores = (products[..., 0] * q.shape[-1] ** -0.5).masked_fill(~sees, -torch.inf)
     weights = (scores - scores.detach().amax(-1, keepdim=True)).exp()
     total, mixed = torch.zeros_like(weights[..., :1]), torch.zeros_like(q)
     for key, weight in enumerate(weights[..., None].unbind(-2)):

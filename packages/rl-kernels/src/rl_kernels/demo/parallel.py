@@ -15,17 +15,14 @@ from torch.distributed import ProcessGroup
 from rl_kernels.core.distributed import agree, all_gather, group_of, group_rank, group_size
 from rl_kernels.demo.model import Policy
 from rl_kernels.demo.task import Settings
-from rl_kernels.demo.train import StepMetrics, Trainer, different
+from rl_kernels.demo.train import Record, Trainer, different
 from rl_kernels.models.parallel import ColumnParallel, RowParallel, full_state_dict
 from rl_kernels.models.parallel.ranks import Ranks
 
 STEPS = 30
 """Steps by default: every step is run twice."""
-NAMES = {"tp": "tensor parallelism", "dp": "data parallelism"}
 RANKS = {"tp": (1, 2, 4), "dp": (1, 2, 4, 8)}
 """Numbers of ranks that the model's four heads, and the operators, can be shared by."""
-SEGMENTS = 4
-"""Segments of a sum: the narrowest layer has 64 inputs, 16 for each."""
 
 
 def why_not(way: str) -> str | None:
@@ -40,7 +37,7 @@ def why_not(way: str) -> str | None:
 
 def trained(
     settings: Settings, way: str, parts: int, group: ProcessGroup | None, shows: bool
-) -> tuple[list[StepMetrics], dict[str, torch.Tensor]]:
+) -> tuple[list[Record], dict[str, torch.Tensor]]:
     """Train over a group, or the same in one process; return all steps, and the whole weights, on each rank.
 
     ``tp``: each rank has a part of the weights and runs every batch. ``dp``: each has all weights and runs one of
@@ -49,7 +46,8 @@ def trained(
 
     def cut(policy: Policy) -> None:
         """Cut attention by heads, other layers by columns and rows; without a group of ranks, only their sums."""
-        ranks = Ranks(group if way == "tp" else None, SEGMENTS, cuts_tokens=False)
+        # Four segments of a sum: the narrowest layer has 64 inputs, 16 for each.
+        ranks = Ranks(group if way == "tp" else None, 4, cuts_tokens=False)
         blocks: Any = policy.blocks
         for block in blocks:
             for layer in (block.qkv, block.up):
@@ -76,13 +74,15 @@ def run(settings: Settings, way: str) -> bool:
     # One process is enough for the comparison; the others wait.
     alone = trained(settings, way, parts, None, True)[1] if is_first else weights
     differing = sum(int(different(value, alone[name]).sum()) for name, value in weights.items())
-    counts = [sum(each.tokens for each in history), sum(each.mismatches for each in history), differing]
+    counts = [sum(each["tokens"] for each in history), sum(each["mismatches"] for each in history), differing]
     gathered = all_gather(torch.tensor([counts]), group)
     # Under tensor parallelism all ranks score the same tokens.
     (tokens, mismatches, _), differing = gathered[:parts].sum(0).tolist(), int(gathered[0, 2])
     if is_first:
-        rewards = f"{history[0].reward:.3f} in the first step, {history[-1].reward:.3f} in the last of {len(history)}"
-        print(f"GRPO over {size} ranks, {NAMES[way]}, gloo, and the same in one process\nreward: {rewards}")
+        rewards = (
+            f"{history[0]['reward']:.3f} in the first step, {history[-1]['reward']:.3f} in the last of {len(history)}"
+        )
+        print(f"GRPO over {size} ranks, {way}, gloo, and the same in one process\nreward: {rewards}")
         print(f"log-probs of rollout and training: {mismatches} of {tokens:,} differ in any bit")
         print(f"weights over ranks and in one process: {differing} of {total:,} differ in any bit")
         print(f"{time.perf_counter() - start:.0f} s")

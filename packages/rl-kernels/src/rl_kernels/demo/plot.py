@@ -13,7 +13,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rl_kernels.demo.report import Record
+from rl_kernels.demo.train import Record
 from rl_kernels.lab.bench.plot import save
 
 BLUE, TEAL, GREEN, ORANGE, RED = "#2a6fbb", "#45c4b0", "#3a9a5b", "#d9822b", "#c0392b"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any
 
 from rich.progress import track
 
 from rl_kernels.core.command import table
-from rl_kernels.demo.train import Trainer
+from rl_kernels.demo.train import Record, Trainer
 from rl_kernels.demo.ways import OURS, Numerics
 
 ROWS, SHOWN = 10, 8
@@ -24,8 +23,6 @@ NEXT = """next    your model: rl-kernels audit path/to/model
 QUOTIENT = "ours / stock"
 MARGIN = 0.5
 """By how much the mean reward, which lies between 0 and 1, must have risen."""
-Record = Mapping[str, Any]
-"""A step, a gap or a comparison at the end as run.json has it."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ def train(trainer: Trainer) -> list[Record]:
     numerics, stretch = "".join(f"{each.way.short} {each.dtype}".rjust(11) for each in shown), -(-steps // ROWS)
     print(f"step  reward  solved{numerics}       KL  ms: rollout  update")
     for step in track(range(1, steps + 1), "training"):
-        history.append(asdict(trainer.step(step)))
+        history.append(trainer.step(step))
         if step % stretch == 0 or step == steps:
             print(_row(history[(step - 1) // stretch * stretch :], shown))
     answers = [(*pair, f"{reward:.2f}") for *pair, reward in trainer.answers[:: -(-len(trainer.answers) // SHOWN)]]

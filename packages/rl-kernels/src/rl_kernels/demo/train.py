@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,58 +20,34 @@ from rl_kernels.demo.model import make
 from rl_kernels.demo.ways import OURS, Batch, Numerics, Stock, decoded_logps, sample, training_logps
 from rl_kernels.grpo_loss import group_advantages
 
-
-@dataclass(frozen=True, kw_only=True)
-class Gap:
-    """How log-probabilities of a rollout differ from those of a training pass with the same weights."""
-
-    tokens: int
-    mismatches: int  # tokens that differ in any bit
-    kl: float  # of training from rollout, nats a token: the mean of k3, r - 1 - log r with r their ratio in FP64
-    largest: float  # largest |r - 1|; like kl it is 0 only if no token differs
-    ratios_off: int | None = None  # tokens whose ratio is not 1 in FP32, as in a loss; None in records of FP32 copies
+Record = dict[str, Any]
+"""A step, a gap or a comparison, as run.json has it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepMetrics(Gap):
-    """One step of training, and the gap between its rollout and first training pass, whose weights are the same."""
-
-    step: int
-    reward: float
-    solved: float  # share of answers that earned the whole reward
-    clip_fraction: float  # share of tokens whose ratio the last update on the batch found clipped
-    clipped_at_once: float = 0.0  # the same before any update
-    rollout_seconds: float
-    update_seconds: float
-    seconds: float  # the whole step, but without the measures of other numerics
-    watched: Mapping[str, Gap]  # the gap in other numerics, of the same weights and tokens, in steps that measure it
-
-
-def different(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def different(a: Tensor, b: Tensor) -> Tensor:
     """Say for each element of two FP32 tensors of one shape whether any bit differs; those of +0 and -0 do."""
     return a.detach().contiguous().view(torch.int32) != b.detach().contiguous().view(torch.int32)
 
 
-def gap(rollout: torch.Tensor, training: torch.Tensor) -> Gap:
-    """Return the gap between two sets of FP32 log-probabilities ``[N]``."""
+def gap(rollout: Tensor, training: Tensor) -> Record:
+    """Return how log-probabilities ``[N]`` of a rollout, FP32, differ from those of training with the same weights."""
     log_ratio = training.double() - rollout.double()
-    return Gap(
-        tokens=len(rollout),
-        mismatches=int(different(rollout, training).sum()),
-        kl=float((log_ratio.expm1() - log_ratio).mean()),
-        largest=float(log_ratio.expm1().abs().max()),
-        ratios_off=int(((training - rollout).exp() != 1).sum()),
-    )
+    return {
+        "tokens": len(rollout),
+        "mismatches": int(different(rollout, training).sum()),  # tokens that differ in any bit
+        # Of training from rollout, nats a token: the mean of k3, r - 1 - log r with r their ratio in FP64.
+        "kl": float((log_ratio.expm1() - log_ratio).mean()),
+        "largest": float(log_ratio.expm1().abs().max()),  # |r - 1|; like kl it is 0 only if no token differs
+        "ratios_off": int(((training - rollout).exp() != 1).sum()),  # tokens whose ratio is not 1 in FP32, as in a loss
+    }
 
 
-def clip_fraction(
-    current: torch.Tensor, old: torch.Tensor, rewards: torch.Tensor, mask: torch.Tensor, samples: int, eps: float
-) -> float:
-    """Return the share of the tokens whose ratio is clipped; all ``[B, T]`` but ``rewards [B]``."""
-    advantages = group_advantages(rewards, samples_per_prompt=samples)[:, None]
-    ratio = (current - old).exp()
+def clip_fraction(current: Tensor, batch: Batch, settings: task.Settings) -> float:
+    """Return the share of the tokens whose ratio is clipped."""
+    advantages = group_advantages(batch.rewards, samples_per_prompt=settings.samples_per_prompt)[:, None]
+    ratio, eps = (current - batch.old).exp(), settings.clip_eps
     clipped = ((ratio > 1 + eps) & (advantages > 0)) | ((ratio < 1 - eps) & (advantages < 0))
-    return float(clipped[mask].float().mean())
+    return float(clipped[batch.mask].float().mean())
 
 
 class Trainer:
@@ -113,26 +88,25 @@ class Trainer:
         self.answers: list[tuple[str, str, float]] = []
         """Prompt, answer and reward of all that the last step sampled."""
 
-    def step(self, step: int) -> StepMetrics:
-        """Sample a batch, and learn from it."""
+    def step(self, step: int) -> Record:
+        """Sample a batch, and learn from it; the gap is between its rollout and the first training pass."""
         batch, rollout_seconds = self._done(self.own, step, self.sample)
         batch, score_seconds = self._done(self.own, step, self.scored, batch)
         measured = self.watched if (step - 1) % self.settings.measure_every == 0 else ()
         watched = {each.name: self._done(each, step, self.compare, each, batch)[0] for each in measured}
         (first, last), update_seconds = self._done(self.own, step, self._learned, batch, self.settings.rate(step))
-        rest = (batch.old, batch.rewards, batch.mask, self.settings.samples_per_prompt, self.settings.clip_eps)
-        return StepMetrics(
-            **vars(gap(batch.logps[batch.mask], first[batch.mask])),
-            step=step,
-            reward=float(batch.rewards.mean()),
-            solved=float((batch.rewards == 1).float().mean()),
-            clip_fraction=clip_fraction(last, *rest),
-            clipped_at_once=clip_fraction(first, *rest),
-            rollout_seconds=rollout_seconds,
-            update_seconds=update_seconds,
-            seconds=rollout_seconds + score_seconds + update_seconds,
-            watched=watched,
-        )
+        return {
+            **gap(batch.logps[batch.mask], first[batch.mask]),
+            "step": step,
+            "reward": float(batch.rewards.mean()),
+            "solved": float((batch.rewards == 1).float().mean()),  # share of answers that earned the whole reward
+            "clip_fraction": clip_fraction(last, batch, self.settings),  # as the last update on the batch found it
+            "clipped_at_once": clip_fraction(first, batch, self.settings),  # before any update
+            "rollout_seconds": rollout_seconds,
+            "update_seconds": update_seconds,
+            "seconds": rollout_seconds + score_seconds + update_seconds,
+            "watched": watched,  # the gap in other numerics, of the same weights and tokens
+        }
 
     def sample(self) -> Batch:
         """Draw prompts and sample a group of answers to each: to all, or to those of this rank."""
@@ -155,7 +129,7 @@ class Trainer:
         return self.copies[each]
 
     @torch.no_grad()
-    def compare(self, each: Numerics, batch: Batch, stride: int | None = None) -> Gap:
+    def compare(self, each: Numerics, batch: Batch, stride: int | None = None) -> Record:
         """Decode a rollout's tokens again with the weights of now, and compare with one training pass over all of them.
 
         With a stride, only the first of so many sequences is decoded, and alone.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from rl_kernels.demo.model import Policy, ordered_attention
 from rl_kernels.demo.task import Settings
@@ -117,21 +117,14 @@ class Numerics(NamedTuple):
 
 
 @torch.no_grad()
-def sample(
-    model: Any,
-    prompts: Sequence[str],
-    way: Stock,
-    settings: Settings,
-    generator: torch.Generator,
-    mine: slice = slice(None),
-) -> Batch:
-    """Sample an answer to each prompt, or to some with the draws that they have among all, on the generator's device.
+def sample(model: Any, prompts: Sequence[str], way: Stock, settings: Settings, draws: Generator, mine: slice) -> Batch:
+    """Sample an answer to some of the prompts, with the draws that they have among all, on the device of ``draws``.
 
     What all prompts have goes through the model in one pass; a longer one is fed on while others are sampled already,
     so that no row needs padding and every batch has one shape. Nothing in the loop waits for the device.
     """
     # A prompt has an equals sign, an answer an end.
-    longest, device = settings.longest + 1, generator.device
+    longest, device = settings.longest + 1, draws.device
     given = [settings.encode(prompt) for prompt in prompts[mine]]
     rows = [[*ids, *[settings.end] * (2 * longest - len(ids))] for ids in given]
     tokens, lengths = torch.tensor(rows, device=device), torch.tensor([[len(ids)] for ids in given], device=device)
@@ -140,7 +133,7 @@ def sample(
     targets, logps = torch.full_like(tokens[:, 1:], IGNORE), torch.zeros(is_open.shape, device=device)
     ended = torch.zeros_like(is_open[:, 0])
     for place, hidden in _decoded(model, tokens, settings):
-        noise = torch.empty(len(prompts), settings.end + 1, device=device).exponential_(generator=generator)
+        noise = torch.empty(len(prompts), settings.end + 1, device=device).exponential_(generator=draws)
         drawn, logp = way.draw(model.head, hidden, noise[mine])
         sampled = is_open[:, place] & ~ended
         targets[:, place] = torch.where(sampled, drawn, IGNORE)

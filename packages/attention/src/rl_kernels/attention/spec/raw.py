@@ -22,7 +22,7 @@ def made(
     **where: Any,
 ) -> Inputs:
     """Return operands with their numbers; ``where`` gives sinks and integers by name."""
-    return Inputs(q, k, v, *map(where.get, WHERE), *longest, 0.125, *window, softcap)
+    return Inputs._make([q, k, v, *map(where.get, WHERE), *longest, 0.125, *window, softcap])
 
 
 def dense(*sizes: int, dtype: torch.dtype = torch.bfloat16, size_v: int | None = None, **options: Any) -> Inputs:
