@@ -13,8 +13,10 @@ from rl_kernels.demo import cli
 LAUNCHED = """if True:
     import runpy, sys
     from dataclasses import replace
-    from rl_kernels.demo import cli
+    from rl_kernels.demo import cli, parallel
 
+    cuts, Ranks = [], parallel.Ranks
+    parallel.Ranks = lambda group, *rest, **options: cuts.append(group is not None) or Ranks(group, *rest, **options)
     cli.CPU = replace(cli.CPU, prompts=4, samples_per_prompt=8)
     for way in ("tp", "dp"):
         sys.argv[1:] = ["--parallel", way, "--steps", "2"]
@@ -22,6 +24,8 @@ LAUNCHED = """if True:
             runpy.run_module("rl_kernels.demo", run_name="__main__")
         except SystemExit as ended:
             assert ended.code == 0, way
+    # The policy is cut over the ranks in tp alone, and never in the one process that it is compared with.
+    assert cuts[0] and not any(cuts[1:])
 """
 
 

@@ -80,7 +80,7 @@ def test_a_gap_counts_bits_and_ratios():
 
 def test_the_clip_fraction_counts_what_the_clip_holds_back():
     old, rewards = torch.zeros(2, 4), torch.tensor([1.0, 0.0])  # advantages 1 and -1
-    current = torch.tensor([[0.3, -0.3, 0.1, 0.3], [0.3, -0.3, 0.1, -0.3]])
+    current = torch.tensor([[0.3, -0.3, 0.1, 0.3], [0.1, -0.3, 0.1, -0.3]])
     targets = torch.tensor([[1, 1, 1, IGNORE], [1, 1, 1, 1]])
     batch, settings = Batch(targets, targets, old, [], rewards, old), replace(GPU, samples_per_prompt=2, clip_eps=0.2)
     assert clip_fraction(current, batch, settings) == pytest.approx(3 / 7)
