@@ -9,7 +9,7 @@ import pytest
 
 from rl_kernels.demo import cli
 
-# Both ways in one launch, with fewer sequences than by default: most of the time goes into importing torch.
+# As ``-m rl_kernels.demo``, with fewer sequences than by default.
 LAUNCHED = """if True:
     import runpy, sys
     from dataclasses import replace
@@ -18,27 +18,27 @@ LAUNCHED = """if True:
     cuts, Ranks = [], parallel.Ranks
     parallel.Ranks = lambda group, *rest, **options: cuts.append(group is not None) or Ranks(group, *rest, **options)
     cli.CPU = replace(cli.CPU, prompts=4, samples_per_prompt=8)
-    for way in ("tp", "dp"):
-        sys.argv[1:] = ["--parallel", way, "--steps", "2"]
-        try:
-            runpy.run_module("rl_kernels.demo", run_name="__main__")
-        except SystemExit as ended:
-            assert ended.code == 0, way
-    # The policy is cut over the ranks in tp alone, and never in the one process that it is compared with.
-    assert cuts[0] and not any(cuts[1:])
+    try:
+        runpy.run_module("rl_kernels.demo", run_name="__main__")
+    except SystemExit as ended:
+        assert ended.code == 0
+    # In tp the policy is cut over the ranks, but not in the one process that it is compared with.
+    assert cuts[0] == ("tp" in sys.argv) and not any(cuts[1:])
 """
 
 
-def test_command(tmp_path):
-    script = tmp_path / "both.py"
+@pytest.mark.parametrize("way", ["tp", "dp"])
+def test_command(tmp_path, way):
+    script = tmp_path / "small.py"
     script.write_text(LAUNCHED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [*launch, "--parallel", way, "--steps", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
     for name, least in (("training", 200), ("process", 100_000)):
-        found = re.findall(rf"{name}: 0 of ([\d,]+) differ", done.stdout)
-        assert [int(each.replace(",", "")) > least for each in found] == [True, True], done.stdout
+        (found,) = re.findall(rf"{name}: 0 of ([\d,]+) differ", done.stdout)
+        assert int(found.replace(",", "")) > least
 
 
 @pytest.mark.parametrize(
