@@ -7,15 +7,31 @@ import pytest
 from rl_kernels.core.testing.dimensions import HELD, drawn, paired, pairs, swept
 
 AXES = {"a": (None, 1, 2), "b": (None, "x", "y", "z"), "c": (None, True), "d": (0.5, 1.5)}
+TWO = dict.fromkeys("abcd", (1, 2))
 
 
-def met(rows, axes=AXES):
+def anything(options):
+    return True
+
+
+def not_one_and_x(options):
+    return not (options.get("a") == 1 and options.get("b") == "x") and not (
+        options.get("c") and options.get("d") == 0.5
+    )
+
+
+def first_leads_nowhere(options):
+    # 1 fits for c until d is chosen.
+    return not (options.get("b") == 1 and options.get("c") == 1 and "d" in options)
+
+
+def met(rows, axes):
     """Return every two options that stand together in a row."""
     full = [{name: row.get(name) for name in axes} for row in rows]
     return {pair for row in full for pair in combinations(row.items(), 2)}
 
 
-def wanted(axes=AXES, possible=lambda options: True):
+def wanted(axes, possible):
     return {
         ((first, one), (second, other))
         for first, second in combinations(axes, 2)
@@ -25,51 +41,26 @@ def wanted(axes=AXES, possible=lambda options: True):
     }
 
 
-def test_every_two_values_meet():
-    rows = pairs(AXES)
-    assert met(rows) == wanted()
-    # All combinations would be 48.
+@pytest.mark.parametrize(
+    ("axes", "possible", "never"),
+    [(AXES, anything, set()), (AXES, not_one_and_x, set()), (TWO, first_leads_nowhere, {(("b", 1), ("c", 1))})],
+)
+def test_every_two_values_that_may_stand_together_meet(axes, possible, never):
+    rows = pairs(axes, possible)
+    assert met(rows, axes) == wanted(axes, possible) - never
+    assert all(map(possible, rows))
+    assert all(value is not None for row in rows for value in row.values())
+    # All combinations of the first would be 48.
     assert len(rows) < 20
 
 
-def test_what_is_left_out_is_no_option():
-    assert all(value is not None for row in pairs(AXES) for value in row.values())
-
-
-def not_one_and_x(options):
-    return not (options.get("a") == 1 and options.get("b") == "x") and not (
-        options.get("c") and options.get("d") == 0.5
-    )
-
-
-def test_what_cannot_stand_together_does_not():
-    rows = pairs(AXES, not_one_and_x)
-    assert all(map(not_one_and_x, rows))
-    assert met(rows) == wanted(possible=not_one_and_x)
-
-
 def test_a_pair_that_no_whole_combination_holds_is_given_up():
-    axes = {"a": (1, 2), "b": (1, 2), "c": (1, 2)}
-
-    def possible(options):
-        return len(options) < 3 or options["a"] == 1
-
-    rows = pairs(axes, possible)
+    rows = pairs(dict.fromkeys("abc", (1, 2)), lambda options: len(options) < 3 or options["a"] == 1)
     assert rows
-    assert all(map(possible, rows))
+    assert {row["a"] for row in rows} == {1}
 
 
-def test_a_choice_that_leads_nowhere_is_taken_back():
-    axes = {"a": (1, 2), "b": (1, 2), "c": (1, 2), "d": (1, 2)}
-
-    def possible(options):
-        # 1 fits for c until d is chosen.
-        return not (options.get("b") == 1 and options.get("c") == 1 and "d" in options)
-
-    assert met(pairs(axes, possible), axes) == wanted(axes) - {(("b", 1), ("c", 1))}
-
-
-@pytest.mark.parametrize("possible", [lambda options: True, not_one_and_x])
+@pytest.mark.parametrize("possible", [anything, not_one_and_x])
 def test_drawn_cases_are_always_the_same_and_possible(possible):
     first, again = (list(drawn("some", {"rows": 2}, AXES, 30, possible)) for _ in range(2))
     assert first == again
@@ -79,17 +70,15 @@ def test_drawn_cases_are_always_the_same_and_possible(possible):
     assert list(drawn("other", {"rows": 2}, AXES, 30, possible)) != first
 
 
-def test_a_sweep_takes_its_options_in_turn():
+def test_cases_of_a_sweep_and_of_pairs():
     cases = list(swept("rows", {"rows": 0, "width": 5}, (1, 2, 3), ({}, {"a": 1})))
     assert [case.name for case in cases] == ["rows-1", "rows-2", "rows-3"]
     assert [dict(case.sizes) for case in cases] == [{"rows": n, "width": 5} for n in (1, 2, 3)]
     assert [dict(case.options) for case in cases] == [{}, {"a": 1}, {}]
     assert all((case.relations, case.suite) == (HELD, "quick") for case in cases)
-
-
-def test_a_dtype_is_the_case_s_own_and_no_option():
     cases = list(paired("pairs", {}, {"dtype": (None, "fp64"), "a": (None, 1)}, grad=False))
     assert {case.dtype for case in cases} == {"", "fp64"}
     assert all("dtype" not in case.options for case in cases)
     assert not any(case.grad for case in cases)
     assert len({case.name for case in cases}) == len(cases)
+    assert {case.drawn_as for case in cases} == {"pairs"}

@@ -39,28 +39,20 @@ def test_members_become_arguments_with_their_defaults() -> None:
     assert list(parameters) == ["x", "width", "depth", "weight", "length"]
     assert [parameters[name].default for name in ("width", "depth", "length")] == [1, 2.0, None]
     assert members(More) == {"weight": None, "length": None}
+    # A function without groups is itself.
+    assert flat(len, {}) is len
+    assert flat(pytest.fail, GROUPS) is pytest.fail
 
 
-def test_members_are_grouped() -> None:
-    weight = torch.ones(2)
-    _, shape, more, width = flat(called, GROUPS)(1, width=3, depth=1.0, weight=weight)
+def test_members_are_grouped_where_one_needs_its_group() -> None:
+    call, weight = flat(called, GROUPS), torch.ones(2)
+    _, shape, more, width = call(1, width=3, depth=1.0, weight=weight)
     assert (shape, width) == (Shape(width=3, depth=1.0), None)
     assert more.weight is weight
     assert more.length is None
-
-
-def test_an_argument_of_its_own_stays_one_where_nothing_else_of_its_group_is_given() -> None:
-    assert flat(called, GROUPS)(x=1, width=3) == (1, None, None, 3)
-    assert flat(called, GROUPS)(1) == (1, None, None, None)
-
-
-def test_equal_values_of_other_types_are_not_taken_for_each_other() -> None:
-    call = flat(called, GROUPS)
+    assert call(x=1, width=3) == (1, None, None, 3)
+    assert call(1) == (1, None, None, None)
+    # Equal values of other types are not taken for each other.
     assert call(1, width=1, depth=3.0)[1] == Shape(depth=3.0)
     with pytest.raises(TypeError, match="width: expected an integer"):
         call(1, width=True, depth=3.0)
-
-
-def test_a_function_without_groups_is_itself() -> None:
-    assert flat(len, {}) is len
-    assert flat(test_members_are_grouped, GROUPS) is test_members_are_grouped

@@ -14,17 +14,13 @@ def imports():
 
 
 @pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.fixture
 def run(pytester, monkeypatch):
-    """Return ``run(source, *arguments)``, which runs a test module of that source with no plugin but ours."""
+    """Return ``run(source, *arguments, gpu)``, which runs a test module of that source with no plugin but ours."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makeini("[pytest]\nfilterwarnings = error")
 
-    def run_source(source, *arguments):
+    def run_source(source, *arguments, gpu=False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
         pytester.makepyfile(source)
         plugin = ("-p", "rl_kernels.core.pytest_plugin", "-p", "no:cacheprovider")
         return pytester.runpytest_inprocess(*plugin, "--strict-markers", "-rs", *arguments)
@@ -52,35 +48,25 @@ GPU_TESTS = """
     """
 
 
-def test_gpu_tests_are_skipped_with_a_reason_where_there_is_no_gpu(run, no_gpu):
+def test_gpu_tests_are_marked_and_skipped_with_a_reason_where_there_is_no_gpu(run):
     result = run(GPU_TESTS)
     result.assert_outcomes(passed=2, skipped=2)
     result.stdout.fnmatch_lines(["SKIPPED [[]2[]] *: needs a GPU, and torch sees none"])
-
-
-def test_gpu_tests_can_be_selected(run, no_gpu):
     run(GPU_TESTS, "-m", "gpu").assert_outcomes(skipped=2, deselected=2)
     run(GPU_TESTS, "-m", "slow").assert_outcomes(passed=1, deselected=3)
+    run("", "--markers").stdout.fnmatch_lines(["@pytest.mark.gpu: *", "@pytest.mark.slow: *"])
 
 
-def test_gpu_tests_run_where_there_is_one(run, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_gpu_tests_run_where_there_is_one(run):
     source = """
         import pytest
 
         @pytest.mark.gpu
-        def test_gpu():
-            pass
-
-        @pytest.mark.gpu
-        def test_fails():
-            assert False
+        @pytest.mark.parametrize("right", [True, False])
+        def test_gpu(right):
+            assert right
         """
-    run(source).assert_outcomes(passed=1, failed=1)
-
-
-def test_markers_are_described(run):
-    run("", "--markers").stdout.fnmatch_lines(["@pytest.mark.gpu: *", "@pytest.mark.slow: *"])
+    run(source, gpu=True).assert_outcomes(passed=1, failed=1)
 
 
 def test_seeds_follow_from_the_names_of_tests(run):
@@ -101,24 +87,8 @@ def test_seeds_follow_from_the_names_of_tests(run):
     run(source.replace("EXPECTED", str(2339839339))).assert_outcomes(passed=3)
 
 
-def test_state_is_restored_after_failures(run):
+def test_memory_of_a_module_is_poisoned_and_state_restored_after_failures(run):
     before = torch.get_num_threads()
-    source = """
-        import pytest, torch
-
-        def test_threads(torch_threads):
-            with torch_threads(torch.get_num_threads() + 1):
-                raise KeyError
-
-        def test_poison(poisoned_empty):
-            assert not torch.empty(3).isnan().all()
-        """
-    run(source).assert_outcomes(failed=2)
-    assert torch.get_num_threads() == before
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_a_module_can_be_poisoned(run):
     source = """
         import pytest, torch
 
@@ -126,30 +96,24 @@ def test_a_module_can_be_poisoned(run):
 
         def test_poison():
             assert torch.empty(3).isnan().all()
-
-        def test_too():
             assert torch.ones(2).new_empty(3).isnan().all()
+
+        def test_threads(torch_threads):
+            with torch_threads(torch.get_num_threads() + 1):
+                raise KeyError
         """
-    run(source).assert_outcomes(passed=2)
-
-
-def test_fixture_torch_threads(torch_threads):
-    before = torch.get_num_threads()
-    with torch_threads(before + 1):
-        assert torch.get_num_threads() == before + 1
+    run(source).assert_outcomes(passed=1, failed=1)
     assert torch.get_num_threads() == before
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_fixture_rl_batch(rl_batch, seed):
+def test_fixtures(rl_batch, seed, torch_threads, device):
     batch = rl_batch(num_prompts=3, dtype=torch.bfloat16)
     assert batch.metadata["seed"] == seed
     assert torch.equal(batch.input_ids, make_synthetic_rl_kernel_batch(3, seed=seed).input_ids)
     assert rl_batch(seed=5).metadata["seed"] == 5
-
-
-def test_fixture_poisoned_empty(poisoned_empty):
-    assert torch.empty(2).isnan().all()
-
-
-def test_fixture_device(device):
+    before = torch.get_num_threads()
+    with torch_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
     assert torch.zeros(1, device=device).device.type == device.type

@@ -17,60 +17,42 @@ from rl_kernels.core.testing import (
 
 NAN, INF = math.nan, math.inf
 MASK = torch.tensor([[True, True, False], [False, False, False]])
-GARBAGE = [NAN, INF, -INF, 1e38]
 
 
-def test_selected_logprobs_of_a_known_distribution():
+def test_values_are_those_of_the_definitions():
     p = torch.tensor([[0.5, 0.25, 0.125, 0.125], [0.1, 0.2, 0.3, 0.4]], dtype=torch.float64)
     logp = selected_logprobs(p.log() + 7, torch.tensor([2, 3]))
     torch.testing.assert_close(logp, torch.tensor([0.125, 0.4], dtype=torch.float64).log())
-
-
-def test_selected_logprobs_with_temperature():
-    logits, ids = torch.tensor([0.0, math.log(3)], dtype=torch.float64), torch.tensor(1)
-    assert math.isclose(float(selected_logprobs(logits, ids, temperature=0.5)), math.log(0.9))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
-)
-def test_values_are_worked_in_fp32_at_least(dtype, expected):
-    logits = Draw(dtype).normal(2, 3, 5)
-    values = logits[..., 0]
-    assert selected_logprobs(logits, torch.zeros(2, 3, dtype=torch.int32)).dtype == expected
-    for result in (masked_sum(values), masked_mean(values), policy_ratio(values, values), reference_kl(values, values)):
-        assert result.dtype == expected
-
-
-def test_masked_sum_and_mean():
+    logits = torch.tensor([0.0, math.log(3)], dtype=torch.float64)
+    assert math.isclose(float(selected_logprobs(logits, torch.tensor(1), temperature=0.5)), math.log(0.9))
     values = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
-    assert masked_sum(values) == 63
-    assert masked_mean(values) == 10.5
-    assert masked_sum(values, MASK) == 3
-    assert masked_mean(values, MASK) == 1.5
+    assert (masked_sum(values), masked_mean(values)) == (63, 10.5)
+    assert (masked_sum(values, MASK), masked_mean(values, MASK)) == (3, 1.5)
     assert masked_sum(values, MASK, dim=1).tolist() == [3, 0]
     assert masked_mean(values, MASK, dim=1).tolist() == [1.5, 0]
     assert masked_mean(values, torch.zeros_like(MASK)) == 0
-
-
-def test_policy_ratio():
-    current = torch.tensor([0.0, -1.0, -2.0], dtype=torch.float64)
-    old = torch.tensor([-1.0, -1.0, -1.5], dtype=torch.float64)
+    current, old = torch.tensor([[0.0, -1.0, -2.0], [-1.0, -1.0, -1.5]], dtype=torch.float64)
     torch.testing.assert_close(policy_ratio(current, old), torch.tensor([math.e, 1.0, math.exp(-0.5)]).double())
     assert policy_ratio(current, old, torch.tensor([False, True, True]))[0] == 1
 
 
-@pytest.mark.parametrize("e", [-3.0, -0.1, 0.0, 0.5, 4.0])
-def test_reference_kl(e):
-    current = torch.tensor([-5.0], dtype=torch.float64)
-    assert math.isclose(float(reference_kl(current, current + e)), math.exp(e) - e - 1, rel_tol=1e-11, abs_tol=1e-15)
-
-
-def test_reference_kl_of_a_small_difference_is_accurate_in_fp64():
+def test_reference_kl():
+    for e in (-3.0, -0.1, 0.0, 0.5, 4.0):
+        current = torch.tensor([-5.0], dtype=torch.float64)
+        found = float(reference_kl(current, current + e))
+        assert math.isclose(found, math.exp(e) - e - 1, rel_tol=1e-11, abs_tol=1e-15)
     e = torch.tensor([1e-4, -1e-4, 1e-3], dtype=torch.float64)
     series = e**2 / 2 + e**3 / 6 + e**4 / 24 + e**5 / 120
     torch.testing.assert_close(reference_kl(torch.zeros_like(e), e), series, rtol=1e-11, atol=0)
+
+
+def test_values_are_worked_in_fp32_at_least():
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,) * 2):
+        logits = Draw(dtype).normal(2, 3, 5)
+        x = logits[..., 0]
+        ids = torch.zeros(2, 3, dtype=torch.int32)
+        results = masked_sum(x), masked_mean(x), policy_ratio(x, x), reference_kl(x, x), selected_logprobs(logits, ids)
+        assert {result.dtype for result in results} == {expected}
 
 
 FUNCTIONS = {
@@ -86,69 +68,46 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=list(FUNCTIONS))
-@pytest.mark.parametrize("garbage", GARBAGE)
-def test_masked_positions_reach_neither_values_nor_gradients(function, garbage):
-    clean = Draw(torch.float32).normal(2, 3)
-    results = []
-    for values in (clean, torch.where(MASK, clean, garbage)):
-        leaf = values.clone().requires_grad_()
+def test_masked_positions_reach_neither_values_nor_gradients(function):
+    clean, results = Draw(torch.float32).normal(2, 3), []
+    for garbage in (0.0, NAN, INF, -INF, 1e38):
+        leaf = torch.where(MASK, clean, garbage).requires_grad_()
         out = function(leaf, MASK)
         out.sum().backward()
         results.append((out.detach(), leaf.grad))
-    (out, grad), (poisoned_out, poisoned_grad) = results
-    assert torch.equal(bits_of(poisoned_out), bits_of(out))
-    assert torch.equal(bits_of(poisoned_grad), bits_of(grad))
+    (out, grad), *poisoned = results
+    for poisoned_out, poisoned_grad in poisoned:
+        assert torch.equal(bits_of(poisoned_out), bits_of(out))
+        assert torch.equal(bits_of(poisoned_grad), bits_of(grad))
     assert (grad[~MASK] == 0).all()
     assert (grad[MASK] != 0).all()
 
 
-@pytest.mark.parametrize("bad", [MASK.float(), MASK[:, :2], MASK[0]], ids=["floats", "narrow", "one row"])
-def test_a_mask_is_bool_and_of_the_shape_of_the_values(bad):
-    values = torch.ones(2, 3)
-    calls = (masked_sum, masked_mean, lambda x, m: policy_ratio(x, x, m), lambda x, m: reference_kl(x, x, m))
-    for call in (*calls, lambda x, m: drift(x, x, m), lambda x, m: selected_logprobs(x[..., None], x.long(), m)):
-        with pytest.raises(ValueError, match=r"mask: expected a bool tensor of shape \(2, 3\), got "):
-            call(values, bad)
+def test_a_mask_is_bool_and_of_the_shape_of_the_values():
+    for bad in (MASK.float(), MASK[:, :2], MASK[0]):
+        for call in (*FUNCTIONS.values(), lambda x, mask: drift(x, x, mask)):
+            with pytest.raises(ValueError, match=r"mask: expected a bool tensor of shape \(2, 3\), got "):
+                call(torch.ones(2, 3), bad)
 
 
-def test_drift_of_equal_bits_is_none():
+def test_drift():
     values = torch.tensor([0.0, -0.0, 1.5, INF, -INF, NAN])
     assert drift(values, values.clone()) == Drift(max_abs=0.0, mean_abs=0.0, mismatched=0, compared=6)
-
-
-def test_drift_measures_what_differs():
-    reference = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    candidate = torch.tensor([1.0, 2.5, 3.0, 3.75])
+    reference, candidate = torch.tensor([[1.0, 2.0, 3.0, 4.0], [1.0, 2.5, 3.0, 3.75]])
     assert drift(candidate, reference) == Drift(max_abs=0.5, mean_abs=0.1875, mismatched=2, compared=4)
     mask = torch.tensor([True, False, True, True])
     assert drift(candidate, reference, mask) == Drift(max_abs=0.25, mean_abs=0.25 / 3, mismatched=1, compared=3)
-
-
-def test_drift_tells_the_signs_of_zeros_apart():
     assert drift(torch.tensor([0.0]), torch.tensor([-0.0])) == Drift(0.0, 0.0, mismatched=1, compared=1)
-
-
-def test_drift_is_not_silent_about_nan_and_infinities():
     found = drift(torch.tensor([NAN, 1.0]), torch.tensor([1.0, 1.0]))
     assert math.isnan(found.max_abs)
     assert found.mismatched == 1
     assert drift(torch.tensor([INF, INF]), torch.tensor([INF, 1.0])).max_abs == INF
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_drift_of_one_unit_in_the_last_place(dtype):
-    reference = torch.ones(3, dtype=dtype, requires_grad=True)
-    candidate = torch.tensor([1.0, 1.0 + torch.finfo(dtype).eps, 1.0], dtype=dtype)
-    found = drift(candidate, reference)
-    assert (found.max_abs, found.mismatched) == (torch.finfo(dtype).eps, 1)
-
-
-@pytest.mark.parametrize("mask", [None, torch.zeros(0, dtype=torch.bool)])
-def test_drift_over_nothing(mask):
-    assert drift(torch.ones(0), torch.ones(0), mask) == Drift(0.0, 0.0, 0, 0)
-
-
-def test_drift_refuses_what_cannot_be_compared_bit_by_bit():
+    for nothing in (None, torch.zeros(0, dtype=torch.bool)):
+        assert drift(torch.ones(0), torch.ones(0), nothing) == Drift(0.0, 0.0, 0, 0)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        step = torch.finfo(dtype).eps
+        found = drift(torch.tensor([1.0, 1.0 + step, 1.0], dtype=dtype), torch.ones(3, dtype=dtype, requires_grad=True))
+        assert (found.max_abs, found.mismatched) == (step, 1)
     with pytest.raises(ValueError, match=r"candidate: expected shape \(3,\), got \(2,\)"):
         drift(torch.ones(2), torch.ones(3))
     with pytest.raises(ValueError, match=r"candidate: expected dtype torch.bfloat16, got torch.float32"):

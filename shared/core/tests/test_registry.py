@@ -8,18 +8,7 @@ from rl_kernels.core.registry import GROUP, KernelRegistry, UnknownOperator
 
 
 def make_operator(name, *aliases):
-    return Operator(
-        name=name,
-        package=f"toy_{name}",
-        summary="",
-        shape=(),
-        rows=frozenset(),
-        schemas={},
-        fakes={},
-        backends=(),
-        describe=Call.of,
-        aliases=aliases,
-    )
+    return Operator(name, f"toy_{name}", "", (), frozenset(), {}, {}, (), Call.of, aliases=aliases)
 
 
 @pytest.fixture
@@ -39,29 +28,22 @@ def installed(make_module):
 def test_names_are_sorted_and_import_nothing():
     found = {name: EntryPoint(name, "no_such_module:OPERATOR", GROUP) for name in ("second", "first")}
     assert KernelRegistry(found).names() == ["first", "second"]
+    # A broken operator is not taken for a missing one.
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        KernelRegistry(found).load("first")
 
 
-def test_load_gives_the_operator_of_that_name(installed):
-    first, second = make_operator("first"), make_operator("second")
-    kernels = installed(first, second)
-    assert kernels.load("second") is second
-    assert kernels.load("first") is first
-
-
-def test_get_op_gives_the_public_function(installed):
-    kernels = installed(make_operator("first"), make_operator("second"))
-    assert kernels.get_op("first")() == "first"
-    assert kernels.get_op("second")() == "second"
-
-
-@pytest.mark.parametrize("name", ["fused_logp", "logp"])
-def test_published_alias(installed, name):
-    kernels = installed(make_operator("fused_logp", "logp"), make_operator("second"))
-    assert kernels.get_op(name)() == "fused_logp"
-
-
-def test_alias_of_an_operator_that_is_not_published(installed):
-    kernels = installed(make_operator("first"), make_operator("second", "other"))
+def test_operators_and_functions_by_name_and_alias(installed, monkeypatch):
+    logp, second = make_operator("fused_logp", "logp"), make_operator("second", "other")
+    kernels, loads, load = installed(logp, second), [], EntryPoint.load
+    monkeypatch.setattr(EntryPoint, "load", lambda self: loads.append(self.name) or load(self))
+    for _ in range(2):
+        assert kernels.load("second") is second
+        assert kernels.load("fused_logp") is logp
+    assert loads == ["second", "fused_logp"]
+    for name, function in {"fused_logp": "fused_logp", "logp": "fused_logp", "second": "second"}.items():
+        assert kernels.get_op(name)() == function
+    # An alias of an operator that is not published.
     assert kernels.get_op("other")() == "second"
 
 
@@ -77,41 +59,21 @@ def test_alias_of_an_operator_that_is_not_published(installed):
 def test_a_known_operator_that_is_missing_tells_what_to_install(installed, name, distribution):
     folder = distribution.removeprefix("rl-kernels-")
     told = f"operator '{name}' is not installed; from a clone: pip install ./packages/{folder}; "
+    # A published name is never taken by another's alias.
     with pytest.raises(UnknownOperator, match=f"{told}.*pip install {distribution}$"):
-        installed(make_operator("linear_logp")).get_op(name)
+        installed(make_operator("linear_logp", "logp", "det_gemm")).get_op(name)
 
 
-def test_a_published_name_is_never_taken_by_anothers_alias(installed):
-    kernels = installed(make_operator("impostor", "logp", "det_gemm"))
-    for name in ("logp", "det_gemm"):
-        with pytest.raises(UnknownOperator, match="is not installed; from a clone: pip install"):
-            kernels.get_op(name)
-
-
+@pytest.mark.smoke
 def test_an_unknown_name_lists_what_there_is(installed):
     kernels = installed(make_operator("second"), make_operator("first", "alias"))
     with pytest.raises(UnknownOperator, match=r"unknown operator 'no_such'; installed: first, second$"):
         kernels.get_op("no_such")
-
-
-@pytest.mark.parametrize("name", ["", "Det_Gemm", "det-gemm", "det_gem", "det_gemm_dw"])
-def test_a_name_that_is_almost_right_is_unknown(installed, name):
-    with pytest.raises(UnknownOperator, match="installed: det_gemm"):
-        installed(make_operator("det_gemm")).get_op(name)
-
-
-def test_unknown_name_where_nothing_is_installed(installed):
+    for name in ("", "Det_Gemm", "det-gemm", "det_gem", "det_gemm_dw"):
+        with pytest.raises(UnknownOperator, match="installed: det_gemm"):
+            installed(make_operator("det_gemm")).get_op(name)
     with pytest.raises(LookupError, match="installed: none"):
         installed().load("no_such")
-
-
-def test_an_operator_is_loaded_once(monkeypatch, installed):
-    kernels = installed(make_operator("fused_logp", "logp"))
-    loads = []
-    load = EntryPoint.load
-    monkeypatch.setattr(EntryPoint, "load", lambda self: loads.append(self.name) or load(self))
-    assert kernels.load("fused_logp") is kernels.load("fused_logp")
-    assert loads == ["fused_logp"]
 
 
 @pytest.mark.parametrize("member", [make_operator("another"), "not an operator"], ids=["another", "text"])
@@ -122,21 +84,11 @@ def test_an_entry_point_must_give_the_operator_it_announces(make_module, member)
         kernels.load("first")
 
 
-def test_a_broken_operator_is_not_taken_for_a_missing_one():
-    kernels = KernelRegistry({"first": EntryPoint("first", "no_such_module:OPERATOR", GROUP)})
-    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-        kernels.load("first")
-
-
-def test_discovery_reads_the_group_of_operators(monkeypatch):
-    point = EntryPoint("first", "toy_first:OPERATOR", GROUP)
-    monkeypatch.setattr(registry, "entry_points", lambda group: {GROUP: [point, point]}[group])
-    assert registry._discover() == {"first": point}
-
-
-def test_discovery_refuses_one_name_for_two_operators(monkeypatch):
-    points = [EntryPoint("first", value, GROUP) for value in ("one:OPERATOR", "two:OPERATOR")]
-    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+def test_discovery_reads_the_group_of_operators_and_refuses_a_name_twice(monkeypatch):
+    one, two = (EntryPoint("first", f"{name}:OPERATOR", GROUP) for name in ("one", "two"))
+    monkeypatch.setattr(registry, "entry_points", lambda group: {GROUP: [one, one]}[group])
+    assert registry._discover() == {"first": one}
+    monkeypatch.setattr(registry, "entry_points", lambda group: [one, two])
     with pytest.raises(ImportError, match="'first' is announced twice: as one:OPERATOR and as two:OPERATOR"):
         registry._discover()
 

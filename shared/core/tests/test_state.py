@@ -1,3 +1,4 @@
+import itertools
 import warnings
 
 import pytest
@@ -23,38 +24,25 @@ def restored():
 
 def test_torch_threads_are_restored():
     before = torch.get_num_threads()
-    with torch_threads(before + 1):
+    with pytest.raises(KeyError), torch_threads(before + 1):
         assert torch.get_num_threads() == before + 1
         with torch_threads(1):
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == before + 1
-
-
-def test_torch_threads_are_restored_after_an_exception():
-    with pytest.raises(KeyError), torch_threads(torch.get_num_threads() + 1):
         raise KeyError
+    for count in (0, -1):
+        with pytest.raises(ValueError, match=f"count: expected an integer >= 1, got {count}"), torch_threads(count):
+            pass
 
 
-@pytest.mark.parametrize("count", [0, -1])
-def test_torch_threads_refuses(count):
-    with pytest.raises(ValueError, match=f"count: expected an integer >= 1, got {count}"), torch_threads(count):
-        pass
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_empty_memory_is_poisoned(device, dtype):
+def test_empty_memory_is_poisoned(device):
     with poisoned_empty():
-        made = (
-            torch.empty(3, dtype=dtype, device=device),
-            torch.ones(3, dtype=dtype, device=device).new_empty(2, 2),
-            torch.empty_like(torch.ones(3, dtype=dtype, device=device)),
-        )
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            ones = torch.ones(3, dtype=dtype, device=device)
+            for made in (torch.empty(3, dtype=dtype, device=device), ones.new_empty(2, 2), torch.empty_like(ones)):
+                assert made.isnan().all()
         assert (torch.empty(3, dtype=torch.int64, device=device) == torch.iinfo(torch.int64).max).all()
-    assert all(value.isnan().all() for value in made)
-
-
-def test_what_is_written_stays():
-    with poisoned_empty():
+        # What is written stays.
         assert torch.equal(torch.zeros(3) + torch.ones(3), torch.ones(3))
         out = torch.empty(2, 3)
         out[:, 1:] = 5
@@ -76,15 +64,14 @@ def test_only_what_torch_says_of_that_mode_is_silenced():
             warnings.warn("another", UserWarning, stacklevel=1)
 
 
-@pytest.mark.parametrize("warn_only", [False, True])
-@pytest.mark.parametrize("fill", [False, True])
-def test_poisoned_empty_restores_what_was_set(warn_only, fill):
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    torch.utils.deterministic.fill_uninitialized_memory = fill
+def test_poisoned_empty_restores_what_was_set():
     try:
-        with pytest.raises(KeyError), poisoned_empty():
-            raise KeyError
-        assert deterministic_state() == (True, warn_only, fill)
+        for warn_only, fill in itertools.product((False, True), repeat=2):
+            torch.use_deterministic_algorithms(True, warn_only=warn_only)
+            torch.utils.deterministic.fill_uninitialized_memory = fill
+            with pytest.raises(KeyError), poisoned_empty():
+                raise KeyError
+            assert deterministic_state() == (True, warn_only, fill)
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True
