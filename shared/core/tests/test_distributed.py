@@ -152,7 +152,7 @@ def agreements(rank, group):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks(world):
+def test_sums_gradients_and_agreement_of_ranks(world):
     results = run_ranks(sums, world, world)
     for failed, _ in results:
         assert failed == []

@@ -1,12 +1,13 @@
-"""What importing core does not do; most tests are a fresh interpreter."""
+"""What importing core does not do."""
 
 import pytest
 
 from rl_kernels import core
 
 EVERY_MODULE = """
-import importlib, pkgutil, sys
+import importlib, pkgutil, sys, warnings
 import torch  # which brings a part of cuda.bindings where that is installed
+warnings.simplefilter("error")
 before = set(sys.modules)
 import rl_kernels.core
 NAMES = ("arithmetic", "gemm", "peer_kernels", "peers", "softcap", "softmax", "sums")
@@ -24,8 +25,8 @@ assert torch.get_default_dtype() == torch.float32
 """
 
 
-def test_importing_every_module_but_kernels_brings_no_gpu_library_and_prints_nothing(run_python):
-    done = run_python("-W", "error", "-c", EVERY_MODULE)
+def test_importing_every_module_but_kernels_brings_no_gpu_library_and_prints_nothing(run_code):
+    done = run_code(EVERY_MODULE)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -29,12 +29,6 @@ def test_reasons(call, installed, interpreted, reason, monkeypatch):
     assert found is None if reason is None else reason in found
 
 
-def test_asking_imports_no_triton(run_python):
-    code = "import sys; from rl_kernels.core.triton_lib.launch import why_not; assert 'triton' not in sys.modules"
-    done = run_python("-c", code)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
 class Kernel:
     """Launches as a jitted function does; compiled, as what that returns does."""
 
@@ -103,34 +97,11 @@ def test_another_device_has_a_compiled_kernel_of_its_own(launched, monkeypatch):
     assert launched[-1][3] == {"stream": 41}
 
 
-def test_what_is_remembered_is_bounded(launched, monkeypatch):
-    monkeypatch.setattr(launch, "KEPT", 3)
-    for number in range(10):
-        launch.launch(Kernel(launched, Kernel(launched)), (5,), number, num_warps=4)
-        assert len(launch._compiled) <= 3
-
-
 @pytest.mark.parametrize(("interpret", "hip", "direct"), [("0", None, False), ("1", None, True), ("0", "6.4", True)])
-def test_the_interpreter_and_rocm_launch_as_triton_does(interpret, hip, direct, run_python):
-    ours = "from rl_kernels.core.triton_lib import launch; print(launch.direct)"
-    code = f"import torch; torch.version.hip = {hip!r}; {ours}"
-    assert run_python("-c", code, TRITON_INTERPRET=interpret).stdout.split() == [str(direct)]
-
-
-def test_a_direct_launch_is_as_triton_does(launched, monkeypatch):
-    monkeypatch.setattr(launch, "direct", True)
-    kernel = Kernel(launched, Kernel(launched))
-    for _ in range(2):
-        launch.launch(kernel, (5,), 7, num_warps=4)
-    assert all(compiled is kernel.compiled for compiled, *_ in launched)
-    assert len(launched) == 2
-
-
-def test_a_kernel_that_a_hook_keeps_from_compiling_is_not_remembered(launched):
-    kernel = Kernel(launched)
-    for _ in range(2):
-        launch.launch(kernel, (5,), 7, num_warps=4)
-    assert [options for *_, options in launched] == [{"num_warps": 4}] * 2
+def test_the_interpreter_and_rocm_launch_as_triton_does(interpret, hip, direct, run_code):
+    ours = "from rl_kernels.core.triton_lib import launch; print(launch.direct, 'triton' in sys.modules)"
+    done = run_code(f"import sys, torch; torch.version.hip = {hip!r}; {ours}", TRITON_INTERPRET=interpret)
+    assert (done.stdout.split(), done.stderr) == ([str(direct), "False"], "")
 
 
 def test_a_launch_of_a_plan_finds_what_was_compiled_by_addresses(launched):
@@ -145,19 +116,23 @@ def test_a_launch_of_a_plan_finds_what_was_compiled_by_addresses(launched):
     assert launched == [first, aligned, other, (None, (5, 2, 1, 1), (*tensors[3], 7, True), {"stream": 40})]
 
 
-def test_what_a_launch_of_a_plan_remembers_is_bounded(launched, monkeypatch):
+def test_what_is_remembered_is_bounded(launched, monkeypatch):
     monkeypatch.setattr(launch, "KEPT", 3)
     planned = launch.Launch(Kernel(launched, Kernel(launched)), (5,), (), num_warps=4)
     for place in range(10):
+        launch.launch(Kernel(launched, Kernel(launched)), (5,), place, num_warps=4)
+        assert len(launch._compiled) <= 3
         planned(BASE[place : place + 16])
         assert len(planned._runs) <= 3
 
 
-@pytest.mark.parametrize(("name", "value"), [("direct", True), ("compiled", None)])
-def test_where_nothing_is_kept_a_plan_launches_as_triton_does(name, value, launched, monkeypatch):
-    kernel = Kernel(launched, Kernel(launched))
-    monkeypatch.setattr({"direct": launch, "compiled": kernel}[name], name, value)
+@pytest.mark.parametrize("how", ["direct", "a hook that keeps it from compiling"])
+def test_where_nothing_is_kept_a_launch_is_as_triton_does(how, launched, monkeypatch):
+    monkeypatch.setattr(launch, "direct", how == "direct")
+    kernel = Kernel(launched, Kernel(launched) if how == "direct" else None)
     planned = launch.Launch(kernel, (5,), (7,), num_warps=4)
     for _ in range(2):
+        launch.launch(kernel, (5,), 7, num_warps=4)
         planned(BASE[:16])
-    assert [(grid, options) for _, grid, _, options in launched] == [((5,), {"num_warps": 4})] * 2
+    assert all(compiled is kernel.compiled for compiled, *_ in launched)
+    assert [(grid, options) for _, grid, _, options in launched] == [((5,), {"num_warps": 4})] * 4
