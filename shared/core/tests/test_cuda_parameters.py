@@ -28,9 +28,12 @@ def test_parameters_lie_where_the_compiler_puts_them(text, places, size):
     assert (signature.places, signature.size) == (places, size)
 
 
-def test_a_signature_has_letters_of_parameters_only():
+def test_a_signature_has_letters_of_parameters_and_pairs_of_parentheses():
     with pytest.raises(ValueError, match=r"signature: expected letters of .*, got '4s'"):
         Signature("P4s")
+    for text in ("(P", "P)", "((P))", ")P("):
+        with pytest.raises(ValueError, match="signature: a parenthesis"):
+            Signature(text)
 
 
 def test_a_map_lies_where_the_compiler_says():
@@ -39,12 +42,6 @@ def test_a_map_lies_where_the_compiler_says():
     buffer, described = Buffer(signature), bytes(range(128))
     buffer.fill(signature.numbers((5, described, None, 6, 7)))
     assert given(buffer, 196) == struct.pack("i", 5) + bytes(44) + described + struct.pack("@PiiI", 0, 6, 0, 7)
-
-
-@pytest.mark.parametrize("text", ["(P", "P)", "((P))", ")P("])
-def test_parentheses_of_a_signature_are_pairs(text):
-    with pytest.raises(ValueError, match="signature: a parenthesis"):
-        Signature(text)
 
 
 def test_pointers_in_a_struct_are_addresses():
@@ -98,9 +95,6 @@ PROMOTED = [3, 2]
 def test_matrices_that_the_accelerator_cannot_read(tensor, box, swizzle, words):
     with pytest.raises(ValueError, match=words):
         tensor_map(tensor, box, swizzle=swizzle)
-
-
-def test_what_is_brought_into_the_cache_at_a_time():
     with pytest.raises(ValueError, match=r"promotion: expected one of \(64, 128, 256\), got 512"):
         tensor_map(X, (1, 64), promotion=512)
 
@@ -155,16 +149,12 @@ def test_a_descriptor_is_written_on_the_gpu_of_its_matrix(encoded, monkeypatch):
     assert len(encoded) == 1
 
 
-@pytest.mark.parametrize("other", [(X[1:], (4, 64), 0), (X, (2, 64), 0), (X, (4, 64), 128), (X.half(), (4, 64), 0)])
-def test_another_matrix_or_box_is_another_descriptor(other, encoded):
-    tensor, box, swizzle = other
-    assert tensor_map(X, (4, 64)) != tensor_map(tensor, box, swizzle=swizzle)
-    assert len(encoded) == 2
-
-
-def test_another_promotion_is_another_descriptor(encoded):
-    assert tensor_map(X, (4, 64)) != tensor_map(X, (4, 64), promotion=128)
+def test_another_matrix_box_or_promotion_is_another_descriptor(encoded):
+    known = [tensor_map(X, (4, 64)), tensor_map(X, (4, 64), promotion=128)]
     assert [asked[-1] for asked in encoded] == PROMOTED
+    for tensor, box, swizzle in ((X[1:], (4, 64), 0), (X, (2, 64), 0), (X, (4, 64), 128), (X.half(), (4, 64), 0)):
+        known.append(tensor_map(tensor, box, swizzle=swizzle))
+        assert len({*known}) == len(known) == len(encoded)
 
 
 def test_a_transpose_and_other_strides_are_described_where_the_matrix_begins(encoded):

@@ -78,17 +78,14 @@ def test_reasons_come_in_order(monkeypatch):
     assert "ROCm" in backend.why_not(call("sm80", torch.float64))
 
 
-def test_cubins_of_the_wheel_need_no_nvrtc(monkeypatch):
+def test_cubins_of_the_wheel_need_no_nvrtc_if_every_package_with_sources_ships_them(monkeypatch):
     monkeypatch.setattr(*NOWHERE["nvrtc"])
     monkeypatch.setattr(cache, "ships", lambda package, arch: (package, arch) == ("toy", "sm_90a"))
     assert cuda_backend("cuda-sm90", "toy.cuda_backend", archs="sm_90").why_not(H200) is None
     assert "NVRTC" in cuda_backend("cuda-generic", "toy.cuda_backend", archs="sm_80+").why_not(H200)
-
-
-def test_every_package_with_sources_must_ship_cubins(monkeypatch):
-    monkeypatch.setattr(*NOWHERE["nvrtc"])
     shipping = {"core"}
     monkeypatch.setattr(cache, "ships", lambda package, arch: package in shipping)
+    where._missing.clear()
     own, shared, both = (
         cuda_backend("cuda-sm90", "toy.cuda_backend", archs="sm_90", sources=sources)
         for sources in ([], ["core"], ["toy", "core"])
@@ -101,37 +98,24 @@ def test_every_package_with_sources_must_ship_cubins(monkeypatch):
     assert both.why_not(H200) is None
 
 
-@pytest.mark.parametrize("archs", ["90", "sm_90a", "sm90", ""])
-def test_a_rule_that_is_none(archs):
-    with pytest.raises(ValueError, match="archs: expected sm_NUMBER"):
-        cuda_backend("cuda-toy", "toy.cuda_backend", archs=archs)
-
-
 def test_targets():
+    for archs in ("90", "sm_90a", "sm90", ""):
+        with pytest.raises(ValueError, match="archs: expected sm_NUMBER"):
+            cuda_backend("cuda-toy", "toy.cuda_backend", archs=archs)
     assert target_of("sm90", exact=True) == "sm_90a"
     assert target_of("sm120", exact=False) == "sm_120"
 
 
-def test_without_a_gpu_no_driver_is_called(monkeypatch, make_module):
+def test_the_major_version_of_the_driver_is_asked_for_where_there_is_a_gpu(monkeypatch, make_module):
     monkeypatch.undo()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     make_module("cuda")
-    # Whatever is called is not there, and would raise.
-    make_module("cuda.bindings", driver=SimpleNamespace())
-    toolchain.driver_major.cache_clear()
-    assert toolchain.driver_major() is None
-    toolchain.driver_major.cache_clear()
-
-
-def test_the_major_version_of_the_driver(monkeypatch, make_module):
-    monkeypatch.undo()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    driver = SimpleNamespace(cuDriverGetVersion=lambda: (0, 12080))
-    make_module("cuda")
-    make_module("cuda.bindings", driver=driver)
-    toolchain.driver_major.cache_clear()
-    assert toolchain.driver_major() == 12
-    toolchain.driver_major.cache_clear()
+    # Without a GPU, whatever is called is not there, and would raise.
+    for driver, major in ((SimpleNamespace(), None), (SimpleNamespace(cuDriverGetVersion=lambda: (0, 12080)), 12)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda major=major: major is not None)
+        make_module("cuda.bindings", driver=driver)
+        toolchain.driver_major.cache_clear()
+        assert toolchain.driver_major() == major
+        toolchain.driver_major.cache_clear()
 
 
 def test_a_missing_library_is_a_reason_and_no_traceback(monkeypatch, make_module):
