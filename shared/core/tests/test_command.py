@@ -136,6 +136,6 @@ def test_answers_in_json(toy, capsys):
 
 def test_every_command_says_what_it_does(capsys):
     for command in ("list", "explain", "doctor"):
-        with pytest.raises(SystemExit, match="^0$"):
+        with pytest.raises(SystemExit, match=r"^0$"):
             cli.main([command, "--help"])
         assert capsys.readouterr().out.split("\n\n")[1].endswith(".")

@@ -55,9 +55,10 @@ def test_rows_of_the_other_relations():
         for relation in ("invariance", "repeatability"):
             row = contract().tolerance(relation, *key, "cpu")
             assert (row.bitwise, row.atol, row.rtol, str(row)) == (True, 0, 0, "bitwise")
-        assert not rows["parity", *key].bitwise
-        assert rows["parity", *key].atol <= rows["accuracy", *key].atol
-        assert rows["parity", *key].rtol <= rows["accuracy", *key].rtol
+        parity, accuracy = (rows[(relation, *key)] for relation in ("parity", "accuracy"))
+        assert not parity.bitwise
+        assert parity.atol <= accuracy.atol
+        assert parity.rtol <= accuracy.rtol
 
 
 def test_no_architecture_is_wider_and_every_row_says_where_its_value_comes_from():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_kernels.core.cuda import launch, toolchain
+from rl_kernels.core.cuda import toolchain
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program, compile_program
 from rl_kernels.core.cuda.resources import resources_of, warnings_of
@@ -74,10 +74,8 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(autouse=True)
-def sources(make_kernels, cubins, monkeypatch):
-    monkeypatch.setattr(launch, "_kernels", {})
-    monkeypatch.setattr(launch, "_modules", {})
-    make_kernels("toy_chains", chains__cu=CHAINS)
+def sources(make_sources):
+    make_sources("toy_chains", chains__cu=CHAINS)
 
 
 def program(dtype):

@@ -8,7 +8,7 @@ from threading import Thread
 import pytest
 import torch
 
-from rl_kernels.core.cuda import launch, toolchain
+from rl_kernels.core.cuda import toolchain
 from rl_kernels.core.cuda.driver import CudaError
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program, compile_program
@@ -69,10 +69,8 @@ SOURCES = {
 
 
 @pytest.fixture(autouse=True)
-def sources(make_kernels, cubins, monkeypatch):
-    monkeypatch.setattr(launch, "_kernels", {})
-    monkeypatch.setattr(launch, "_modules", {})
-    make_kernels("toy_kernels", **{f"{name}__cu": text for name, (text, *_) in SOURCES.items()})
+def sources(make_sources):
+    make_sources("toy_kernels", **{f"{name}__cu": text for name, (text, *_) in SOURCES.items()})
 
 
 def load(name, entry="", signature="", **defines):
@@ -98,22 +96,15 @@ def blocks(x):
 
 
 @pytest.mark.gpu
-def test_a_kernel_that_adds():
+def test_parameters_of_every_kind():
     x = torch.randn(1000, device="cuda:0")
     out = torch.full_like(x, torch.nan)
     load("add").launch(blocks(x), 128, x, out, x.numel(), 1.5)
     assert torch.equal(out, x + 3)
-
-
-@pytest.mark.gpu
-def test_parameters_of_every_kind():
     out = torch.empty(6, device="cuda:0")
     load("add", "everything", "Pbhiqfd").launch(1, 1, out, -3, 300, -(2**20), 2**40, 0.5, 0.25)
     assert out.tolist() == [-3, 300, -(2**20), 2**40, 0.5, 0.25]
-
-
-@pytest.mark.gpu
-def test_none_is_a_null_pointer():
+    # None is a null pointer.
     out = torch.zeros(1, device="cuda:0")
     load("add", "absent", "PP").launch((1, 1, 1), 1, None, out)
     assert out.item() == 1
@@ -152,14 +143,10 @@ def test_arguments_that_do_not_fit_launch_nothing():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("signature", ["PPq", "PPqfi", "PPif", "PPqd", "PPff"])
-def test_a_signature_that_is_not_that_of_the_kernel(signature):
-    with pytest.raises(ValueError, match=r"signature: .* add has \[\(0, 8\), \(8, 8\), \(16, 8\), \(24, 4\)\]"):
-        load("add", signature=signature)
-
-
-@pytest.mark.gpu
-def test_an_entry_that_is_not_there():
+def test_a_signature_or_an_entry_that_the_kernel_does_not_have():
+    for signature in ("PPq", "PPqfi", "PPif", "PPqd", "PPff"):
+        with pytest.raises(ValueError, match=r"signature: .* add has \[\(0, 8\), \(8, 8\), \(16, 8\), \(24, 4\)\]"):
+            load("add", signature=signature)
     with pytest.raises(CudaError, match="subtract: CUDA_ERROR_NOT_FOUND"):
         load("add", "subtract")
 

@@ -90,7 +90,13 @@ NONE = (
             "tensors on meta hold no values; .*FakeTensorMode to get shapes",
             *(OPERATOR, Call.of(torch.zeros(1, device="meta")), None),
         ),
-        (ValueError, "grpo_loss has no backend 'cuda'; it has: auto, fused, quick, native, plain", OPERATOR, CPU, "cuda"),
+        (
+            ValueError,
+            "grpo_loss has no backend 'cuda'; it has: auto, fused, quick, native, plain",
+            OPERATOR,
+            CPU,
+            "cuda",
+        ),
     ],
 )
 def test_a_call_that_no_backend_can_run_says_why(error, message, operator, call, name):

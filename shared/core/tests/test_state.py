@@ -24,12 +24,10 @@ def restored():
 
 def test_torch_threads_are_restored():
     before = torch.get_num_threads()
-    with pytest.raises(KeyError), torch_threads(before + 1):
+    with torch_threads(before + 1):
+        with pytest.raises(KeyError), torch_threads(1):
+            raise KeyError(torch.get_num_threads())
         assert torch.get_num_threads() == before + 1
-        with torch_threads(1):
-            assert torch.get_num_threads() == 1
-        assert torch.get_num_threads() == before + 1
-        raise KeyError
     for count in (0, -1):
         with pytest.raises(ValueError, match=f"count: expected an integer >= 1, got {count}"), torch_threads(count):
             pass

@@ -23,28 +23,24 @@ def test_tensor_accepts_its_dtypes_and_dims():
     check.tensor("x", torch.zeros(()), check.FLOATS, ndim=0)
 
 
-@pytest.mark.parametrize("value", [[1.0], None, np.zeros(3)], ids=lambda value: type(value).__name__)
-def test_tensor_refuses_what_is_no_tensor(value):
-    refuses(TypeError, f"x: expected a tensor, got {type(value).__name__}", check.tensor, "x", value, check.FLOATS)
+INSTEAD = {
+    "weight": "pass its .weight",
+    "bias": "pass its .bias",
+    "hidden": "pass a tensor, such as its .weight or what it returns",
+    "lm_head_weight": "pass its .weight, or the module to head_logp of rl_kernels.models, which knows biases and "
+    "adapters",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("weight", "pass its .weight"),
-        ("bias", "pass its .bias"),
-        ("hidden", "pass a tensor, such as its .weight or what it returns"),
-        (
-            "lm_head_weight",
-            "pass its .weight, or the module to head_logp of rl_kernels.models, which knows biases and adapters",
-        ),
-    ],
-)
-def test_a_module_is_refused_with_what_to_pass_instead(name, instead):
-    message = f"{name}: expected a tensor, got Linear: {instead}"
-    refuses(TypeError, message, check.tensor, name, torch.nn.Linear(2, 2), check.FLOATS)
+def test_tensor_refuses_what_is_no_tensor_and_says_what_to_pass_instead_of_a_module():
+    for value in ([1.0], None, np.zeros(3)):
+        refuses(TypeError, f"x: expected a tensor, got {type(value).__name__}", check.tensor, "x", value, check.FLOATS)
+    for name, instead in INSTEAD.items():
+        message = f"{name}: expected a tensor, got Linear: {instead}"
+        refuses(TypeError, message, check.tensor, name, torch.nn.Linear(2, 2), check.FLOATS)
 
 
+@pytest.mark.smoke
 def test_tensor_refuses_other_dtypes_layouts_and_dims():
     got = "got torch.int64"
     refuses(
@@ -59,41 +55,27 @@ def test_tensor_refuses_other_dtypes_layouts_and_dims():
     refuses(ValueError, "x: expected at least 3 dims, got shape (2, 3)", check.tensor, "x", X, check.FLOATS, least=3)
 
 
-def test_shape():
+def test_shape_device_and_dtype():
     check.shape("x", X, (2, 3), "why")
     check.shape("x", X, X.shape, "why")
     for expected in ((3, 2), (2,), (2, 3, 1), ()):
-        refuses(
-            ValueError,
-            f"x: expected shape {expected} (that of y), got (2, 3)",
-            *(check.shape, "x", X, expected, "that of y"),
-        )
-
-
-def test_same_device():
+        message = f"x: expected shape {expected} (that of y), got (2, 3)"
+        refuses(ValueError, message, check.shape, "x", X, expected, "that of y")
     check.same_device(x=X)
     check.same_device(x=X, y=None, z=X)
     message = "z: expected device cpu (that of x), got meta"
     refuses(ValueError, message, check.same_device, x=X, y=None, z=X.to("meta"))
-
-
-def test_same_dtype():
     check.same_dtype(x=X, y=None, z=X)
     message = "z: expected dtype torch.float32 (that of x), got torch.bfloat16"
     refuses(TypeError, message, check.same_dtype, x=X, y=None, z=X.bfloat16())
 
 
-@pytest.mark.parametrize("value", [1, 0.5, np.float32(2), np.int64(3), 3.4e38, 2**70], ids=repr)
-def test_number_accepts(value):
-    check.number("x", value, above=0, least=0.5)
-
-
-@pytest.mark.parametrize("value", [True, "1", None, 1j, torch.tensor(1.0)], ids=repr)
-def test_number_refuses_other_types(value):
-    refuses(TypeError, f"x: expected a number, got {type(value).__name__}", check.number, "x", value)
-
-
-def test_number_refuses_other_values():
+@pytest.mark.smoke
+def test_number_refuses_other_types_and_values():
+    for value in (1, 0.5, np.float32(2), np.int64(3), 3.4e38, 2**70):
+        check.number("x", value, above=0, least=0.5)
+    for value in (True, "1", None, 1j, torch.tensor(1.0)):
+        refuses(TypeError, f"x: expected a number, got {type(value).__name__}", check.number, "x", value)
     for value in (math.nan, math.inf, -math.inf):
         refuses(ValueError, f"x: expected a finite number, got {value}", check.number, "x", value, above=0)
     for value in (0, 0.0, -1):
@@ -105,13 +87,9 @@ def test_number_refuses_other_values():
 
 def test_number_refuses_what_its_dtype_cannot_hold():
     wide = "x: expected a number within +-3.4e+38 (float32), got "
-    for value, shown in (
-        (1e39, "1e+39"),
-        (-1e39, "-1e+39"),
-        (10**400, "2^1328 or more"),
-        (-(10**5000), "-2^16609 or more"),
-    ):
-        refuses(ValueError, wide + shown, check.number, "x", value)
+    shown = {1e39: "1e+39", -1e39: "-1e+39", 10**400: "2^1328 or more", -(10**5000): "-2^16609 or more"}
+    for value, text in shown.items():
+        refuses(ValueError, wide + text, check.number, "x", value)
     small = "x: expected a number > 0, at least 1.18e-38 (float32), got 1e-50"
     refuses(ValueError, small, check.number, "x", 1e-50, above=0)
     check.number("x", 1e-50, least=0)
@@ -136,13 +114,10 @@ def test_integer():
         refuses(TypeError, f"x: expected an integer, got {type(value).__name__}", check.integer, "x", value)
 
 
-def test_choice():
+def test_choice_and_backend_name():
     check.choice("x", "a", ("a", None))
     check.choice("x", None, ("a", None))
     refuses(ValueError, "x: expected one of 'a', None, got 'b'", check.choice, "x", "b", ("a", None))
-
-
-def test_backend_name():
     check.backend_name(None)
     check.backend_name("triton")
     refuses(TypeError, "backend: expected a name or None, got int", check.backend_name, 3)
@@ -152,16 +127,10 @@ def temperature(value, *, leading=(2, 3), dtype=torch.float32, values=True):
     check.temperature(value, leading, torch.device("cpu"), dtype, values=values)
 
 
-@pytest.mark.parametrize("value", [0.7, 2, torch.ones(2, 3), torch.tensor(0.5), torch.ones(2, 3).double()], ids=repr)
-def test_temperature_accepts(value):
-    temperature(value)
-
-
-def test_temperature_accepts_an_empty_tensor():
-    temperature(torch.ones(0), leading=(0,))
-
-
 def test_temperature_refuses():
+    for value in (0.7, 2, torch.ones(2, 3), torch.tensor(0.5), torch.ones(2, 3).double()):
+        temperature(value)
+    temperature(torch.ones(0), leading=(0,))
     refuses(ValueError, "temperature: expected a number > 0, got 0", temperature, 0)
     small = "temperature: expected a number > 0, at least 1.18e-38 (float32), got 1e-50"
     refuses(ValueError, small, temperature, 1e-50)
@@ -178,15 +147,12 @@ def test_temperature_refuses():
     refuses(ValueError, message, temperature, torch.ones(2, 3, requires_grad=True))
 
 
-@pytest.mark.parametrize("smallest", [0.0, -1.5, math.nan])
-def test_temperature_reads_the_values_of_a_tensor_unless_told_not_to(smallest):
-    value = torch.ones(2, 3).index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(smallest))
-    message = f"temperature: expected values > 0, the smallest is {smallest}"
-    refuses(ValueError, message, temperature, value)
-    temperature(value, values=False)
-
-
-def test_temperature_reads_the_values_of_a_tensor_in_the_dtype_of_the_computation():
+def test_temperature_reads_the_values_of_a_tensor_in_the_dtype_of_the_computation_unless_told_not_to():
+    for smallest in (0.0, -1.5, math.nan):
+        value = torch.ones(2, 3).index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(smallest))
+        message = f"temperature: expected values > 0, the smallest is {smallest}"
+        refuses(ValueError, message, temperature, value)
+        temperature(value, values=False)
     value = torch.full((2, 3), 1e-50, dtype=torch.float64)
     refuses(ValueError, "temperature: expected values > 0, the smallest is 0.0", temperature, value)
     temperature(value, dtype=torch.float64)
@@ -256,12 +222,9 @@ def test_main_grad():
     refuses(ValueError, message, check.main_grad, "buffer", torch.zeros(3).expand(2, 3), weight)
 
 
-def test_own_storage_lets_a_single_element_have_any_stride():
+def test_own_storage_refuses_dims_that_overlap():
     check.own_storage("x", torch.as_strided(torch.zeros(1), (1, 1), (0, 0)))
     check.own_storage("x", X[:, ::2])
-
-
-def test_own_storage_refuses_dims_that_overlap():
     check.own_storage("x", torch.zeros(3, 4, 5).permute(2, 0, 1))
     for shape, strides in (((8, 8), (1, 1)), ((4, 4), (3, 1)), ((2, 3, 4), (1, 4, 1))):
         with pytest.raises(ValueError, match="x: expected elements with storage of their own"):
@@ -285,12 +248,9 @@ DTensor.__module__ = "torch.distributed.tensor"
 PASS = "pass its full_tensor(), which gathers it from all ranks, or its to_local() if you mean only this rank's part"
 
 
-def test_a_dtensor_is_refused_with_what_to_pass_instead():
+def test_a_dtensor_is_refused_with_the_function_that_checks_and_what_to_pass_instead():
     message = f"x: expected a local tensor, got a DTensor: {PASS}"
     refuses(TypeError, message, check.tensor, "x", X.as_subclass(DTensor), check.FLOATS)
-
-
-def test_the_refusal_of_a_dtensor_names_the_public_function_that_checks():
     space = {"__name__": "rl_kernels.some_op.api", "check": check, "FLOATS": check.FLOATS}
     exec("def some_op(x): _kinds(x)\ndef _kinds(x): check.tensor('x', x, FLOATS)", space)
     message = f"x: expected a local tensor for some_op, got a DTensor: {PASS}"
