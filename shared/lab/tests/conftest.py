@@ -1,8 +1,32 @@
 """What all tests of the checker need."""
 
+import builtins
+import multiprocessing
+import os
+import subprocess
+from importlib.metadata import EntryPoint
+from multiprocessing.reduction import DupFd
+from types import SimpleNamespace
+
 import pytest
 
+from rl_kernels.core.registry import GROUP, KernelRegistry
+from rl_kernels.core.testing import Case, RowLayout, Spec
+from rl_kernels.lab.check.isolation import remote
 from rl_kernels.lab.check.relations import determinism
+
+WORKER = "rl_kernels.lab.check.isolation.worker"
+START = f"""
+import os, sys
+os.setsid()
+for place, stream in enumerate(streams):
+    os.dup2(stream.detach(), place)
+os.environ.clear()
+os.environ.update(environment)
+sys.path[:] = ["", *environment["PYTHONPATH"].split(os.pathsep)]
+from {WORKER} import main
+main()
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -10,3 +34,78 @@ def few_calls(monkeypatch):
     """Let repeatability call the toys of these tests some dozen times, not for seconds."""
     monkeypatch.setattr(determinism, "CALLS", 60)
     monkeypatch.setattr(determinism, "AT_ONCE", 5)
+
+
+class Forked:
+    """Stands in for the ``Popen`` of a candidate's process: the fork of one that has imported what that needs."""
+
+    def __init__(self, command, *, bufsize, stdin, stdout, env, start_new_session):
+        assert (command[-1], start_new_session) == (f"from {WORKER} import main; main()", True)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([WORKER])
+        (read, write), (answers, answered) = os.pipe(), os.pipe()
+        self.stdin, self.stdout = os.fdopen(write, "wb", 0), os.fdopen(answers, "rb", 0)
+        streams = [DupFd(descriptor) for descriptor in (read, answered, 2)]
+        self._process = context.Process(target=builtins.exec, args=(START, {"streams": streams, "environment": env}))
+        self._process.start()
+        os.close(read), os.close(answered)
+
+    @property
+    def pid(self):
+        return self._process.pid
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    poll = returncode.fget
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+
+
+@pytest.fixture(autouse=True)
+def forked_candidates(request, monkeypatch):
+    """Start candidates as forks, which takes a tenth of the time, but in tests that ask for ``real_processes``."""
+    if "real_processes" not in request.fixturenames:
+        started = SimpleNamespace(**{**vars(subprocess), "Popen": Forked})
+        monkeypatch.setattr(remote, "subprocess", started)
+
+
+@pytest.fixture
+def real_processes():
+    """Start candidates as users do."""
+
+
+@pytest.fixture(scope="session")
+def doubled():
+    """The spec of an operator that doubles its matrix ``x``."""
+    results = ("output", "gradient:x")
+    return Spec(
+        cases=(Case("plain", {"batch": 3, "width": 4}), Case("large", {"batch": 9, "width": 4}, suite="full")),
+        inputs=lambda case, draw: {"x": draw.normal(case.sizes["batch"], case.sizes["width"])},
+        references={"": lambda x: 2 * x},
+        classes=dict.fromkeys(results, "elementwise"),
+        differentiable=("x",),
+        magnitudes=lambda case, inputs, upstream: {
+            "output": 2 * inputs["x"].abs(),
+            "gradient:x": 2 * upstream.get("output", inputs["x"]).abs(),
+        },
+        transforms=RowLayout({"x": 1}, frozenset(results)).transforms(),
+        illegal=(),
+        exempt={"torch": "a toy, which registers no op"},
+    )
+
+
+@pytest.fixture
+def install(make_module, monkeypatch):
+    """Return ``install(command, operator, spec, **functions)``: a command knows that operator alone; gives its spec."""
+
+    def register(command, operator, spec, **functions):
+        make_module(operator.package, **functions)
+        make_module(f"{operator.package}.op", OPERATOR=operator)
+        point = EntryPoint(operator.name, f"{operator.package}.op:OPERATOR", GROUP)
+        monkeypatch.setattr(command, "kernel_registry", KernelRegistry({operator.name: point}))
+        return make_module(f"{operator.package}.spec.cases", SPEC=spec)
+
+    return register

@@ -2,46 +2,27 @@
 
 import builtins
 import json
+import shlex
 import time
-from importlib.metadata import EntryPoint
+from dataclasses import replace
 
 import pytest
 import torch
 
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
-from rl_kernels.core.registry import GROUP, KernelRegistry
-from rl_kernels.core.testing import Case, Spec
 from rl_kernels.lab.check import cli, compare, launches
 from rl_kernels.lab.check.guard import Misbehaved
 from rl_kernels.lab.check.isolation import remote
 from rl_kernels.lab.check.isolation.remote import Worker
 
 
-def double(x, *, backend=None):
-    return 2 * x
-
-
-SPEC = Spec(
-    cases=(Case("plain", {"rows": 3, "width": 4}),),
-    inputs=lambda case, draw: {"x": draw.normal(case.sizes["rows"], case.sizes["width"])},
-    references={"": lambda x: 2 * x},
-    classes={"output": "elementwise", "gradient:x": "elementwise"},
-    differentiable=("x",),
-    magnitudes=lambda case, inputs, upstream: {name: 2 * inputs["x"].abs() for name in ("output", "gradient:x")},
-    transforms={},
-    illegal=(),
-)
 BACKENDS = (Backend("native", "toy_pkg.native", {"cpu": INVARIANT}),)
 OPERATOR = Operator("double", "toy_pkg", "", ("N",), frozenset({"N"}), {}, {}, BACKENDS, lambda x, **_: Call.of(x))
 
 
 @pytest.fixture(autouse=True)
-def toy(make_module, monkeypatch):
-    make_module("toy_pkg", double=double)
-    make_module("toy_pkg.op", OPERATOR=OPERATOR)
-    make_module("toy_pkg.spec.cases", SPEC=SPEC)
-    registry = KernelRegistry({"double": EntryPoint("double", "toy_pkg.op:OPERATOR", GROUP)})
-    monkeypatch.setattr(cli, "kernel_registry", registry)
+def toy(install, doubled):
+    install(cli, OPERATOR, replace(doubled, transforms={}), double=lambda x, *, backend=None: 2 * x)
 
 
 HEAD = """
@@ -77,20 +58,21 @@ def check(capfd):
 
     def run(target, *flags):
         status = cli.main(["--op", "double", "--candidate", target, "--device", "cpu", "--json", *flags])
-        report = json.loads(capfd.readouterr().out)
-        entries = [entry for each in report["candidates"] for entry in each["outputs"]]
-        return status, {entry["output"]: entry["message"] for entry in entries if not entry["passed"]}
+        return status, {each["output"]: each["message"] for each in entries(capfd) if not each["passed"]}
 
     return run
 
 
-ENDS = {
+def entries(captured):
+    report = json.loads(captured.readouterr().out, parse_constant=pytest.fail)
+    return [entry for each in report["candidates"] for entry in each["outputs"]]
+
+
+CAUGHT = {
     "exits": ("os._exit(0)", "run: its process exited with status 0"),
     "exits with a status": ("os._exit(3)", "run: its process exited with status 3"),
     "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", "run: its process was ended by SIGKILL"),
     "ends by a signal without a name": ("os.kill(os.getpid(), 40)", "run: its process was ended by signal 40"),
-}
-RAISES = {
     "Ctrl-C": ("raise KeyboardInterrupt", "raised KeyboardInterrupt"),
     "SystemExit": ("sys.exit(0)", "forward raised SystemExit"),
     "GeneratorExit": ("raise GeneratorExit", "forward raised GeneratorExit"),
@@ -100,14 +82,15 @@ RAISES = {
 }
 
 
-@pytest.mark.parametrize("how", [*ENDS, *RAISES])
+@pytest.mark.parametrize("how", CAUGHT)
 def test_a_candidate_that_ends_or_raises_fails(how, candidate, check):
-    body, message = {**ENDS, **RAISES}[how]
+    body, message = CAUGHT[how]
     status, failed = check(candidate(body), "--relation", "accuracy")
     assert status == 1
     assert message in next(iter(failed.values()))
 
 
+@pytest.mark.usefixtures("real_processes")
 def test_a_candidate_that_hangs_fails(candidate, check):
     start = time.monotonic()
     status, failed = check(candidate("time.sleep(600)"), "--relation", "accuracy", "--timeout", "2")
@@ -122,14 +105,14 @@ def test_a_candidate_that_dies_at_import_fails_and_is_started_a_few_times_only(c
     assert any(f"not called: its process ended {remote.LIVES} times" in message for message in failed.values())
 
 
-@pytest.mark.parametrize("error", ["KeyboardInterrupt", "GeneratorExit"])
-def test_a_module_that_cannot_be_imported_ends_in_two(error, candidate, capsys):
-    assert cli.main(["--op", "double", "--candidate", candidate(first=f"raise {error}('no')"), "--device", "cpu"]) == 2
-    out, err = capsys.readouterr()
-    assert not out
-    assert "cannot import" in err
-    assert f"{error}: no" in err
-    assert len(err.splitlines()) == 1
+def test_a_module_that_cannot_be_imported_ends_in_two(candidate, capsys):
+    for error in ("KeyboardInterrupt", "GeneratorExit"):
+        target = candidate(first=f"raise {error}('no')")
+        assert cli.main(["--op", "double", "--candidate", target, "--device", "cpu"]) == 2
+        out, err = capsys.readouterr()
+        assert (out, len(err.splitlines())) == ("", 1)
+        assert "cannot import" in err
+        assert f"{error}: no" in err
 
 
 PATCHES = {
@@ -140,6 +123,7 @@ PATCHES = {
 }
 
 
+@pytest.mark.usefixtures("real_processes")
 def test_what_a_candidate_replaces_is_named_and_stays_in_its_process(candidate, check):
     before = torch.equal, compare.bits, builtins.ascii, torch.Tensor.equal
     status, failed = check(candidate("return 3 * x", first="\n".join(PATCHES.values())))
@@ -156,11 +140,6 @@ def test_each_replacement_alone_is_named(name, worker):
     made = worker(first=PATCHES[name])
     run_of(made)
     assert made.ask("patched") == [name]
-
-
-def test_an_honest_candidate_that_prints_passes(candidate, check):
-    status, failed = check(candidate("print('called'); return 2 * x"), "--check-grad")
-    assert (status, failed) == (0, {})
 
 
 @pytest.fixture
@@ -192,6 +171,7 @@ def test_a_process_that_reads_no_more_is_no_hang(worker):
         run_of(made, torch.ones(1 << 20))
 
 
+@pytest.mark.usefixtures("real_processes")
 def test_a_process_ends_with_whoever_started_it(worker):
     made = worker()
     process = made._process
@@ -242,9 +222,7 @@ def test_ctrl_c_prints_what_is_known_and_ends_the_process(candidate, capsys, mon
     monkeypatch.setattr(launches, "hold", interrupted)
     argv = ["--op", "double", "--candidate", candidate(), "--device", "cpu", "--json"]
     assert cli.main(argv) == 130
-    report = json.loads(capsys.readouterr().out)
-    assert report["passed"] is False
-    assert {entry["relation"] for entry in report["candidates"][0]["outputs"]} == {"accuracy"}
+    assert {entry["relation"] for entry in entries(capsys)} == {"accuracy"}
     assert held[0].candidate.worker._process is None
 
 
@@ -255,3 +233,39 @@ def test_ctrl_c_before_anything_ran_is_said_in_one_line(candidate, capsys, monke
     monkeypatch.setattr(Worker, "start", interrupted)
     assert cli.main(["--op", "double", "--candidate", candidate(), "--device", "cpu"]) == 130
     assert capsys.readouterr().err == "rl-kernels check: stopped before anything ran\n"
+
+
+NOISY = "print('called'); return 2 * x * (1 + torch.rand(()))"
+"""It prints, and draws from torch's global generator."""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--check-grad"],
+        ["--dtype", "bf16", "--seed", "7", "--grad-seed", "8", "--batch", "5", "--suite", "full"],
+        ["--input-mode", "constant", "--constant-value=-1e-05", "--arch-key", "sm90"],
+    ],
+)
+def test_a_replay_says_what_the_run_said(flags, candidate, capsys):
+    assert cli.main(["--candidate", candidate(NOISY), "--op", "double", "--json", "--device", "cpu", *flags]) == 1
+    found = entries(capsys)
+    commands = {entry["case_id"]: entry["replay"] for entry in found if not entry["passed"]}
+    assert len(commands) >= 3
+    for case_id, command in list(commands.items())[:3]:
+        assert ("--arch-key sm90" in command) is ("sm90" in flags)
+        torch.manual_seed(len(case_id))
+        assert cli.main([*shlex.split(command)[2:], "--json"]) == 1
+        assert entries(capsys) == [entry for entry in found if entry["case_id"] == case_id]
+
+
+@pytest.mark.usefixtures("real_processes")
+def test_what_a_candidate_prints_mixes_neither_with_the_report_nor_with_the_list(candidate, capfd, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    target = candidate("print('called'); return 2 * x", first="print('imported')")
+    assert cli.main(["--candidate", target, "--json", "--device", "cpu", "--check-grad"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["passed"]
+    assert {"imported", "called"} == set(err.splitlines())
+    assert cli.main(["--list", "--candidate", target, "--device", "cpu"]) == 0
+    assert all(line.startswith("double/") for line in capfd.readouterr().out.splitlines())

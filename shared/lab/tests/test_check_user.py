@@ -85,6 +85,14 @@ def file(tmp_path):
     return write
 
 
+def refused(candidate, capsys, *flags):
+    """Return the one line that is said of a candidate that cannot be checked."""
+    assert cli.main([*(flags or ["--op", "scaled"]), "--candidate", candidate, "--device", "cpu"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    return err
+
+
 def entries(report):
     return report["candidates"][0]["outputs"] if report["candidates"] else []
 
@@ -99,7 +107,8 @@ def mine(x, y, *, scale=1.0):
 """
 
 
-def test_an_honest_file_passes(check, file):
+@pytest.mark.usefixtures("real_processes")
+def test_an_honest_file_passes_and_what_says_nothing_of_results_is_skipped(check, file):
     candidate = f"{file(HONEST)}:mine"
     status, report = check(candidate, "--check-grad")
     assert status == 0
@@ -107,33 +116,26 @@ def test_an_honest_file_passes(check, file):
     ran = {(entry["relation"], entry["case"]) for entry in entries(report)}
     judged = ("accuracy", "gradients", "repeatability", "invariance", "hygiene")
     assert ran == {(relation, case) for relation in judged for case in ("plain", "scaled")}
-
-
-def test_what_says_nothing_about_results_is_skipped_with_a_reason(check, file):
-    _, report = check(f"{file(HONEST)}:mine")
     for relation in ("robustness", "parity", "torch"):
         reasons = skipped(report, relation)
         assert reasons.keys() == {"plain", "scaled", "halved"}
         assert all("is judged on accuracy, gradients" in reason for reason in reasons.values())
-
-
-def test_the_cases_of_another_function_are_skipped(check, file):
-    _, report = check(f"{file(HONEST)}:mine")
     assert skipped(report, "accuracy") == {"halved": "it does not implement halved"}
 
 
-def test_a_name_says_which_function_it_implements(check, file):
-    status, report = check(f"{file('def halved(x, y): return (x + y) / 2')}:halved")
+@pytest.mark.parametrize(
+    ("name", "source", "case", "reason"),
+    [
+        ("halved", "def halved(x, y): return (x + y) / 2", "halved", "it does not implement scaled"),
+        ("mine", "def mine(x, y): return x + y", "plain", "its signature has no scale"),
+        ("mine", "def mine(x, y, **kwargs): return x + y", "plain", "its signature has no scale"),
+    ],
+)
+def test_its_name_and_options_say_which_cases_it_is_for(name, source, case, reason, check, file):
+    status, report = check(f"{file(source)}:{name}", "--relation", "accuracy")
     assert status == 0
-    assert {entry["case"] for entry in entries(report)} == {"halved"}
-    assert skipped(report, "accuracy")["plain"] == "it does not implement scaled"
-
-
-def test_an_option_that_is_missing_is_skipped_by_name(check, file):
-    status, report = check(f"{file('def mine(x, y): return x + y')}:mine")
-    assert status == 0
-    assert skipped(report, "accuracy")["scaled"] == "its signature has no scale"
-    assert {entry["case"] for entry in entries(report)} == {"plain"}
+    assert {entry["case"] for entry in entries(report)} == {case}
+    assert skipped(report, "accuracy")["scaled"] == reason
 
 
 @pytest.mark.parametrize(
@@ -150,18 +152,14 @@ def test_an_option_that_is_missing_is_skipped_by_name(check, file):
 )
 def test_a_signature_that_no_call_fits_ends_in_two(parameters, message, file, capsys):
     target = f"{file(f'def mine({parameters}): return 0')}:mine"
-    assert cli.main(["--op", "scaled", "--candidate", target, "--device", "cpu"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refused(target, capsys)
     assert f"--candidate {target}: scaled is called with x, y by name, and options; it takes {message}" in line
 
 
 @pytest.mark.parametrize("base", ["torch.nn.Module", "object"])
 def test_a_class_is_not_called_in_place_of_an_instance(base, file, capsys):
     written = file(f"import torch\nclass Mine({base}):\n    def forward(self, x, y): return x + y")
-    target = f"{written}:Mine"
-    assert cli.main(["--op", "scaled", "--candidate", target, "--device", "cpu"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("Mine is a class; name an instance of it, or a function")
+    assert refused(f"{written}:Mine", capsys).endswith("Mine is a class; name an instance of it, or a function\n")
 
 
 @pytest.mark.parametrize("parameters", ["**kwargs", "x, **kwargs", "y, x, unknown=3"])
@@ -206,10 +204,6 @@ class Adapter:
         return scale * (x + y)
 
 
-def swallows(x, y, **kwargs):
-    return x + y
-
-
 plain = Nested.inner
 partial = functools.partial(plain)
 instance, module, adapter = Callable(), Module(), Adapter()
@@ -228,20 +222,8 @@ def test_a_callable_of_a_module(my_module, check, path):
     status, report = check(f"my_module:{path}", "--relation", "accuracy")
     assert status == 0
     assert {entry["case"] for entry in entries(report)} == {"plain", "scaled"}
-
-
-def test_a_callable_goes_by_its_name_and_an_instance_by_what_it_is_called(my_module):
-    paths = {"plain": "inner", "Nested.inner": "inner", "swallows": "swallows"}
-    instances = ("partial", "instance", "module", "adapter")
-    for path, name in {**paths, **{path: path for path in instances}}.items():
-        assert load(f"my_module:{path}").name == name
-
-
-def test_options_that_are_only_swallowed_are_not_given(my_module, check):
-    status, report = check("my_module:swallows", "--relation", "accuracy")
-    assert status == 0
-    assert {entry["case"] for entry in entries(report)} == {"plain"}
-    assert skipped(report, "accuracy")["scaled"] == "its signature has no scale"
+    # An instance goes by what it is called, others by their names.
+    assert load(f"my_module:{path}").name == {"plain": "inner", "Nested.inner": "inner"}.get(path, path)
 
 
 def test_a_file_may_define_a_dataclass_and_be_called_like_a_module(file):
@@ -289,27 +271,16 @@ def unusable(file, tmp_path):
 
 
 @pytest.mark.parametrize(("pattern", "message"), UNUSABLE)
-def test_what_cannot_be_found_is_a_value_error(unusable, pattern, message):
+def test_what_cannot_be_found_is_said(unusable, pattern, message, capsys):
     with pytest.raises(ValueError, match=re.escape(message)):
         load(unusable(pattern))
+    assert message in refused(unusable(pattern), capsys)
 
 
-@pytest.mark.parametrize(("pattern", "message"), UNUSABLE)
-def test_what_cannot_be_found_ends_in_two(unusable, pattern, message, capsys):
-    assert cli.main(["--op", "scaled", "--candidate", unusable(pattern), "--device", "cpu"]) == 2
-    out, err = capsys.readouterr()
-    assert not out
-    assert message in err
-    assert len(err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("flags", [[], ["--op", "scaled", "--op", "other"]])
-def test_several_operators_are_one_too_many(file, flags, capsys):
-    assert cli.main([*flags, "--candidate", f"{file(HONEST)}:mine", "--device", "cpu"]) == 2
-    out, err = capsys.readouterr()
-    assert not out
-    assert "say which operator it implements, with --op" in err
-    assert len(err.splitlines()) == 1
+def test_several_operators_are_one_too_many(file, capsys):
+    both = ("--op", "scaled", "--op", "other")
+    assert "say which operator it implements, with --op" in refused(f"{file(HONEST)}:mine", capsys, *both)
+    assert "say which operator it implements, with --op" in refused(f"{file(HONEST)}:mine", capsys, "--suite", "quick")
 
 
 def test_a_wrong_implementation_fails(check, file):
