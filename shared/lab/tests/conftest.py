@@ -109,3 +109,30 @@ def install(make_module, monkeypatch):
         return make_module(f"{operator.package}.spec.cases", SPEC=spec)
 
     return register
+
+
+HEAD = """
+import builtins, os, signal, sys, threading, time
+import torch
+from rl_kernels.lab.check import compare
+
+
+class Lies(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.equal:
+            return True
+        return super().__torch_function__(function, types, args, kwargs or {})
+"""
+
+
+@pytest.fixture
+def candidate(tmp_path):
+    """Return ``candidate(body, first)``: a file whose ``mine(x)`` has this body, and that begins with ``first``."""
+
+    def write(body="return 2 * x", first=""):
+        path = tmp_path / "mine.py"
+        path.write_text(f"{HEAD}\n{first}\n\ndef mine(x):\n    {body}\n")
+        return f"{path}:mine"
+
+    return write

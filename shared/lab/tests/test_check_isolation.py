@@ -9,12 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rl_kernels.core.loading import load
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.lab.check import cli, compare, launches
-from rl_kernels.lab.check.guard import Misbehaved
 from rl_kernels.lab.check.isolation import remote
 from rl_kernels.lab.check.isolation.remote import Worker
-
 
 BACKENDS = (Backend("native", "toy_pkg.native", {"cpu": INVARIANT}),)
 OPERATOR = Operator("double", "toy_pkg", "", ("N",), frozenset({"N"}), {}, {}, BACKENDS, lambda x, **_: Call.of(x))
@@ -23,33 +22,6 @@ OPERATOR = Operator("double", "toy_pkg", "", ("N",), frozenset({"N"}), {}, {}, B
 @pytest.fixture(autouse=True)
 def toy(install, doubled):
     install(cli, OPERATOR, replace(doubled, transforms={}), double=lambda x, *, backend=None: 2 * x)
-
-
-HEAD = """
-import builtins, os, signal, sys, threading, time
-import torch
-from rl_kernels.lab.check import compare
-
-
-class Lies(torch.Tensor):
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function is torch.equal:
-            return True
-        return super().__torch_function__(function, types, args, kwargs or {})
-"""
-
-
-@pytest.fixture
-def candidate(tmp_path):
-    """Return ``candidate(body, first)``: a file whose ``mine(x)`` has this body, and that begins with ``first``."""
-
-    def write(body="return 2 * x", first=""):
-        path = tmp_path / "mine.py"
-        path.write_text(f"{HEAD}\n{first}\n\ndef mine(x):\n    {body}\n")
-        return f"{path}:mine"
-
-    return write
 
 
 @pytest.fixture
@@ -135,78 +107,11 @@ def test_what_a_candidate_replaces_is_named_and_stays_in_its_process(candidate, 
     assert all(name in failed["functions of others"] for name in PATCHES)
 
 
-@pytest.mark.parametrize("name", PATCHES)
-def test_each_replacement_alone_is_named(name, worker):
-    made = worker(first=PATCHES[name])
-    run_of(made)
-    assert made.ask("patched") == [name]
-
-
-@pytest.fixture
-def worker(candidate):
-    """Return ``worker(body, first, timeout)``: a started process, which is ended after the test."""
-    made = []
-
-    def start(body="return 2 * x", first="", timeout=30.0):
-        made.append(Worker(candidate(body, first), timeout))
-        made[-1].start()
-        return made[-1]
-
-    yield start
-    for each in made:
-        each.stop()
-
-
-def run_of(worker, x=None):
-    return remote.RemoteRun(worker, "output", {"x": torch.ones(3) if x is None else x}, [])
-
-
-def test_a_process_that_reads_no_more_is_no_hang(worker):
-    stops = "threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()\n    return 2 * x"
-    made = worker(stops)
-    made._timeout = 2.0
-    run_of(made)
-    time.sleep(1.0)
-    with pytest.raises(Misbehaved, match="no answer within 2 s"):
-        run_of(made, torch.ones(1 << 20))
-
-
-@pytest.mark.usefixtures("real_processes")
-def test_a_process_ends_with_whoever_started_it(worker):
-    made = worker()
-    process = made._process
-    made.stop()
-    assert process.poll() is not None
-    again = Worker(made._target)
-    again.start()
-    process = again._process
-    del again
-    assert process.poll() is not None
-
-
-def test_an_error_in_one_thread_alone_is_seen(worker):
-    made = worker("if threading.current_thread() is not threading.main_thread(): raise KeyboardInterrupt\n    return x")
-    inputs = [{"x": torch.ones(3)}, {"x": torch.zeros(3)}]
-    with pytest.raises(Misbehaved, match="forward raised KeyboardInterrupt"):
-        made.ask("threads", inputs=inputs, output="output", calls=2)
-
-
-def test_messages_that_a_candidate_forges_are_no_answers(worker):
-    made = worker("[_forge(fd) for fd in range(3, 12)]\n    return 2 * x", first=FORGE)
-    with pytest.raises(Misbehaved, match="unreadable answer"):
-        run_of(made)
-
-
-FORGE = """
-import fcntl
-
-def _forge(fd):
-    try:
-        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_WRONLY:
-            os.write(fd, (4).to_bytes(8, "little") + b"junk")
-    except OSError:
-        pass
-"""
+def test_each_replacement_alone_is_named(candidate):
+    for name, patch in PATCHES.items():
+        worker = Worker(candidate(first=patch))
+        assert worker.ask("patched") == [name]
+        worker.stop()
 
 
 def test_ctrl_c_prints_what_is_known_and_ends_the_process(candidate, capsys, monkeypatch):
@@ -269,3 +174,46 @@ def test_what_a_candidate_prints_mixes_neither_with_the_report_nor_with_the_list
     assert {"imported", "called"} == set(err.splitlines())
     assert cli.main(["--list", "--candidate", target, "--device", "cpu"]) == 0
     assert all(line.startswith("double/") for line in capfd.readouterr().out.splitlines())
+
+
+MODULE = """
+import functools
+
+
+import torch
+
+
+class Nested:
+    @staticmethod
+    def inner(x):
+        return 2 * x
+
+
+class Callable:
+    def __call__(self, x):
+        return 2 * x
+
+
+class Module(torch.nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+class Adapter:
+    def forward(self, x):
+        return 2 * x
+
+
+plain = Nested.inner
+partial = functools.partial(plain)
+instance, module, adapter = Callable(), Module(), Adapter()
+"""
+
+
+@pytest.mark.parametrize("path", ["plain", "Nested.inner", "partial", "instance", "module", "adapter"])
+def test_a_callable_of_a_module(check, path, tmp_path, monkeypatch):
+    (tmp_path / "my_module.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert check(f"my_module:{path}", "--relation", "accuracy") == (0, {})
+    # An instance goes by what it is called, others by their names.
+    assert load(f"my_module:{path}").name == {"plain": "inner", "Nested.inner": "inner"}.get(path, path)

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from textwrap import dedent
 
@@ -44,22 +45,13 @@ SPEC = Spec(
     transforms=RowLayout({"x": 1, "y": 1}, frozenset(RESULTS)).transforms(),
     illegal=(IllegalCall("text", lambda call: {**call, "x": "1"}, TypeError, "x"),),
 )
-OTHER = Spec(**{**vars(SPEC), "cases": SPEC.cases[:1]})
+BACKENDS = (Backend("native", "toy_pkg.native", {"cpu": INVARIANT}),)
+OPERATOR = Operator("scaled", "toy_pkg", "", ("N",), frozenset("N"), {}, {}, BACKENDS, lambda x, *_, **__: Call.of(x))
 
 
 @pytest.fixture(autouse=True)
-def operators(make_module, monkeypatch):
-    """Two operators, ``scaled`` with a second public function, and ``other``."""
-    backends = (Backend("native", "toy_pkg.native", {"cpu": INVARIANT}),)
-    found = {}
-    for name, spec in (("scaled", SPEC), ("other", OTHER)):
-        package = f"toy_{name}"
-        made = Operator(name, package, "", ("N",), frozenset("N"), {}, {}, backends, lambda x, *_, **__: Call.of(x))
-        make_module(package, **{name: scaled, "halved": halved})
-        make_module(f"{package}.op", OPERATOR=made)
-        make_module(f"{package}.spec.cases", SPEC=spec)
-        found[name] = EntryPoint(name, f"{package}.op:OPERATOR", GROUP)
-    monkeypatch.setattr(cli, "kernel_registry", KernelRegistry(found))
+def operator(install):
+    install(cli, OPERATOR, SPEC, scaled=scaled, halved=halved)
 
 
 @pytest.fixture
@@ -176,56 +168,6 @@ def test_the_traceback_stands_in_the_report_alone(check, file, capsys):
     assert not capsys.readouterr().err
 
 
-MODULE = """
-import functools
-
-
-import torch
-
-
-class Nested:
-    @staticmethod
-    def inner(x, y, *, scale=1.0):
-        return scale * (x + y)
-
-
-class Callable:
-    def __call__(self, x, y, scale=1.0):
-        return scale * (x + y)
-
-
-class Module(torch.nn.Module):
-    def forward(self, x, y, *, scale=1.0):
-        return scale * (x + y)
-
-
-class Adapter:
-    def forward(self, x, y, *, scale=1.0):
-        return scale * (x + y)
-
-
-plain = Nested.inner
-partial = functools.partial(plain)
-instance, module, adapter = Callable(), Module(), Adapter()
-"""
-
-
-@pytest.fixture
-def my_module(tmp_path, monkeypatch):
-    """A module that can be imported by name, also in a candidate's process."""
-    (tmp_path / "my_module.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-
-
-@pytest.mark.parametrize("path", ["plain", "Nested.inner", "partial", "instance", "module", "adapter"])
-def test_a_callable_of_a_module(my_module, check, path):
-    status, report = check(f"my_module:{path}", "--relation", "accuracy")
-    assert status == 0
-    assert {entry["case"] for entry in entries(report)} == {"plain", "scaled"}
-    # An instance goes by what it is called, others by their names.
-    assert load(f"my_module:{path}").name == {"plain": "inner", "Nested.inner": "inner"}.get(path, path)
-
-
 def test_a_file_may_define_a_dataclass_and_be_called_like_a_module(file):
     source = """
     from __future__ import annotations
@@ -277,7 +219,10 @@ def test_what_cannot_be_found_is_said(unusable, pattern, message, capsys):
     assert message in refused(unusable(pattern), capsys)
 
 
-def test_several_operators_are_one_too_many(file, capsys):
+def test_several_operators_are_one_too_many(file, capsys, make_module, monkeypatch):
+    make_module("toy_pkg.op", scaled=OPERATOR, other=replace(OPERATOR, name="other"))
+    points = {name: EntryPoint(name, f"toy_pkg.op:{name}", GROUP) for name in ("scaled", "other")}
+    monkeypatch.setattr(cli, "kernel_registry", KernelRegistry(points))
     both = ("--op", "scaled", "--op", "other")
     assert "say which operator it implements, with --op" in refused(f"{file(HONEST)}:mine", capsys, *both)
     assert "say which operator it implements, with --op" in refused(f"{file(HONEST)}:mine", capsys, "--suite", "quick")
