@@ -4,16 +4,21 @@ import builtins
 import multiprocessing
 import os
 import subprocess
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from multiprocessing.reduction import DupFd
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rl_kernels.core.registry import GROUP, KernelRegistry
 from rl_kernels.core.testing import Case, RowLayout, Spec
+from rl_kernels.lab.check.candidate import Candidate
+from rl_kernels.lab.check.cell import Cell, Setting
 from rl_kernels.lab.check.isolation import remote
-from rl_kernels.lab.check.relations import determinism
+from rl_kernels.lab.check.relations import determinism, hold
+from rl_kernels.lab.check.result import Check
 
 WORKER = "rl_kernels.lab.check.isolation.worker"
 START = f"""
@@ -136,3 +141,59 @@ def candidate(tmp_path):
         return f"{path}:mine"
 
     return write
+
+
+def definition(x, weight):
+    """The matrix times the vector."""
+    return (x * weight).sum(-1)
+
+
+class Product(torch.autograd.Function):
+    """The definition with what its backward pass needs; tests write that pass."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return definition(x, weight)
+
+    @classmethod
+    def apply_by_name(cls, x, weight):
+        """Call it with its arguments by name, which ``apply`` does not take."""
+        return cls.apply(x, weight)
+
+
+@pytest.fixture(scope="session")
+def product():
+    """A toy that multiplies a matrix by a vector, element by element, which autocast leaves alone."""
+    results = ("output", "gradient:x")
+
+    def magnitudes(case, inputs, upstream):
+        x, weight = inputs["x"].abs(), inputs["weight"].abs()
+        up = upstream.get("output", x[:, 0]).abs()
+        return {"output": x @ weight, "gradient:x": up[:, None] * weight}
+
+    spec = Spec(
+        cases=(Case("plain", {"rows": 6, "width": 4}), Case("other", {"rows": 6, "width": 4})),
+        inputs=lambda case, draw: {"x": draw.normal(6, 4), "weight": draw.normal(4)},
+        references={"": definition},
+        classes=dict.fromkeys(results, "reduction"),
+        differentiable=("x",),
+        magnitudes=magnitudes,
+        transforms={},
+        illegal=(),
+    )
+    return SimpleNamespace(definition=definition, spec=spec, saving=Product)
+
+
+@pytest.fixture
+def failed(product):
+    """Return ``failed(function, relation, **changes)``: what fails, by item, where the product's spec is changed."""
+
+    def run(function, relation="hygiene", case="", **changes):
+        candidate = Candidate("toy", SimpleNamespace(name="toy"), lambda _, kwargs: function(**kwargs))
+        spec = replace(product.spec, **changes)
+        cell = Cell(candidate, spec, spec.case(case), Setting("fp32", torch.device("cpu"), "cpu"))
+        found = [each for each in hold(cell, relation) if isinstance(each, Check)]
+        return {each.item: each.comparison.message for each in found if not each.passed}
+
+    return run

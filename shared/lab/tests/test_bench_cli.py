@@ -4,7 +4,6 @@ import gc
 import json
 import weakref
 from dataclasses import replace
-from importlib.metadata import EntryPoint
 from typing import NamedTuple
 
 import pytest
@@ -12,8 +11,7 @@ import torch
 
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
-from rl_kernels.core.registry import GROUP, KernelRegistry
-from rl_kernels.core.testing import Case, RowLayout, Spec
+from rl_kernels.core.testing import Case, RowLayout
 from rl_kernels.lab.bench import cli, runner
 from rl_kernels.lab.bench.definition import GOALS, SMALL, Benchmark, Peer, Shape, Work, forward_and_backward, plain
 from rl_kernels.lab.bench.measure import EVENTS, GRAPH, Clock, Measurement
@@ -26,20 +24,6 @@ def double(x, *, backend=None):
 
 
 ROWS = RowLayout({"x": 1}, frozenset({"output", "gradient:x"}))
-SPEC = Spec(
-    cases=(Case("plain", {"batch": 3, "width": 4}),),
-    inputs=lambda case, draw: {"x": draw.normal(case.sizes["batch"], case.sizes["width"])},
-    references={"": lambda x: 2 * x},
-    classes={"output": "elementwise", "gradient:x": "elementwise"},
-    differentiable=("x",),
-    magnitudes=lambda case, inputs, upstream: {
-        "output": 2 * inputs["x"].abs(),
-        "gradient:x": 2 * upstream.get("output", inputs["x"]).abs(),
-    },
-    transforms=ROWS.transforms(),
-    illegal=(),
-    unread=frozenset({"backend"}),
-)
 
 
 def absent():
@@ -89,16 +73,11 @@ OPERATOR = Operator(
 
 
 @pytest.fixture(autouse=True)
-def toy(make_module, monkeypatch):
-    make_module("toy_pkg", double=double)
-    make_module("toy_pkg.op", OPERATOR=OPERATOR)
-    make_module("toy_pkg.spec.cases", SPEC=SPEC)
-    module = make_module("toy_pkg.spec.bench", BENCH=BENCH)
-    registry = KernelRegistry({"double": EntryPoint("double", "toy_pkg.op:OPERATOR", GROUP)})
-    monkeypatch.setattr(cli, "kernel_registry", registry)
+def toy(install, doubled, make_module, monkeypatch):
+    install(cli, OPERATOR, replace(doubled, unread=frozenset({"backend"})), double=double)
     monkeypatch.setattr(double, "factor", 2.0, raising=False)
     monkeypatch.setattr(cli, "ceilings", lambda device, dtype: CEILINGS)
-    return module
+    return make_module("toy_pkg.spec.bench", BENCH=BENCH)
 
 
 CEILINGS = cli.ceilings(torch.device("cpu"), "fp32")
@@ -245,39 +224,36 @@ def test_ours_that_raises_is_named_and_the_others_go_on(bench, make_module):
     assert records["eager", "3x5 ragged"].passes
 
 
-@pytest.mark.parametrize(
-    ("peer", "reason"),
-    [
-        ("absent", "no_such_peer is not installed: pip install no-such-peer"),
-        ("raising", "ValueError: only even widths"),
-        ("lying", "differs from ours by 0.5 of its norm"),
-        ("nan", "differs from ours by inf of its norm"),
-    ],
-)
-def test_a_peer_that_cannot_is_named_and_skipped(bench, capsys, peer, reason):
-    status, records = bench("--compare", peer)
+SKIPPED = {
+    "absent": "no_such_peer is not installed: pip install no-such-peer",
+    "raising": "ValueError: only even widths",
+    "lying": "differs from ours by 0.5 of its norm",
+    "nan": "differs from ours by inf of its norm",
+}
+
+
+def test_a_peer_that_cannot_is_named_and_skipped(bench, capsys):
+    status, records = bench("--compare", ",".join(SKIPPED))
     assert status == 0
-    record = records[peer, "8x16"]
-    assert not record.passes
-    assert any(reason in found for found in record.skipped.values())
     assert records["rl-kernels", "8x16"].passes
-    assert reason in capsys.readouterr().out
+    out = capsys.readouterr().out
+    for peer, reason in SKIPPED.items():
+        record = records[peer, "8x16"]
+        assert not record.passes
+        assert any(reason in found for found in record.skipped.values())
+        assert reason in out
 
 
 def test_peers_of_other_kinds(bench):
-    _, records = bench("--compare", "summed,floor,overwriting")
+    _, records = bench("--compare", "summed,floor,overwriting,slow")
     assert list(records["summed", "8x16"].passes) == ["forward + backward"]
     assert list(records["floor", "8x16"].passes) == ["forward"]
     assert not records["floor", "8x16"].checked
-    assert len(records["overwriting", "8x16"].passes) == 2
+    # What overwrites its inputs spoils nobody else's.
+    assert len(records["overwriting", "8x16"].passes) == len(records["slow", "8x16"].passes) == 2
 
 
-def test_a_peer_that_overwrites_its_inputs_spoils_nobody_else_s(bench):
-    _, records = bench("--compare", "overwriting,slow")
-    assert len(records["slow", "8x16"].passes) == 2
-
-
-def test_ids_are_not_checked_where_that_can_be_left_out(bench, make_module):
+def test_ids_are_not_checked_where_that_can_be_left_out(bench, doubled, make_module):
     asked = []
 
     def checking(x, *, validate=True, backend=None):
@@ -285,17 +261,20 @@ def test_ids_are_not_checked_where_that_can_be_left_out(bench, make_module):
         return 2 * x
 
     make_module("toy_pkg", double=checking)
-    make_module("toy_pkg.spec.cases", SPEC=replace(SPEC, unread=frozenset({"backend", "validate"})))
+    make_module("toy_pkg.spec.cases", SPEC=replace(doubled, unread=frozenset({"backend", "validate"})))
     bench("--compare", "none")
     assert set(asked) == {False}
 
 
-def test_what_a_shape_leaves_out_runs_if_it_is_asked_for(bench):
+def test_what_a_shape_leaves_out_and_another_backend_of_ours_run_if_they_are_asked_for(bench):
     _, by_default = bench()
     assert ("slow", "8x16") not in by_default
     assert ("slow", "3x5 ragged") in by_default
-    _, asked = bench("--compare", "slow")
-    assert ("slow", "8x16") in asked
+    _, records = bench("--compare", "all,native")
+    assert {*records} == {*by_default, ("native", "8x16"), ("native", "3x5 ragged")}
+    native = records["native", "8x16"]
+    assert native.note == "rl-kernels, backend native"
+    assert all(each.ratio > 0 for each in native.passes.values())
 
 
 def test_shapes_and_markdown(bench, capsys):
@@ -342,13 +321,10 @@ def test_mistakes_are_one_line_and_nothing_is_timed(arguments, message, capsys, 
     assert err.count("\n") == 1
 
 
-def test_a_gpu_that_is_not_there(capsys, monkeypatch):
+def test_without_a_gpu_or_matplotlib(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["--device", "cuda"]) == 2
     assert capsys.readouterr().err == "rl-kernels bench: --device: this PyTorch sees no GPU\n"
-
-
-def test_without_matplotlib(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(cli, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         cli.main(["--plot", str(tmp_path / "a.png")])
@@ -359,14 +335,6 @@ def test_plot(bench, tmp_path):
     pytest.importorskip("matplotlib")
     bench("--compare", "eager", "--plot", str(tmp_path / "a.png"))
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_another_backend_of_ours_as_a_peer(bench):
-    _, records = bench("--compare", "all,native")
-    assert set(records) == {*bench()[1], ("native", "8x16"), ("native", "3x5 ragged")}
-    native = records["native", "8x16"]
-    assert native.note == "rl-kernels, backend native"
-    assert all(each.ratio > 0 for each in native.passes.values())
 
 
 def test_a_peer_s_environment_is_set_before_anything_runs(bench, toy, monkeypatch):

@@ -1,9 +1,11 @@
 """A run that processes share shows what a run in one process shows, and survives the end of one of them."""
 
 import importlib
+import multiprocessing
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import EntryPoint
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,14 +73,23 @@ def plan_of(tmp_path, monkeypatch):
     return importlib.import_module("toy_jobs").plan_of
 
 
+@pytest.fixture(autouse=True)
+def forked(request, monkeypatch):
+    """Start processes as forks, but in one test."""
+    if "real_processes" not in request.fixturenames:
+        context = multiprocessing.get_context("forkserver")
+        monkeypatch.setattr(jobs, "multiprocessing", SimpleNamespace(get_context=lambda _: context))
+
+
 def shared_run(plan_of, count=2):
     with jobs.shared(plan_of, count) as results:
         return run(plan_of(), results=results)
 
 
+@pytest.mark.usefixtures("real_processes")
 def test_processes_show_what_one_shows_in_the_same_order(plan_of):
     off = partial(plan_of, 4, "off")
-    alone, together = run(off()), shared_run(off, 3)
+    alone, together = run(off()), shared_run(off)
     assert not alone.passed
     assert repr(together.records) == repr(alone.records)
 

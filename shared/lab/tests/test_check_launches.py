@@ -3,49 +3,25 @@
 import json
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import EntryPoint
 from xml.etree import ElementTree
 
 import pytest
 
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
-from rl_kernels.core.registry import GROUP, KernelRegistry
-from rl_kernels.core.testing import Case, RowLayout, Spec
+from rl_kernels.core.testing import Case
 from rl_kernels.lab.check import cli, launches
 from rl_kernels.lab.check.launched import Launched
 
 OWN = Launched("toy_pkg.kernels.code", "", "forward", "")
 SHARED = Launched("toy_pkg", "generic.cu", "forward", "sm_90")
 CASES = (Case("plain", {"batch": 3, "width": 4}), Case("wide", {"batch": 3, "width": 600}, relations=("accuracy",)))
-RESULTS = ("output", "gradient:x")
-SPEC = Spec(
-    cases=CASES,
-    inputs=lambda case, draw: {"x": draw.normal(case.sizes["batch"], case.sizes["width"])},
-    references={"": lambda x: 2 * x},
-    classes=dict.fromkeys(RESULTS, "elementwise"),
-    differentiable=("x",),
-    magnitudes=lambda case, inputs, upstream: dict.fromkeys(RESULTS, 10 * inputs["x"].abs()),
-    transforms=RowLayout({"x": 1}, frozenset(RESULTS)).transforms(),
-    illegal=(),
-    exempt={"torch": "a toy, which registers no op"},
-)
-NAMES = ("kernels", "native")
-OPERATOR = Operator(
-    "double",
-    "toy_pkg",
-    "twice",
-    ("N",),
-    frozenset({"N"}),
-    {},
-    {},
-    tuple(Backend(name, f"toy_pkg.{name}.backend", {"cpu": INVARIANT}) for name in NAMES),
-    lambda x, **_: Call.of(x),
-)
+BACKENDS = tuple(Backend(name, f"toy_pkg.{name}.backend", {"cpu": INVARIANT}) for name in ("kernels", "native"))
+OPERATOR = Operator("double", "toy_pkg", "twice", ("N",), frozenset({"N"}), {}, {}, BACKENDS, lambda x, **_: Call.of(x))
 
 
 @pytest.fixture(autouse=True)
-def toy(make_module, monkeypatch):
+def toy(install, doubled, make_module, monkeypatch):
     """An operator whose backend ``kernels`` launches its own kernel for rows of 500 numbers and more."""
     recorded = []
 
@@ -62,14 +38,8 @@ def toy(make_module, monkeypatch):
         recorded.pop()
 
     monkeypatch.setattr(launches, "record_launches", record)
-    make_module("toy_pkg", double=double)
-    make_module("toy_pkg.op", OPERATOR=OPERATOR)
     make_module("toy_pkg.kernels.backend")
-    spec = make_module("toy_pkg.spec.cases", SPEC=SPEC)
-    monkeypatch.setattr(
-        cli, "kernel_registry", KernelRegistry({"double": EntryPoint("double", "toy_pkg.op:OPERATOR", GROUP)})
-    )
-    return spec
+    return install(cli, OPERATOR, replace(doubled, cases=CASES), double=double)
 
 
 def check(*flags):

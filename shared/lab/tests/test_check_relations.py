@@ -235,12 +235,16 @@ def test_an_honest_implementation_holds(relation, case):
         assert found or (relation == "robustness" and case is not SPEC.case())
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_bug_is_caught_and_named(bug):
+def test_a_bug_is_caught_and_named_and_stops_nothing(bug):
     relation, function, message = BUGS[bug]
     failed = failures(record for case in SPEC.cases for record in records(function, relation, case))
-    assert all(record.comparison.message for record in failed)
     assert any(re.search(message, record.comparison.message) for record in failed), failed
+    # A wrong number is like another to the other relations.
+    others = () if message is FENCE or "differ in bits" in message else RELATIONS
+    failed += [record for other in others for record in failures(records(function, other))]
+    assert all(record.comparison.message for record in failed)
 
 
 ODD = {
@@ -274,27 +278,18 @@ def test_gradients_are_judged_also_if_a_candidate_turns_them_off():
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_no_bug_stops_the_suite(bug):
-    for relation in RELATIONS:
-        assert all(record.comparison.message for record in failures(records(BUGS[bug][1], relation)))
-
-
-def test_a_stale_result_shows_on_other_values():
+def test_a_stale_result_shows_on_other_values_and_an_empty_one_proves_nothing():
     assert {record.item for record in failures(records(stale, "accuracy"))} == {"output other values"}
+    for relation in ("accuracy", "gradients"):
+        failed = failures(records(honest, relation, Case("empty", {"rows": 0, "columns": 4})))
+        assert {record.comparison.message for record in failed} >= {"an empty result proves nothing"}
 
 
-@pytest.mark.parametrize("relation", ["accuracy", "gradients"])
-def test_an_empty_result_proves_nothing(relation):
-    failed = failures(records(honest, relation, Case("empty", {"rows": 0, "columns": 4})))
-    assert {record.comparison.message for record in failed} >= {"an empty result proves nothing"}
-
-
-@pytest.mark.parametrize(("bug", "has_one"), [("an exception", True), ("exit in backward", True), ("None", False)])
-def test_the_traceback_of_a_candidate_is_kept(bug, has_one):
-    relation, function, _ = BUGS[bug]
-    traceback = failures(records(function, relation))[0].comparison.traceback
-    assert (__file__ in traceback) is has_one
+def test_the_traceback_of_a_candidate_is_kept():
+    for bug, has_one in (("an exception", True), ("exit in backward", True), ("None", False)):
+        relation, function, _ = BUGS[bug]
+        traceback = failures(records(function, relation))[0].comparison.traceback
+        assert (__file__ in traceback) is has_one
 
 
 def test_an_upstream_of_ones_hides_what_a_random_one_shows():
@@ -303,18 +298,13 @@ def test_an_upstream_of_ones_hides_what_a_random_one_shows():
     assert not records(function, "gradients", grad_mode="random")[0].passed
 
 
-def test_a_candidate_gets_copies_of_the_inputs():
+def test_inputs_of_a_candidate():
+    # It gets copies.
     here = cell(overwriting)
     before = here.inputs["x"].clone()
     here.run(leaves=[])
     assert torch.equal(here.inputs["x"], before)
-
-
-def test_constant_inputs_fill_the_differentiable_arguments():
     assert (cell(honest, constant=(0.25, 0)).inputs["x"] == 0.25).all()
-
-
-def test_seeds_differ_by_case_and_repeat():
     first, again, other = (cell(honest, SPEC.cases[i]) for i in (0, 0, 1))
     assert first.seed == again.seed != other.seed
     assert torch.equal(first.inputs["x"], again.inputs["x"])

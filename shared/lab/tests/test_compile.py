@@ -117,13 +117,16 @@ def test_kernels_of_one_package(compiler, offered, make_module):
     other = Program("other_kernels", "a.cu", "sm_90a")
     make_module("toy_pkg.cuda_generic", programs=lambda arch: [other] if arch == "sm_90a" else [])
     assert listed("--arch", "sm_90a", "--package", "other_kernels") == [("double", str(other))]
+    assert str(Program("toy", "a.cu", "sm_90a", (("X", 1), ("Y", -2)))) == "toy/a.cu X=1 Y=-2 for sm_90a"
     assert len(listed("--arch", "sm_90a")) == 1 + len(listed("--arch", "sm_90a", "--package", "toy_kernels"))
 
 
 @compiling
 def test_one_target_into_a_folder_to_be_shipped(toys, cubins, monkeypatch):
     out = toys / "cubins"
-    assert compile_cli.main(["--op", "double", "--arch", "sm_90a", "--out", str(out)]) == 0
+    # A tilde is the home of the user.
+    monkeypatch.setenv("HOME", str(toys))
+    assert compile_cli.main(["--op", "double", "--arch", "sm_90a", "--out", "~/cubins"]) == 0
     wanted = [Program("toy_kernels", "fine.cu", "sm_90a", (("TIMES", times),)) for times in (3, 4)]
     names = {cache.shipped_name(one, inputs_of(one)) for one in wanted}
     assert {file.name for file in out.iterdir()} == names
@@ -187,26 +190,16 @@ def test_bad_arguments(argv, words, capsys, monkeypatch):
     assert said.err.count("\n") == 1
 
 
-def test_nothing_to_compile_with(capsys, monkeypatch):
-    monkeypatch.setattr(toolchain, "bindings_version", lambda: None)
-    assert compile_cli.main([]) == 2
+def test_nothing_to_compile(capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(toolchain, "bindings_version", lambda: None)
+        assert compile_cli.main([]) == 2
     expected = "rl-kernels compile: cuda-bindings is not installed: pip install cuda-bindings\n"
     assert capsys.readouterr().err == expected
-
-
-def test_nothing_to_compile(capsys, monkeypatch):
     points = {"plain": EntryPoint("plain", "toy_pkg.op:plain", GROUP)}
     monkeypatch.setattr(compile_cli, "kernel_registry", KernelRegistry(points))
     assert compile_cli.main([]) == 2
     assert capsys.readouterr().err == "rl-kernels compile: no installed operator has a CUDA backend\n"
-
-
-@compiling
-def test_a_cache_that_cannot_be_used(tmp_path, capsys, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "file" / "folder"))
-    assert compile_cli.main(["--arch", "sm_80"]) == 2
-    assert "cannot be written; set RL_KERNELS_CACHE" in capsys.readouterr().err
 
 
 @compiling
@@ -271,7 +264,12 @@ def test_what_waits_is_not_compiled_if_nothing_can_be_written(many, capsys, monk
 
 
 @compiling
-def test_a_cache_that_is_not_trusted(cubins, capsys):
+def test_a_cache_that_cannot_be_used_or_trusted(cubins, capsys, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with monkeypatch.context() as patch:
+        patch.setenv(cache.VARIABLE, str(tmp_path / "file" / "folder"))
+        assert compile_cli.main(["--arch", "sm_80"]) == 2
+    assert "cannot be written; set RL_KERNELS_CACHE" in capsys.readouterr().err
     cubins.mkdir()
     cubins.chmod(0o777)
     assert compile_cli.main(["--arch", "sm_80"]) == 2
@@ -281,14 +279,7 @@ def test_a_cache_that_is_not_trusted(cubins, capsys):
     assert not list(cubins.iterdir())
 
 
-@compiling
-def test_a_tilde_is_the_home_of_the_user(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert compile_cli.main(["--arch", "sm_80", "--out", "~/out"]) == 0
-    assert len(list((tmp_path / "out").iterdir())) == 1
-
-
-def test_doctor_tells_what_compiles_and_where_it_is_kept(cubins, capsys, monkeypatch):
+def test_doctor_tells_what_compiles_and_where_it_is_kept_or_what_is_missing(cubins, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(toolchain, "bindings_version", lambda: "13.0.3")
     monkeypatch.setattr(toolchain, "nvrtc_version", lambda: (13, 0))
     cubins.mkdir()
@@ -298,9 +289,6 @@ def test_doctor_tells_what_compiles_and_where_it_is_kept(cubins, capsys, monkeyp
     assert "13.0.3" in said
     assert "CUDA 13.0" in said
     assert f"{cubins}: 1 files, 3.0 MiB, can be written" in said
-
-
-def test_doctor_tells_what_is_missing(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(toolchain, "bindings_version", lambda: None)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "file"))
@@ -308,11 +296,6 @@ def test_doctor_tells_what_is_missing(tmp_path, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert "cuda-bindings is not installed: pip install cuda-bindings" in said
     assert "file cannot be written; set RL_KERNELS_CACHE to a folder" in said
-
-
-def test_programs_are_named_in_full():
-    one = Program("toy", "a.cu", "sm_90a", (("X", 1), ("Y", -2)))
-    assert str(one) == "toy/a.cu X=1 Y=-2 for sm_90a"
 
 
 def test_products_that_wait_for_each_other_are_found_in_a_log():

@@ -126,12 +126,9 @@ def test_what_cannot_be_compiled_is_said_before(argv, words, capsys):
     assert capsys.readouterr().err.startswith(f"rl-kernels compile: {words}")
 
 
-def test_rows_and_json_are_of_triton(capsys):
+def test_without_triton_there_is_neither_a_backend_nor_json(monkeypatch, capsys):
     assert cli.main(["compile", "--json"]) == 2
     assert "--verbose, --json: expected only with --backend triton" in capsys.readouterr().err
-
-
-def test_without_triton(monkeypatch, capsys):
     monkeypatch.undo()
     monkeypatch.setattr(triton, "INSTALLED", False)
     assert command() == 2
@@ -152,18 +149,14 @@ def test_calls_are_those_beside_the_backend(make_module, monkeypatch):
     def compiling(target):
         yield [target.name]
 
-    make_module("toy_pkg.triton")
-    make_module("toy_pkg.triton.ahead", calls=calls)
-    monkeypatch.setattr(ahead, "compiling", compiling)
-    task = triton.Task("double", "sm_80", "bf16")
-    assert triton.compiled(task) == (task, ["sm_80"], ["double sm_80 bf16: fails: ValueError: no"])
-    assert seen == [torch.bfloat16]
-
-
-def test_a_backend_without_calls_is_a_fault():
     task = triton.Task("double", "sm_80", "bf16")
     (fault,) = triton.faults([triton.compiled(task)])
     assert fault.startswith("double sm_80 bf16: expected a module toy_pkg.triton.ahead that yields calls: No module")
+    make_module("toy_pkg.triton")
+    make_module("toy_pkg.triton.ahead", calls=calls)
+    monkeypatch.setattr(ahead, "compiling", compiling)
+    assert triton.compiled(task) == (task, ["sm_80"], ["double sm_80 bf16: fails: ValueError: no"])
+    assert seen == [torch.bfloat16]
 
 
 def test_an_unknown_gpu_has_the_least_shared_memory():
