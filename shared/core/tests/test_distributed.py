@@ -34,10 +34,8 @@ def parts_of(shape, world, dtype=torch.float32):
 
 def test_memory_of_a_window_is_writable_after_a_rollout_in_inference_mode():
     window = object.__new__(symmetric.Window)
-    window.parts, window.handle = (
-        0,
-        SimpleNamespace(get_buffer=lambda _, shape, dtype, __: torch.zeros(shape, dtype=dtype)),
-    )
+    window.parts = 0
+    window.handle = SimpleNamespace(get_buffer=lambda _, shape, dtype, __: torch.zeros(shape, dtype=dtype))
     with torch.inference_mode():
         part = window.slice_of(0, 0, (3,))
     assert torch.equal(part.add_(1.0), torch.ones(3))
@@ -195,16 +193,13 @@ def test_a_rank_that_hangs_is_ended():
         run_ranks(hangs, 1 + 1, timeout=15.0)
 
 
-def test_fingerprint():
+def test_fingerprint_and_the_argument_of_a_group():
     x = torch.randn(7, 5)
     assert fingerprint(x) == fingerprint(x.clone()) == fingerprint(x.t().contiguous().t())
     others = [x.flip(0), x.flip(1), -x, x.bfloat16(), x.t(), x[:6], x.double(), x.view(torch.int32) + 1]
     assert len({fingerprint(x), *map(fingerprint, others)}) == len(others) + 1
     assert fingerprint(x[:0]) == 0
     assert fingerprint(torch.tensor(True)) != fingerprint(torch.tensor(False))
-
-
-def test_group_argument():
     with pytest.raises(TypeError, match="process_group: expected a ProcessGroup or a DeviceMesh with one dim, got str"):
         group_of("tp")
     with pytest.raises(ValueError, match="a group that this process belongs to"):

@@ -127,6 +127,7 @@ def test_autocast_does_not_reach_into_a_backend_and_is_on_after_a_failure():
     assert torch.equal(out, a @ b)
 
 
+@pytest.mark.smoke
 def test_first_order_gradient():
     a, b = operands()
     assert torch.autograd.gradcheck(lambda a: toy_product(a, b), a)

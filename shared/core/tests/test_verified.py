@@ -100,11 +100,9 @@ def test_a_library_that_does_not_keep_bits_is_found_out(plant, torch_threads, li
         assert torch.equal(whole, fp64.matmul(a, b))
 
 
-def test_this_library_keeps_bits_a_block_at_a_time():
-    assert products.note(576, 1536, torch.float32) is None
-
-
 def test_a_kind_is_tried_once(plant):
+    # This library keeps bits a block at a time.
+    assert products.note(576, 1536, torch.float32) is None
     calls = []
     plant(lambda block, right: calls.append(block.shape))
     a, b = torch.ones(8, 32), torch.ones(32, 64)
@@ -114,24 +112,18 @@ def test_a_kind_is_tried_once(plant):
     assert len(calls) == tried + 1
 
 
-def test_tiles_and_blocks_give_the_same_bits(monkeypatch):
+def test_tiles_and_blocks_give_the_same_bits_and_fp64_their_values(monkeypatch):
     draw = Draw(torch.float32)
     a, b = draw.normal(70, 100), draw.normal(100, 90)
-    whole = products.matmul(a, b)
+    left, dc, start = draw.normal(40, 100), draw.normal(40, 70), draw.normal(100, 70)
+    whole, chain = products.matmul(a, b), products.chain_dw(left, dc, start.clone())
     monkeypatch.setattr(verified, "way_of", lambda kind: Way.TILES)
     assert torch.equal(bits_of(products.matmul(a, b)), bits_of(whole))
-
-
-@pytest.mark.parametrize("way", [Way.TILES, Way.FP64])
-def test_chains_of_tiles_and_in_fp64(monkeypatch, way):
-    draw = Draw(torch.float32)
-    a, dc, start = draw.normal(40, 100), draw.normal(40, 70), draw.normal(100, 70)
-    whole = products.chain_dw(a, dc, start.clone())
-    monkeypatch.setattr(verified, "way_of_steps", lambda out, settings: way)
-    found = products.chain_dw(a, dc, start.clone())
-    if way is Way.TILES:
-        assert torch.equal(found, whole)
-    torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-4)
+    for way in (Way.TILES, Way.FP64):
+        monkeypatch.setattr(verified, "way_of_steps", lambda out, settings, way=way: way)
+        found = products.chain_dw(left, dc, start.clone())
+        torch.testing.assert_close(found, chain, rtol=1e-5, atol=1e-4)
+        assert way is Way.FP64 or torch.equal(found, chain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -202,13 +202,8 @@ def test_real_calls_take_turns_each_in_its_own_surroundings(monkeypatch):
     assert theirs / ours == pytest.approx(2, rel=0.1)
 
 
-def test_samples_follow_the_time_of_one():
-    assert Effort().samples(1e-6) == 100
-    assert Effort().samples(10.0) == 5
-    assert Effort(iters=3).samples(10.0) == 3
-
-
-def test_ceilings_are_those_of_the_device():
+def test_samples_follow_the_time_of_one_and_ceilings_the_device():
+    assert [Effort().samples(1e-6), Effort().samples(10.0), Effort(iters=3).samples(10.0)] == [100, 5, 3]
     found = measure.ceilings(torch.device("cpu"), "fp32")
     assert found.bytes_per_s > 1e8
     assert found.flops_per_s > 1e8
