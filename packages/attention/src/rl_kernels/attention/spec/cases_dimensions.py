@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.testing import Case
-from rl_kernels.core.testing.dimensions import HELD, drawn, paired, swept
+from rl_kernels.lab.dimensions import HELD, drawn, paired, swept
 
 AXES = {
     "causal": (None, False),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.testing import Case
-from rl_kernels.core.testing.dimensions import EDGES, HELD, ROWS, paired, swept
+from rl_kernels.lab.dimensions import EDGES, HELD, ROWS, paired, swept
 
 LINEAR, DW = "det_linear", "det_gemm_dw"
 HALVES = (None, "bf16", "fp16")

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 
 from rl_kernels.core.testing import IGNORED, Case, Draw, Inputs, Spec
-from rl_kernels.core.testing.magnitudes import of_log_softmax
 from rl_kernels.fused_logp import reference
 from rl_kernels.fused_logp.spec.cases_dimensions import DIMENSIONS, with_values
 from rl_kernels.fused_logp.spec.illegal import ILLEGAL
 from rl_kernels.fused_logp.spec.transforms import HYGIENE, TRANSFORMS
+from rl_kernels.lab.magnitudes import of_log_softmax
 
 STATS = {"return_stats": True}
 LOWEST = {**STATS, "minus_inf": 0.3, "finite": True}

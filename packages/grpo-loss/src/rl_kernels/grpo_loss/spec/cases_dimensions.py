@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from rl_kernels.core.testing import Case
-from rl_kernels.core.testing.dimensions import EDGES, HELD, drawn, paired, swept
 from rl_kernels.core.testing.grouped import members
 from rl_kernels.grpo_loss.estimator import ESTIMATORS
 from rl_kernels.grpo_loss.extras import Normaliser, divisor_of
 from rl_kernels.grpo_loss.objective import Objective
 from rl_kernels.grpo_loss.plan import FORMS
+from rl_kernels.lab.dimensions import EDGES, HELD, drawn, paired, swept
 
 FROM, GROUPS = "grpo_loss_from_advantages", "group_advantages"
 LOSS = {

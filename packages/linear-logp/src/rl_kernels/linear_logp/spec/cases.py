@@ -11,8 +11,8 @@ import torch
 
 from rl_kernels.core.constants import UNIT
 from rl_kernels.core.testing import IGNORED, Case, Draw, Inputs, Spec
-from rl_kernels.core.testing.dimensions import HELD
-from rl_kernels.core.testing.magnitudes import of_log_softmax
+from rl_kernels.lab.dimensions import HELD
+from rl_kernels.lab.magnitudes import of_log_softmax
 from rl_kernels.linear_logp import reference
 from rl_kernels.linear_logp.spec.cases_dimensions import DIMENSIONS, with_values
 from rl_kernels.linear_logp.spec.illegal import ILLEGAL

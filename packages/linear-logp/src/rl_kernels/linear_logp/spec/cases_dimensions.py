@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.testing import IGNORED, Case
-from rl_kernels.core.testing.dimensions import EDGES, HELD, ROWS, drawn, paired, swept
+from rl_kernels.lab.dimensions import EDGES, HELD, ROWS, drawn, paired, swept
 
 AXES = {
     "return_stats": (None, True),

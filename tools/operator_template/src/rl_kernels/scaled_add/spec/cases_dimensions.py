@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl_kernels.core.testing import Case
-from rl_kernels.core.testing.dimensions import EDGES, ROWS, paired, swept
+from rl_kernels.lab.dimensions import EDGES, ROWS, paired, swept
 
 AXES = {"scale": (None, 0.0, -2.5, 1e4), "dtype": (None, "bf16", "fp16", "fp64")}
 """Values of each option; None leaves it out. ``dtype`` is the dtype of the case, not an option."""

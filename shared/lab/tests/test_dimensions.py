@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from rl_kernels.core.testing.dimensions import HELD, drawn, paired, pairs, swept
+from rl_kernels.lab.dimensions import HELD, drawn, paired, pairs, swept
 
 AXES = {"a": (None, 1, 2), "b": (None, "x", "y", "z"), "c": (None, True), "d": (0.5, 1.5)}
 TWO = dict.fromkeys("abcd", (1, 2))
