@@ -158,7 +158,10 @@ def test_the_longest_unused_goes_first(folder, cubins, compiled, monkeypatch):
     assert [cache.path_of(inputs_of(program)).exists() for program in programs] == [True, False, True]
 
 
-def test_what_a_killed_process_left_is_bounded_too(cubins, monkeypatch):
+ONE = f"{'0f' * 32}{cache.SUFFIX}"
+
+
+def test_only_our_own_files_are_removed_and_what_a_killed_process_left(cubins, monkeypatch):
     monkeypatch.setattr(cache, "LIMIT", 100)
     cubins.mkdir()
     left = cubins / f".writing-x{cache.SUFFIX}"
@@ -166,14 +169,7 @@ def test_what_a_killed_process_left_is_bounded_too(cubins, monkeypatch):
     os.utime(left, (1, 1))
     cache.keep(cubins / ONE, b"cubin")
     assert [path.name for *_, path in cache.contents(cubins)] == [ONE]
-
-
-ONE = f"{'0f' * 32}{cache.SUFFIX}"
-
-
-def test_only_our_own_files_are_removed(cubins, monkeypatch):
     monkeypatch.setattr(cache, "LIMIT", 0)
-    cubins.mkdir()
     others = ["somebody.cubin", f"{'g' * 64}.cubin", f"sm_90a-{'0' * 64}.cubin", ".hidden.cubin", "notes.txt"]
     for name in others:
         (cubins / name).write_bytes(bytes(9))

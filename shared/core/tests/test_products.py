@@ -6,7 +6,9 @@ import torch
 from rl_kernels.core import products
 from rl_kernels.core.constants import STEP
 from rl_kernels.core.products import matmul
+from rl_kernels.core.rowwise.ids import outside, select
 from rl_kernels.core.rowwise.operands import compute_dtype, pad_to
+from rl_kernels.core.rowwise.softmax import per_row
 from rl_kernels.core.testing import Draw, bits_of
 
 
@@ -186,3 +188,19 @@ def test_pad_to_appends_zeros():
 def test_compute_dtype():
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     assert [compute_dtype(dtype) for dtype in dtypes] == [torch.float32] * 3 + [torch.float64]
+
+
+def test_select_takes_the_column_of_each_id():
+    z = torch.arange(12.0).view(3, 4)
+    assert select(z, torch.tensor([3, 0, 2])).tolist() == [3, 4, 10]
+    assert select(z, torch.tensor([13, 9, 12], dtype=torch.int32), first=10).tolist() == [3, 0, 10]
+    assert select(z, torch.tensor([4, -1, 10**9])).tolist() == [0, 0, 0]
+    assert outside(torch.tensor([-1, 0, 6, 7]), 7).tolist() == [True, False, False, True]
+
+
+def test_per_row():
+    like = torch.zeros(3, 4)
+    assert torch.equal(per_row(torch.tensor([1.0, 2.0, 3.0]), like), torch.tensor([[1.0], [2.0], [3.0]]))
+    assert torch.equal(per_row(torch.tensor(2.0), like), torch.full((3, 1), 2.0))
+    elsewhere = per_row(torch.tensor(2.0), like.to("meta"))
+    assert (elsewhere.shape, elsewhere.device.type, elsewhere.dtype) == ((3, 1), "meta", torch.float32)

@@ -1,12 +1,13 @@
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_kernels.core.constants import SEGMENT
-from rl_kernels.core.rowwise.ids import outside, select
 from rl_kernels.core.rowwise.logp_gradient import LogpUpstream, dlogits
-from rl_kernels.core.rowwise.softmax import finish, merge, per_row, softmax_state
+from rl_kernels.core.rowwise.softmax import finish, merge, softmax_state
 from rl_kernels.core.rowwise.sums import _alike, row_sum, tree_sum
 from rl_kernels.core.testing import Draw, bits_of
 
@@ -101,8 +102,8 @@ def found(x, cuts=(), temperature=None):
     return finish(first, scale)
 
 
-def statistics(x, cuts=(), temperature=None):
-    return found(x, cuts, temperature)[1:]
+def statistics(x, cuts=()):
+    return found(x, cuts)[1:]
 
 
 def gold(z):
@@ -166,11 +167,10 @@ def test_a_row_without_a_softmax_is_nan_and_its_neighbours_are_not(row):
             assert same_bits(value[::2], before[::2])
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_softmax_statistics_of_a_row_do_not_depend_on_the_batch(torch_threads, threads):
+def test_softmax_statistics_of_a_row_do_not_depend_on_the_batch(torch_threads):
     z = Draw(torch.float32).normal(9, 5001)
-    with torch_threads(threads):
-        for cuts in ((), (4096,)):
+    for threads, cuts in product((1, 2), ((), (4096,))):
+        with torch_threads(threads):
             alone = [torch.cat(each) for each in zip(*(statistics(row, cuts) for row in z.split(1)), strict=True)]
             assert all(map(same_bits, alone, statistics(z, cuts)))
 
@@ -191,14 +191,6 @@ def test_statistics_ignore_strides_masked_columns_and_whether_entropy_is_wanted(
     assert same_bits(without.norm, with_it.norm)
     assert same_bits(without.logsumexp, with_it.logsumexp)
     assert without.entropy is None
-
-
-def test_select_takes_the_column_of_each_id():
-    z = torch.arange(12.0).view(3, 4)
-    assert select(z, torch.tensor([3, 0, 2])).tolist() == [3, 4, 10]
-    assert select(z, torch.tensor([13, 9, 12], dtype=torch.int32), first=10).tolist() == [3, 0, 10]
-    assert select(z, torch.tensor([4, -1, 10**9])).tolist() == [0, 0, 0]
-    assert outside(torch.tensor([-1, 0, 6, 7]), 7).tolist() == [True, False, False, True]
 
 
 def upstream_of(z, ids, **grads):
@@ -244,11 +236,3 @@ def test_dlogits_without_upstream_or_of_a_minus_inf_entry_is_zero():
     dz = dlogits(z, one(z), up)
     assert (dz[:, 4] == 0).all()
     assert dz.isfinite().all()
-
-
-def test_per_row():
-    like = torch.zeros(3, 4)
-    assert torch.equal(per_row(torch.tensor([1.0, 2.0, 3.0]), like), torch.tensor([[1.0], [2.0], [3.0]]))
-    assert torch.equal(per_row(torch.tensor(2.0), like), torch.full((3, 1), 2.0))
-    elsewhere = per_row(torch.tensor(2.0), like.to("meta"))
-    assert (elsewhere.shape, elsewhere.device.type, elsewhere.dtype) == ((3, 1), "meta", torch.float32)

@@ -53,13 +53,19 @@ def launched(monkeypatch):
     return []
 
 
-def test_arguments_that_came_before_are_launched_by_what_was_compiled(launched):
+def test_arguments_that_came_before_are_launched_by_what_was_compiled(launched, monkeypatch):
     kernel = Kernel(launched, Kernel(launched))
     x = torch.zeros(4)
     for _ in range(3):
         launch.launch(kernel, (5,), x, None, 7, 0.5, True, num_warps=4)
     first = (kernel.compiled, (5,), (x, None, 7, 0.5, True), {"num_warps": 4})
     assert launched == [first, *[(None, (5, 1, 1), (x, None, 7, 0.5, True), {"stream": 40})] * 2]
+    # Another device has a compiled kernel of its own.
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    for _ in range(2):
+        launch.launch(kernel, (5,), x, None, 7, 0.5, True, num_warps=4)
+    assert launched[3] == first
+    assert launched[4][3] == {"stream": 41}
 
 
 BASE = torch.zeros(512, dtype=torch.uint8)
@@ -85,16 +91,6 @@ def test_any_other_form_of_an_argument_is_looked_at_by_triton(other, launched):
     launch.launch(Kernel(launched, kernel.compiled), (5,), BASE[:16], 7, 0.5, None, num_warps=4)
     launch.launch(kernel, (5,), BASE[:16], 7, 0.5, None, num_warps=8)
     assert [compiled is kernel.compiled for compiled, *_ in launched] == [True] * 4
-
-
-def test_another_device_has_a_compiled_kernel_of_its_own(launched, monkeypatch):
-    kernel = Kernel(launched, Kernel(launched))
-    launch.launch(kernel, (5,), 7, num_warps=4)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
-    launch.launch(kernel, (5,), 7, num_warps=4)
-    assert all(compiled is kernel.compiled for compiled, *_ in launched)
-    launch.launch(kernel, (5,), 7, num_warps=4)
-    assert launched[-1][3] == {"stream": 41}
 
 
 @pytest.mark.parametrize(("interpret", "hip", "direct"), [("0", None, False), ("1", None, True), ("0", "6.4", True)])

@@ -20,9 +20,9 @@ INSTEAD = {
     "weight": "pass its .weight",
     "bias": "pass its .bias",
     "hidden": "pass a tensor, such as its .weight or what it returns",
-    "lm_head_weight": "pass its .weight, or the module to head_logp of rl_kernels.models, which knows biases and "
-    "adapters",
 }
+INSTEAD["lm_head_weight"] = f"{INSTEAD['weight']}, or the module to head_logp of rl_kernels.models, which knows "
+INSTEAD["lm_head_weight"] += "biases and adapters"
 
 
 def test_tensor_refuses_what_is_no_tensor_and_says_what_to_pass_instead_of_a_module():
@@ -218,9 +218,8 @@ def test_main_grad():
 
 
 def test_own_storage_refuses_dims_that_overlap():
-    check.own_storage("x", torch.as_strided(torch.zeros(1), (1, 1), (0, 0)))
-    check.own_storage("x", X[:, ::2])
-    check.own_storage("x", torch.zeros(3, 4, 5).permute(2, 0, 1))
+    for fine in (torch.as_strided(torch.zeros(1), (1, 1), (0, 0)), X[:, ::2], torch.zeros(3, 4, 5).permute(2, 0, 1)):
+        check.own_storage("x", fine)
     for shape, strides in (((8, 8), (1, 1)), ((4, 4), (3, 1)), ((2, 3, 4), (1, 4, 1))):
         with pytest.raises(ValueError, match="x: expected elements with storage of their own"):
             check.own_storage("x", torch.zeros(64).as_strided(shape, strides))
