@@ -58,14 +58,14 @@ def test_why_not_names_the_devices_and_asks_the_limits_only_there():
 def test_backends_by_name_are_imported_when_they_are_loaded(monkeypatch):
     imported = []
     monkeypatch.setattr(importlib, "import_module", lambda name: imported.append(name) or name)
-    first, second = (Backend(name, f"toy_{name}", {"cpu": INVARIANT}) for name in ("triton", "native"))
+    first, second = (Backend(name, f"toy_unloaded.{name}", {"cpu": INVARIANT}) for name in ("triton", "native"))
     made = make_operator(first, second)
     assert made.backend("triton") is first
     assert made.backend("native") is second
     assert second.why_not(CPU_CALL) is None
     assert imported == []
-    assert second.load() == "toy_native"
-    assert imported == ["toy_native"]
+    assert second.load() == "toy_unloaded.native"
+    assert imported == ["toy_unloaded.native"]
     with pytest.raises(ValueError, match=r"backend: toy_scale has no backend 'cuda'; it has: auto, triton, native"):
         made.backend("cuda")
 

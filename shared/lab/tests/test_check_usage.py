@@ -110,6 +110,7 @@ def test_a_replay_chooses_what_runs(capsys):
 
 def test_nothing_ran_is_no_pass():
     assert cli.main(["--relation", "parity", *ON_CPU]) == 1
+    assert cli.main(["--relation", "accuracy", "--device", "cpu:0"]) == 0
 
 
 @pytest.mark.parametrize(
