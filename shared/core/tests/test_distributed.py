@@ -46,6 +46,7 @@ def test_tree_is_balanced():
     a, b, c, d, e, f, g, h = parts
     assert tree_sum(parts) == ((a + b) + (c + d)) + ((e + f) + (g + h))
     assert tree_sum(list(parts[:3])) == (a + b) + c
+    assert tree_sum(parts[:5]) == ((a + b) + (c + d)) + e
     assert tree_sum(parts[:1]) == a
     assert chain_sum(parts) == ((((((a + b) + c) + d) + e) + f) + g) + h
     # The two orders differ for these numbers, so the tests below can tell them apart.

@@ -68,9 +68,10 @@ def test_a_cuda_kernel_is_seen_while_it_is_recorded():
 
 
 @pytest.mark.skipif(not INSTALLED, reason="needs Triton")
-def test_a_triton_kernel_is_seen_however_it_is_launched(run_python, tmp_path):
-    (tmp_path / "script.py").write_text(TRITON)
-    done = run_python(tmp_path / "script.py", TRITON_INTERPRET="1")
+def test_a_triton_kernel_is_seen_however_it_is_launched(run_code, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(TRITON)
+    done = run_code(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')", TRITON_INTERPRET="1")
     names = ("launched", "plain", "repeated")
     assert done.stdout.split() == [*(f"rl_kernels.toy.kernels.{name}" for name in names), "2211.0"], done.stderr
 
