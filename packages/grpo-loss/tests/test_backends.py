@@ -36,10 +36,10 @@ PLANTED = (
         (
             Bug(
                 "one-pass variance",
-                "(centred.square()[None], start, end)",
-                "(r.square()[None], start, end) - ((_group_sums(r[None], start, end)[0]).square() / size)[None]",
+                "sums(centred.square())",
+                "(sums(r.square()) - sums(r).square() / size)",
             ),
-            Bug("upper bound 0.01 % too wide", "1 + n.clip_high) * a)", "1 + 1.0001 * n.clip_high) * a)"),
+            Bug("upper bound 0.01 % too wide", "1 + n.clip_high) * down", "1 + 1.0001 * n.clip_high) * down"),
             Bug(
                 "masks by multiplication, after the exponential",
                 "(x.view(lanes.dtype) & lanes).view(x.dtype)",
@@ -47,8 +47,8 @@ PLANTED = (
             ),
             Bug(
                 "halves of the batch summed separately",
-                "row_sum(each)",
-                "sum(row_sum(part) for part in each.tensor_split(2))",
+                "row_sum(terms)",
+                "sum(row_sum(part) for part in terms.tensor_split(2, 1))",
             ),
             Bug(
                 "slope kept between calls",

@@ -105,21 +105,37 @@ def run_on(call: LossCall, backend: str, batch: Batch | None = None) -> GRPOLoss
 
 
 class LossPlan(NamedTuple):
-    """A plan for one kind of arguments: the launches of a backend (``forward``, ``backward``) and its name."""
+    """A plan for one kind of arguments.
+
+    Attributes:
+        launches: ``forward`` and ``backward`` of a backend, or None if it has no plan: its op runs.
+        backend: its name.
+        has_ref: whether ref_logps are read.
+        samples: size of the groups of rewards; 0 if advantages are given.
+        rest: what follows the mask in a call, without tensors of the caller.
+    """
 
     launches: Any
     backend: str
+    has_ref: bool
+    samples: int
+    rest: tuple[Any, ...]
+
+    def call_of(self, current_logps: torch.Tensor, *others: torch.Tensor | None) -> LossCall:
+        """Return the call with tensors like those of the planned one."""
+        old, ref, scores, mask = (x.detach() if x is not None and x.requires_grad else x for x in others)
+        scored = (scores, None, self.samples, None) if self.samples else (None, None, 0, scores)
+        return LossCall(current_logps, old, ref if self.has_ref else None, *scored, mask, *self.rest)
 
 
-def plan_of(call: LossCall, backend: str | None) -> LossPlan | None:
-    """Return the plan of a checked call, or None if its backend has no plan for this kind of arguments."""
+def plan_of(call: LossCall, backend: str | None) -> LossPlan:
+    """Return the plan of a checked call without boundaries and extras."""
     name = choose(OPERATOR, describe(call.current_logps), backend).name
     make = getattr(OPERATOR.backend(name).load(), "planned", None)
-    launches = make(call) if make else None
-    return None if launches is None else LossPlan(launches, name)
+    return LossPlan(make(call) if make else None, name, call.ref_logps is not None, call.samples, call[8:])
 
 
-def run_planned(name: str, plan: LossPlan, *given: torch.Tensor | None) -> GRPOLossOutput:
+def run_planned(name: str, plan: LossPlan, *given: torch.Tensor | None) -> GRPOLossOutput | LossAndMetrics:
     """Return the loss of a planned call.
 
     Args:
@@ -130,6 +146,8 @@ def run_planned(name: str, plan: LossPlan, *given: torch.Tensor | None) -> GRPOL
     no_lost_derivatives(name, *given)
     current_logps, *others = given
     assert current_logps is not None
+    if plan.launches is None:
+        return run_on(plan.call_of(current_logps, *others), plan.backend)
     if current_logps.requires_grad and torch.is_grad_enabled():
         return GRPOLossOutput(*_PlannedLoss.apply(current_logps, tuple(others), plan))
     loss, policy_loss, kl, *_ = plan.launches.forward(current_logps, *others, needs_slope=False)

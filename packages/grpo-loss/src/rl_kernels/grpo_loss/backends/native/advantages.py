@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from rl_kernels.core.rowwise.operands import compute_dtype
@@ -17,28 +19,38 @@ def advantages(
     count = rewards.shape[0]
     if not count:
         return rewards.new_empty(0, dtype=compute_dtype(rewards.dtype))
-    if boundaries is None:
-        boundaries = torch.arange(0, count + 1, samples, device=rewards.device)
-    r = rewards.double()
-    place = torch.arange(count, device=rewards.device)
-    group = torch.bucketize(place, boundaries[1:-1].contiguous(), right=True)
-    # Unchecked boundaries (validate=False) must not read out of bounds.
-    start = boundaries[group].clamp(0, count - 1)
-    end = boundaries[group + 1].clamp(1, count)
-    example, size, present = start, (end - start).double(), None
-    if formula.nan == "skip":
-        present = ~r.isnan()
-        r = torch.where(present, r, 0.0)
-        example = _first_present(present, group, start)
-        (size,) = _group_sums(present.double()[None], start, end)
-    unlike = (r != r[example]) if present is None else (r != r[example]) & present
-    total, unlike = _group_sums(torch.stack((r, unlike.double())), start, end)
+    r, present = rewards.double(), None
+    # The mean of seven times 0.1 is not 0.1, so equal rewards are detected by comparison.
+    if boundaries is None and formula.nan == "keep":
+        r = r.reshape(-1, samples)
+        size, alike, sums = r.new_full((), samples), (r == r[:, :1]).all(1, keepdim=True), _row_sums
+        total = sums(r)
+    else:
+        if boundaries is None:
+            boundaries = torch.arange(0, count + 1, samples, device=rewards.device)
+        place = torch.arange(count, device=rewards.device)
+        group = torch.bucketize(place, boundaries[1:-1].contiguous(), right=True)
+        # Unchecked boundaries (validate=False) must not read out of bounds.
+        start = boundaries[group].clamp(0, count - 1)
+        end = boundaries[group + 1].clamp(1, count)
+
+        def sums(x: torch.Tensor) -> torch.Tensor:
+            return _group_sums(x, start, end)
+
+        example, size = start, (end - start).double()
+        if formula.nan == "skip":
+            present = ~r.isnan()
+            r = torch.where(present, r, 0.0)
+            example = _first_present(present, group, start)
+            size = sums(present.double())
+        unlike = (r != r[example]) if present is None else (r != r[example]) & present
+        total, unlike = sums(torch.stack((r, unlike.double())))
+        alike = unlike == 0
     centred = r - total / size
     if present is not None:
         centred = torch.where(present, centred, 0.0)
-    scaled = _scaled(centred, size, r, present, formula, eps, start, end)
-    # The mean of seven times 0.1 is not 0.1, so equal rewards are detected by comparison.
-    return torch.where(unlike == 0, 0.0, scaled).to(compute_dtype(rewards.dtype))
+    scaled = _scaled(centred, size, r, present, formula, eps, sums)
+    return scaled.masked_fill(alike, 0.0).flatten().to(compute_dtype(rewards.dtype))
 
 
 def _scaled(
@@ -48,8 +60,7 @@ def _scaled(
     present: torch.Tensor | None,
     formula: Estimator,
     eps: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
+    sums: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Scale the deviations from the group mean as the estimator says; arbitrary for groups of equal rewards."""
     if formula.kind == "none":
@@ -57,10 +68,9 @@ def _scaled(
     if formula.kind == "leave_one_out":
         return centred * size / (size - 1)
     if formula.kind == "batch":
-        std = _std_of_all(r, present)
+        std = _std_of_all(r.flatten(), present)
     else:
-        (squares,) = _group_sums(centred.square()[None], start, end)
-        std = (squares / (size if formula.kind == "population" else size - 1)).sqrt()
+        std = (sums(centred.square()) / (size if formula.kind == "population" else size - 1)).sqrt()
     return centred / (torch.maximum(std, eps) if formula.placement == "max" else std + eps)
 
 
@@ -80,18 +90,26 @@ def _first_present(present: torch.Tensor, group: torch.Tensor, start: torch.Tens
     return torch.where(first < count, first, start)
 
 
+def _row_sums(x: torch.Tensor) -> torch.Tensor:
+    """Return the sums ``[G, 1]`` of groups of one size, ``x[G, n]``, by the tree of ``_group_sums``."""
+    while (width := x.shape[1]) > 1:
+        pairs = x[:, : width - 1 : 2] + x[:, 1::2]
+        x = torch.cat((pairs, x[:, -1:]), 1) if width % 2 else pairs
+    return x
+
+
 def _group_sums(x: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-    """Return, for each position of ``x[n, B]``, the sum over its group: a tree that starts at the group's start.
+    """Return, for each position of ``x[..., B]``, the sum over its group: a tree that starts at the group's start.
 
     The order depends only on positions within the group, not on the size or position of groups. No size has to be known
     on the host.
     """
-    count = x.shape[1]
+    count = x.shape[-1]
     place = torch.arange(count, device=x.device)
     width = 1
     while width < count:
         other = place + width
         takes = ((place - start) % (2 * width) == 0) & (other < end)
-        x = torch.where(takes, x + x[:, other.clamp(max=count - 1)], x)
+        x = torch.where(takes, x + x[..., other.clamp(max=count - 1)], x)
         width *= 2
-    return x[:, start]
+    return x[..., start]

@@ -63,11 +63,11 @@ def combine(
 ) -> tuple[torch.Tensor, ...]:
     """Return (loss, policy_loss, kl, metrics, divisor) of the sequences whose sums are given."""
     n, mean = Numbers(*numbers.tolist()), Plan.parse(plan).mean
-    policy, kl_sums, counts = sums[:SUMS]
+    terms, counts = sums[:2], sums[2]
     if mean == "sequences":
-        policy, kl_sums = (each / counts.clamp(min=1) for each in (policy, kl_sums))
+        terms = terms / counts.clamp(min=1)
     divisor = _divisor(counts, normaliser, length, mean, n)
-    policy_loss, kl = (row_sum(each) / divisor for each in (policy, kl_sums))
+    policy_loss, kl = (total / divisor for total in row_sum(terms).unbind())
     has_metrics = sums.shape[0] > SUMS
     values = metrics.vector(sums[SUMS:], counts) if has_metrics else sums.new_empty(0, dtype=torch.float32)
     return policy_loss + n.beta * kl, policy_loss, kl, values, divisor
@@ -84,8 +84,10 @@ def backward(
 
 def backward_inplace(slope: torch.Tensor, divisor: torch.Tensor, upstream: torch.Tensor) -> None:
     """Write the gradient, as ``backward`` returns it in the dtype of the slope, over the slope."""
-    active = lanes((slope != 0) | ~slope.signbit(), slope.dtype)
-    slope.mul_(upstream.to(slope.dtype) / divisor).view(active.dtype).bitwise_and_(active)
+    bits = slope.view(torch.int64 if slope.dtype == torch.float64 else torch.int32)
+    active = lanes(bits != torch.iinfo(bits.dtype).min, slope.dtype)
+    slope.mul_(upstream.to(slope.dtype) / divisor)
+    bits.bitwise_and_(active)
 
 
 def _loss(call: LossCall, found: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -108,12 +110,11 @@ def _sums(call: LossCall, slope: torch.Tensor | None) -> torch.Tensor:
         found[0, rows] = row_sum(terms.policy)
         if terms.kl is not None:
             found[1, rows] = row_sum(terms.kl)
-        # Exact in FP32 for a sequence of up to 2^24 tokens.
-        found[2, rows] = block.mask.sum(1).to(call.dtype)
+        found[2, rows] = terms.counts
         if call.with_metrics:
             metrics.store(found[SUMS:, rows], block, terms, plan, n)
         if slope is not None:
-            slope[rows] = _marked(terms, block.mask)
+            _mark(terms, slope[rows])
     return found
 
 
@@ -161,7 +162,8 @@ def _blocks(current: torch.Tensor) -> Iterator[slice]:
         yield slice(row, row + height)
 
 
-def _marked(terms: Terms, mask: torch.Tensor) -> torch.Tensor:
-    """Return the slope with -0 at masked tokens, where it is 0, and nowhere else: adding 0 turns -0 into +0."""
-    masked = lanes(~mask, terms.slope.dtype)
-    return ((terms.slope + 0.0).view(masked.dtype) | (masked & torch.iinfo(masked.dtype).min)).view(terms.slope.dtype)
+def _mark(terms: Terms, out: torch.Tensor) -> None:
+    """Write the slope with -0 at masked tokens, where it is 0, and nowhere else: adding 0 turns -0 into +0."""
+    kind = terms.active.dtype
+    signs = ~terms.active & torch.iinfo(kind).min
+    torch.bitwise_or(terms.slope.add_(0.0).view(kind), signs, out=out.view(kind))

@@ -55,7 +55,7 @@ class Terms(NamedTuple):
     for ``sequences``.
 
     ``ratio`` covers all active tokens, ``[b, T]`` or ``[b, 1]``, if it was requested; ``e`` is the log-ratio to the
-    reference.
+    reference; ``active`` are the lanes of active tokens, ``counts[b]`` their number.
     """
 
     policy: torch.Tensor
@@ -63,6 +63,8 @@ class Terms(NamedTuple):
     slope: torch.Tensor
     ratio: torch.Tensor
     e: torch.Tensor | None
+    active: torch.Tensor
+    counts: torch.Tensor
 
 
 def terms_of(block: Block, plan: Plan, n: Numbers, with_ratio: bool) -> Terms:
@@ -71,14 +73,17 @@ def terms_of(block: Block, plan: Plan, n: Numbers, with_ratio: bool) -> Terms:
     current = block.current.to(dtype)
     a = _column(block.advantages, dtype)
     # Masked and A = 0 tokens are removed before any exponential: 0 * inf would be NaN.
-    tokens = block.mask.sum(1, keepdim=True).clamp(min=1).to(dtype)
-    where = Lanes(lanes(block.mask, dtype), lanes(block.mask & (a != 0), dtype), tokens)
+    active = lanes(block.mask, dtype)
+    # Exact in FP32 for a sequence of up to 2^24 tokens.
+    counts = block.mask.sum(1, dtype=dtype)
+    tokens = counts.clamp(min=1)[:, None]
+    where = Lanes(active, active & lanes(a != 0, dtype), tokens)
     # 0 on-policy, except NaN for log-probabilities that are not finite, which the loss must show.
     d = current - (current if block.old is None else block.old.to(dtype))
     if plan.level == "sequence":
         ratio = seen = (row_sum(keep(d, where.active))[:, None] / tokens).exp()
     else:
-        ratio = keep(d, where.counted).exp()
+        ratio = keep(d, where.counted).exp_()
         seen = keep(d, where.active).exp() if with_ratio or plan.kl_correction == "corrected" else ratio
     weight = None if block.rollout is None else _rollout(_column(block.rollout, dtype), plan, n)
     policy, slope = _policy(current, ratio, a, d, weight, where, plan, n)
@@ -89,7 +94,7 @@ def terms_of(block: Block, plan: Plan, n: Numbers, with_ratio: bool) -> Terms:
         slope = slope + n.beta * kl_slope
     if plan.mean == "sequences":
         slope = slope / tokens
-    return Terms(policy, kl, slope, seen, e)
+    return Terms(policy, kl, slope, seen, e, active, counts)
 
 
 def _column(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -132,9 +137,10 @@ def _policy(
 
 def _clipped(ratio: torch.Tensor, a: torch.Tensor, plan: Plan, n: Numbers) -> Term:
     """-min(ratio A, clamp(ratio) A), with delta or dual_clip; ties and NaN take the unclipped branch."""
-    slope = -(ratio * a)
-    unclipped = -(ratio.clamp(max=n.delta) * a) if plan.bounds == "delta" else slope
-    clipped = -(ratio.clamp(1 - n.clip_low, 1 + n.clip_high) * a)
+    down = -a
+    slope = ratio * down
+    unclipped = ratio.clamp(max=n.delta) * down if plan.bounds == "delta" else slope
+    clipped = ratio.clamp(1 - n.clip_low, 1 + n.clip_high) * down
     flows = ~(clipped > unclipped)
     term = torch.maximum(unclipped, clipped)
     if plan.bounds == "delta":
@@ -142,7 +148,7 @@ def _clipped(ratio: torch.Tensor, a: torch.Tensor, plan: Plan, n: Numbers) -> Te
         inside = (ratio >= 1 - n.clip_low) & (ratio <= 1 + n.clip_high)
         flows = (flows & ~(ratio > n.delta)) | (~flows & inside)
     if plan.bounds == "dual":
-        ceiling = -(n.dual_clip * a)
+        ceiling = n.dual_clip * down
         is_above = (a < 0) & (term > ceiling)
         term, flows = torch.where(is_above, ceiling, term), flows & ~is_above
     return term, keep(slope, lanes(flows, slope.dtype))
