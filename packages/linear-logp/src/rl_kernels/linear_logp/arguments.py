@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import torch
 
 from rl_kernels.core import chains
 from rl_kernels.core import validate as check
-from rl_kernels.core.dispatch import choose
+from rl_kernels.core.dispatch import choose, remembered_choice
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
@@ -149,11 +149,18 @@ def _prepared(
     group: ProcessGroup | None,
     options: Options,
 ) -> Prepared:
-    _validate_kinds(hidden, lm_head_weight, target_ids, bias)
-    main_grad = getattr(lm_head_weight, "main_grad", None) if lm_head_weight.requires_grad else None
     hidden, weight, bias = autocast_linear(hidden, lm_head_weight, bias)
-    shard = _validate(hidden, weight, target_ids, bias, group, options)
+    known, tensors = options.known, (hidden, weight, target_ids, bias)
+    if group is None and known is None:
+        shard, backend = _remembered(*tensors, *options)
+    else:
+        shard, backend = _checked(*tensors, group, options)
     dtype = compute_dtype(hidden.dtype)
+    if isinstance(options.temperature, torch.Tensor):
+        check.temperature(options.temperature, target_ids.shape, hidden.device, dtype, values=options.validate)
+    if options.validate:
+        check.ids_in_range("target_ids", target_ids, shard.size, options.ignore_index)
+    main_grad = getattr(lm_head_weight, "main_grad", None) if lm_head_weight.requires_grad else None
     temperature, cap = _scaled(options.temperature, options.softcap, options.logit_scale, dtype)
     if main_grad is not None:
         check.main_grad("lm_head_weight.main_grad", main_grad, weight)
@@ -161,41 +168,42 @@ def _prepared(
     differentiable = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if options.return_known and differentiable and torch.is_grad_enabled():
         raise ValueError("return_known: expected no gradients, call it under torch.no_grad()")
-    chosen = choose(OPERATOR, describe(hidden, weight, target_ids, bias, vocab_size=shard.size), options.backend)
     scale = scalar_or_rows(temperature, target_ids.numel(), dtype)
     rows = hidden.flatten(0, -2) if hidden.ndim > 1 else hidden[None]
     inputs = (rows, weight, target_ids.reshape(-1), bias, scale, options.ignore_index, cap)
-    known = options.known
     if known is not None:
         known = known.of_rows(inputs[2], options.ignore_index)
-    return Prepared(inputs, main_grad, differentiable, shard, chosen.name, known)
+    return Prepared(inputs, main_grad, differentiable, shard, backend, known)
 
 
-def _validate_kinds(hidden: object, weight: object, target_ids: object, bias: object) -> None:
-    check.tensor("hidden", hidden, check.FLOATS, least=1)
-    check.tensor("lm_head_weight", weight, check.FLOATS, ndim=2)
-    check.tensor("target_ids", target_ids, check.INTEGERS)
-    if bias is not None:
-        check.tensor("bias", bias, check.FLOATS, ndim=1)
+@remembered_choice
+def _remembered(
+    hidden: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor, bias: torch.Tensor | None, *options: Any
+) -> tuple[Shard, str]:
+    return _checked(hidden, weight, target_ids, bias, None, Options(*options))
 
 
-def _validate(
+def _checked(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target_ids: torch.Tensor,
     bias: torch.Tensor | None,
     group: ProcessGroup | None,
     options: Options,
-) -> Shard:
-    columns, ignored, values = weight.shape[0], options.ignore_index, options.validate
+) -> tuple[Shard, str]:
+    """Check all but the values of tensors; return the shard and the name of the backend."""
+    check.tensor("hidden", hidden, check.FLOATS, least=1)
+    check.tensor("lm_head_weight", weight, check.FLOATS, ndim=2)
+    columns, dtype = weight.shape[0], compute_dtype(hidden.dtype)
     shard = shard_of(columns, group, options.vocab_start, options.vocab_size, options.vocab_segments)
     check.shape("lm_head_weight", weight, (columns, hidden.shape[-1]), "V, and the last dim of hidden")
     check.token_ids("target_ids", target_ids, hidden.shape[:-1], "the leading dims of hidden")
     if bias is not None:
+        check.tensor("bias", bias, check.FLOATS, ndim=1)
         check.shape("bias", bias, (columns,), "the first dim of lm_head_weight")
     check.same_device(hidden=hidden, lm_head_weight=weight, target_ids=target_ids, bias=bias)
     check.same_dtype(hidden=hidden, lm_head_weight=weight, bias=bias)
-    check.ignore_index(ignored, target_ids)
+    check.ignore_index(options.ignore_index, target_ids)
     if options.workspace_mib is not None:
         check.integer("workspace_mib", options.workspace_mib, least=1)
     if options.saved_mib is not None:
@@ -205,19 +213,17 @@ def _validate(
     check.integer("check_rows", options.check_rows, least=0)
     if options.known is not None:
         validate(options.known, hidden, target_ids, return_stats=options.return_stats)
-    dtype = compute_dtype(hidden.dtype)
-    check.temperature(options.temperature, target_ids.shape, hidden.device, dtype, values=values)
-    if values:
-        check.ids_in_range("target_ids", target_ids, shard.size, ignored)
-    return shard
+    check.temperature(options.temperature, target_ids.shape, hidden.device, dtype, values=False)
+    check.number("softcap", options.softcap, least=0, dtype=dtype)
+    check.number("logit_scale", options.logit_scale, above=0, dtype=dtype)
+    call = describe(hidden, weight, target_ids, bias, vocab_size=shard.size)
+    return shard, choose(OPERATOR, call, options.backend).name
 
 
 def _scaled(
     temperature: float | torch.Tensor, softcap: float, logit_scale: float, dtype: torch.dtype
 ) -> tuple[float | torch.Tensor, torch.Tensor | None]:
     """Return the temperature and the numbers of ``Cap``, or without a cap temperature / logit_scale and None."""
-    check.number("softcap", softcap, least=0, dtype=dtype)
-    check.number("logit_scale", logit_scale, above=0, dtype=dtype)
     if softcap > 0:
         rate = logit_scale / softcap
         check.number("softcap", softcap, above=0, dtype=dtype)

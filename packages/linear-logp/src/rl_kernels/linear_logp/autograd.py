@@ -105,39 +105,21 @@ def summed(name: str, group: ProcessGroup | None, dtype: torch.dtype) -> Callabl
 
 
 class LinearLogp(torch.autograd.Function):
-    """Saves the inputs, norm, entropy with ``return_stats``, and at most ``saved_mib`` of the logits."""
+    """Saves the inputs, norm, entropy with ``return_stats``, and at most ``saved_mib`` of the logits.
+
+    What gets no gradient is one tuple, so that autograd does not inspect each.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        target_ids: torch.Tensor,
-        bias: torch.Tensor | None,
-        temperature: torch.Tensor,
-        ignore_index: int | None,
-        cap: torch.Tensor | None,
-        main_grad: torch.Tensor | None,
-        workspace_mib: int | None,
-        saved_mib: int | None,
-        join_tokens: int | None,
-        return_stats: bool,
-        vocab_start: int,
-        vocab_size: int,
-        vocab_segments: int,
-        group: ProcessGroup | None,
-        backend: str,
-        logp: torch.Tensor | None,
-        known_norm: torch.Tensor | None,
-        logsumexp: torch.Tensor | None,
-        known_entropy: torch.Tensor | None,
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: tuple[Any, ...]
     ) -> tuple[torch.Tensor, ...]:
         """Return logp, or the three statistics; what is known is not computed."""
+        target_ids, temperature, ignore_index, cap, main_grad, workspace_mib, saved_mib, join_tokens, *rest = others
+        return_stats, start, size, segments, group, backend, *known = rest
         inputs = (hidden, weight, target_ids, bias, temperature, ignore_index, cap)
-        shard = Shard(vocab_start, vocab_size, vocab_segments, group)
-        *results, norm, kept = forward(
-            shard, *inputs, return_stats, saved_mib, backend, Known.given(logp, known_norm, logsumexp, known_entropy)
-        )
+        shard = Shard(start, size, segments, group)
+        *results, norm, kept = forward(shard, *inputs, return_stats, saved_mib, backend, Known.given(*known))
         entropy = results[2] if return_stats else None
         save(ctx, *inputs[:5], cap, norm, entropy, kept if kept.shape[1] else None)
         ctx.set_materialize_grads(False)
@@ -153,7 +135,7 @@ class LinearLogp(torch.autograd.Function):
         hidden, weight, target_ids, bias, temperature, cap, norm, entropy, kept = ctx.saved_tensors
         inputs = (hidden, weight, target_ids, bias, temperature, ctx.ignore_index, cap)
         saved = (norm, entropy, kept, *upstream, *[None] * (3 - len(upstream)))
-        needed = [ctx.needs_input_grad[number] and is_asked_for(ctx, number) for number in (0, 1, 3)]
+        needed = [ctx.needs_input_grad[number] and is_asked_for(ctx, number) for number in range(3)]
         start, size, segments, group = ctx.shard
         how = ctx.workspace_mib, needed, ctx.join_tokens
         arguments = (*inputs, *saved, start, size, segments, group is not None, *how)
@@ -164,4 +146,4 @@ class LinearLogp(torch.autograd.Function):
         else:
             dhidden, dweight, dbias = first_order(summed("backward", group, hidden.dtype), *arguments, ctx.backend)
         found = [value if wanted else None for value, wanted in zip((dhidden, dweight, dbias), needed, strict=True)]
-        return found[0], found[1], None, found[2], *[None] * 17
+        return *found, None

@@ -99,7 +99,7 @@ def gradients(
     dweight = weight.new_empty(weight.shape if needed[1] and main_grad is None else 0)
     dbias = bias_total
     if dbias is None:
-        dbias = hidden.new_zeros(weight.shape[0] if needed[2] else 0, dtype=dtype)
+        dbias = hidden.new_zeros(weight.shape[0], dtype=dtype) if needed[2] else hidden.new_empty(0)
     if segments:
         totals = Totals.of(dweight, main_grad, dbias, needed, join_tokens)
         longest = inputs._replace(weight=weight[segments[0]]).block(slice(0, totals.rows_of_chain(count)))
@@ -167,7 +167,8 @@ class _Loop(NamedTuple):
 
     def _dlogits(self, rows: slice, columns: slice, dbias: torch.Tensor | None) -> torch.Tensor:
         """Return dz of a piece: first of the logits that are formed, then of those that are kept."""
-        block, upstream = self.inputs.block(rows), self.upstream.rows(rows)
+        block = self.inputs.block(rows)
+        upstream = self.upstream if block is self.inputs else self.upstream.rows(rows)
         dz = self.steps.room(block.hidden, columns.stop - columns.start)
         kept = min(max(self.inputs.first_kept, columns.start), columns.stop)
         for first, end in ((columns.start, kept), (kept, columns.stop)):

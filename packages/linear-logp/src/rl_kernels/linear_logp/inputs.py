@@ -17,8 +17,8 @@ class Cap(NamedTuple):
     rate: float
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the capped logits of ``x``."""
-        return (x * self.rate).tanh_().mul_(self.softcap)
+        """Cap the logits ``x`` in place, and return them."""
+        return x.mul_(self.rate).tanh_().mul_(self.softcap)
 
     def slope(self, y: torch.Tensor) -> torch.Tensor:
         """Return the derivative of capped logits ``y`` with respect to the logits before the cap."""

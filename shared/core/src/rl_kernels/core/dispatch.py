@@ -201,11 +201,12 @@ def _listening() -> list[list[Choice]]:
     return [] if canary.is_running() else [*_logs, *_logs_of_choices]
 
 
-def remembered_choice(prepare: Callable[..., str]) -> Callable[..., str]:
+def remembered_choice(prepare: Callable[..., T]) -> Callable[..., T]:
     """Cache a function that checks arguments and chooses a backend: it runs once for each kind of arguments.
 
-    The function returns the name of the backend that ``choose`` gave, or raises. It may look only at what the cache key
-    holds: the type, shape, strides, dtype, device and lazy negation of tensors, and the values of other arguments.
+    The function returns the name of the backend that ``choose`` gave, alone or in a tuple, or raises. It may look only
+    at what the cache key holds: the type, shape, strides, dtype, device and lazy negation of tensors, and the values of
+    other arguments.
     Nothing is cached under torch.compile (a graph has its own guards), while choices are recorded, while a backend is
     forced outside of the call, and while a canary is owed.
     """

@@ -33,7 +33,11 @@ SIZES = ((100, 37), (64, 256), (576, 192))
 
 
 def matmul(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return ``a @ b + bias``, summed in ``compute_dtype(a.dtype)`` or better and rounded once.
 
@@ -44,14 +48,17 @@ def matmul(
         b: ``[K, N]``, any strides; in the dtype of ``a``, or in 16 bits beside an FP32 ``a``.
         bias: ``[N]`` or None.
         out_dtype: dtype of the result, by default ``compute_dtype(a.dtype)``.
+        out: ``[M, N]`` in the dtype of the result, which is ``compute_dtype(a.dtype)``, or None. It is written and
+            returned.
     """
     computed = compute_dtype(a.dtype)
     wanted = out_dtype or computed
     if a.device.type != "cpu" or a.dtype == torch.float64:
-        return _finished(fp64.matmul(a, b), bias, wanted)
+        found = _finished(fp64.matmul(a, b), bias, wanted)
+        return found if out is None else out.copy_(found)
     if wanted == a.dtype == b.dtype and wanted != computed and bias is None:
         return _product(a, b, wanted)
-    return _finished(_product(a.to(computed), b, computed), bias, wanted)
+    return _finished(_product(a.to(computed), b, computed, out), bias, wanted)
 
 
 def _finished(product: torch.Tensor, bias: torch.Tensor | None, wanted: torch.dtype) -> torch.Tensor:
@@ -60,9 +67,10 @@ def _finished(product: torch.Tensor, bias: torch.Tensor | None, wanted: torch.dt
     return product.to(wanted)
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the product of ``a`` in its dtype."""
-    out = a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the product of ``a`` in its dtype, or write it to ``out``."""
+    if out is None:
+        out = a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
     left = _whole_terms(a, 1).contiguous()
     if verified.offset_of(left):
         left = left.clone()

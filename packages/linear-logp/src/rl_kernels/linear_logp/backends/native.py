@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from rl_kernels.core import products
-from rl_kernels.core.constants import UNIT
+from rl_kernels.core.constants import FAN, UNIT
 from rl_kernels.core.rowwise import softmax
 from rl_kernels.core.rowwise.ids import fill_rows, outside, select
 from rl_kernels.core.rowwise.logp_gradient import LogpUpstream, dlogits
@@ -133,6 +133,8 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dhidden, dweight, dbias), empty if not needed; what has a total is added to it instead."""
     inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start, vocab_size, logits)
+    # So that rows whose id is out of range get NaN.
+    norm = norm.masked_fill(outside(target_ids, vocab_size)[:, None], torch.nan)
     grads = (grad_logp, grad_logsumexp, grad_entropy)
     upstream = LogpUpstream(target_ids, norm, entropy, *grads)
     sums = needed, join_tokens, main_grad, bias_total
@@ -146,54 +148,60 @@ def backward_main_grad(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _statistics(inputs: Inputs, *, entropy: bool) -> list[torch.Tensor]:
-    count = len(inputs.hidden)
-    dtype = compute_dtype(inputs.hidden.dtype)
-    shapes = ((count,), (count, 2), *([(count,)] * 2 if entropy else ()))
-    totals = [inputs.hidden.new_empty(shape, dtype=dtype) for shape in shapes]
+    found = []
     for rows in _blocks(inputs):
         block = inputs.block(rows)
         scale = per_row(block.temperature, block.hidden)
-        chosen = block.hidden.new_zeros(len(block.hidden), dtype=dtype)
+        chosen = block.hidden.new_zeros(block.hidden.shape[0], dtype=compute_dtype(block.hidden.dtype))
         state = _merged(_walk(block, chosen, entropy=entropy), scale)
-        for total, value in zip(totals, _results(block, state, chosen, scale), strict=True):
-            total[rows] = value
-    return totals
+        found.append(_results(block, state, chosen, scale))
+    return found[0] if len(found) == 1 else [torch.cat(parts) for parts in zip(*found, strict=True)]
 
 
 def _blocks(inputs: Inputs) -> Iterator[slice]:
+    """Cut the rows into blocks: at least one, which may be empty."""
     count, size = inputs.hidden.shape
-    return slices(count, max(BLOCK_ELEMENTS // max(UNIT, size), BLOCK))
+    return slices(max(count, 1), max(BLOCK_ELEMENTS // max(UNIT, size), BLOCK))
 
 
 def _walk(block: Inputs, chosen: torch.Tensor, *, entropy: bool) -> Iterator[SoftmaxState]:
     """Yield the softmax states of each unit; add the logit that a row selects to ``chosen[N]``, and keep logits."""
-    for columns in slices(len(block.weight), UNIT):
-        x = _logits(block, columns)
-        kept_part = block.kept_part(columns)
-        if kept_part is not None:
-            kept_part.copy_(x)
-        chosen += select(x, block.target_ids, block.start + columns.start)
-        yield softmax_state(x, per_row(block.temperature, x), entropy=entropy)
+    count, scale = block.hidden.shape[0], per_row(block.temperature, block.hidden)
+    for columns in slices(block.weight.shape[0], UNIT):
+        width = columns.stop - columns.start
+        padded = -(-width // FAN) * FAN
+        # A row's sum is of whole fans: entries of -inf add nothing, and fill the last one.
+        x = block.kept_part(slice(columns.start, columns.start + padded))
+        if x is None:
+            x = block.hidden.new_empty((count, padded), dtype=chosen.dtype)
+        if padded > width:
+            x[:, width:] = -torch.inf
+        logits = _logits(block, columns, x[:, :width])
+        chosen += select(logits, block.target_ids, block.start + columns.start)
+        yield softmax_state(x, scale, entropy=entropy)
 
 
-def _merged(states: Iterable[SoftmaxState], scale: torch.Tensor) -> SoftmaxState:
+def _merged(states: Iterable[SoftmaxState], scale: torch.Tensor | None) -> SoftmaxState:
     """Return the state of all units, merged in ascending order."""
     return functools.reduce(lambda left, right: merge(left, right, scale), states)
 
 
-def _results(block: Inputs, state: SoftmaxState, chosen: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
+def _results(
+    block: Inputs, state: SoftmaxState, chosen: torch.Tensor, scale: torch.Tensor | None
+) -> list[torch.Tensor]:
     """Return logp and norm, and with entropy logsumexp and entropy; 0 at ignored positions."""
     found = softmax.finish(state, scale)
-    bad = outside(block.target_ids, block.vocab) | found.norm.isnan().any(1)
-    values = [torch.where(bad, torch.nan, found.logp(chosen, scale)), found.norm]
+    logp = found.logp(chosen, scale)
+    # All NaN have the same bits.
+    values = [logp.masked_fill_(outside(block.target_ids, block.vocab) | logp.isnan(), torch.nan), found.norm]
     if found.entropy is not None:
         values += [found.logsumexp, found.entropy]
     return [block.keep(value) for value in values]
 
 
-def _logits(block: Inputs, columns: slice) -> torch.Tensor:
+def _logits(block: Inputs, columns: slice, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return columns of ``hidden @ weight^T + bias``, capped, before the temperature; both passes call this."""
-    x = products.matmul(block.hidden, block.weight[columns].t())
+    x = products.matmul(block.hidden, block.weight[columns].t(), out=out)
     if block.bias is not None:
         x += block.bias[columns].to(x.dtype)
     return x if block.cap is None else block.cap(x)
@@ -215,7 +223,7 @@ class Steps:
 
     def room(self, hidden: torch.Tensor, width: int) -> torch.Tensor:
         """Return room for dz."""
-        return hidden.new_empty((len(hidden), width))
+        return hidden.new_empty((hidden.shape[0], width))
 
     def dlogits(
         self,
@@ -229,24 +237,22 @@ class Steps:
         x = block.kept_part(columns)
         if x is None:
             x = _logits(block, columns)
-        first = block.start + columns.start
-        gradient = dlogits(x, per_row(block.temperature, x), upstream, first)
+        room = dz if dz.dtype == x.dtype else None
+        gradient = dlogits(x, per_row(block.temperature, x), upstream, block.start + columns.start, room)
         if block.cap is not None:
             gradient *= block.cap.slope(x)
-        fill_rows(gradient, outside(block.target_ids, block.vocab), torch.nan)
         if block.ignore_index is not None:
             fill_rows(gradient, block.target_ids == block.ignore_index, 0.0)
         if dbias is not None:
             products.chain_dw(gradient, torch.ones_like(gradient[:, :1]), dbias[:, None])
-        dz.copy_(gradient)
+        if gradient is not dz:
+            dz.copy_(gradient)
 
     def add_dhidden(self, dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
         """Write ``dz @ weight`` to ``out``, or add it if ``continues``."""
-        product = products.matmul(dz, weight)
+        product = products.matmul(dz, weight, out=None if continues else out)
         if continues:
             out += product
-        else:
-            out.copy_(product)
 
     def add_dweight(self, dz: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
         """Write ``dz^T @ hidden`` to ``out``, or add it if ``continues``."""

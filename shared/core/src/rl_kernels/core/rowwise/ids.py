@@ -8,13 +8,14 @@ import torch
 def select(z: torch.Tensor, ids: torch.Tensor, first: int = 0) -> torch.Tensor:
     """Return ``z[i, ids[i] - first]`` for each row, 0 where that column is not in this part of the row."""
     column, inside = column_of(z, ids, first)
-    return torch.where(inside, z.gather(1, column), 0.0)[:, 0]
+    return z.gather(1, column).masked_fill_(~inside, 0.0)[:, 0]
 
 
 def column_of(z: torch.Tensor, ids: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the column ``[N, 1]`` of each row's id in this part of the row, and whether it is there."""
     column = ids.long()[:, None] - first
-    return column.clamp(0, z.shape[1] - 1), (column >= 0) & (column < z.shape[1])
+    there = column.clamp(0, z.shape[1] - 1)
+    return there, there == column
 
 
 def outside(ids: torch.Tensor, size: int) -> torch.Tensor:

@@ -26,12 +26,15 @@ class LogpUpstream(NamedTuple):
         return LogpUpstream(ids[index], norm[index], *(None if field is None else field[index] for field in others))
 
 
-def dlogits(x: torch.Tensor, temperature: torch.Tensor, up: LogpUpstream, first: int = 0) -> torch.Tensor:
+def dlogits(
+    x: torch.Tensor, temperature: torch.Tensor | None, up: LogpUpstream, first: int = 0, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the gradient of ``x[N, n]``: columns ``first`` to ``first + n`` of logits not divided by temperature yet.
 
-    dx_j = (g_logp (1[j = id] - p_j) + g_lse p_j - g_H p_j (log p_j + H)) / temperature.
+    dx_j = (g_logp (1[j = id] - p_j) + g_lse p_j - g_H p_j (log p_j + H)) / temperature. ``out`` is room for log p, and
+    often for the result.
     """
-    log_p = divide(x - up.norm[:, :1], temperature).sub_(up.norm[:, 1:])
+    log_p = divide(torch.sub(x, up.norm[:, :1], out=out), temperature).sub_(up.norm[:, 1:])
     p = log_p.exp_() if up.grad_entropy is None else log_p.exp()
     if up.grad_logp is None:
         dz = torch.zeros_like(p)

@@ -38,29 +38,28 @@ class Statistics(NamedTuple):
     logsumexp: torch.Tensor
     entropy: torch.Tensor | None
 
-    def logp(self, chosen: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    def logp(self, chosen: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
         """Return the log-probability of the raw value that each row selects; at most 0, as the largest one counts 1."""
-        return (chosen - self.norm[:, 0]) / temperature[:, 0] - self.norm[:, 1]
+        return divide(chosen - self.norm[:, 0], temperature).sub_(self.norm[:, 1])
 
 
-def softmax_state(x: torch.Tensor, temperature: torch.Tensor, *, entropy: bool) -> SoftmaxState:
-    """Return the state of ``x[N, n]``, n >= 1, with ``temperature[N, 1]``; a -inf entry adds nothing to it."""
+def softmax_state(x: torch.Tensor, temperature: torch.Tensor | None, *, entropy: bool) -> SoftmaxState:
+    """Return the state of ``x[N, n]``, n >= 1, with ``temperature`` from ``per_row``; a -inf entry adds nothing."""
     top = x.amax(-1)
-    # Subtract before scaling: exact for the values that matter, however large they are.
-    shifted = divide(x - torch.where(top == -torch.inf, 0.0, top)[:, None], temperature)
+    # Subtract before scaling: exact for the values that matter, however large they are. -inf less itself would be NaN.
+    shifted = divide(x - top.clamp(min=torch.finfo(x.dtype).min)[:, None], temperature)
     if not entropy:
         return SoftmaxState(top, row_sum(shifted.exp_()), None)
     power = shifted.exp()
     return SoftmaxState(top, row_sum(power), row_sum(shifted.clamp_(min=SMALLEST_SHIFT).mul_(power)))
 
 
-def divide(x: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Divide ``x[N, n]`` in place by ``temperature[N, 1]``; not by 1, where a look at it waits for nothing."""
-    is_one_number = temperature.is_cpu and temperature.numel() and not temperature.stride(0)
-    return x if is_one_number and float(temperature[0, 0]) == 1.0 else x.div_(temperature)
+def divide(x: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
+    """Divide ``x[N]`` or ``x[N, n]`` in place by ``temperature[N, 1]``; None means 1."""
+    return x if temperature is None else x.div_(temperature if x.ndim == 2 else temperature[:, 0])
 
 
-def merge(left: SoftmaxState, right: SoftmaxState, temperature: torch.Tensor) -> SoftmaxState:
+def merge(left: SoftmaxState, right: SoftmaxState, temperature: torch.Tensor | None) -> SoftmaxState:
     """Return the state of two parts of a row; not associative in the last bit, so always merge in ascending order."""
     top = torch.maximum(left.top, right.top)
     (left_total, left_weighted), (right_total, right_weighted) = (_at(s, top, temperature) for s in (left, right))
@@ -69,9 +68,11 @@ def merge(left: SoftmaxState, right: SoftmaxState, temperature: torch.Tensor) ->
     return SoftmaxState(top, left_total + right_total, left_weighted + right_weighted)
 
 
-def _at(state: SoftmaxState, top: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _at(
+    state: SoftmaxState, top: torch.Tensor, temperature: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     # A part that is all -inf has sums of 0, which stay 0 under any finite scale.
-    shift = ((state.top - top) / temperature[:, 0]).clamp(min=SMALLEST_SHIFT)
+    shift = divide(state.top - top, temperature).clamp_(min=SMALLEST_SHIFT)
     shift = torch.where(state.top == top, 0.0, shift)
     scale = shift.exp()
     if state.weighted is None:
@@ -79,28 +80,31 @@ def _at(state: SoftmaxState, top: torch.Tensor, temperature: torch.Tensor) -> tu
     return state.total * scale, (state.weighted + shift * state.total) * scale
 
 
-def finish(state: SoftmaxState, temperature: torch.Tensor) -> Statistics:
+def finish(state: SoftmaxState, temperature: torch.Tensor | None) -> Statistics:
     """Return the statistics of whole rows; NaN for a row that is all -inf or contains NaN or +inf.
 
     The NaN always has the same bits: on a CPU, the sign of a computed NaN depends on its place in the vector.
     """
     log_total = state.total.log()
-    undefined = (state.top == -torch.inf) | (state.top + log_total).isnan()
-    top, log_total = (torch.where(undefined, torch.nan, value) for value in (state.top, log_total))
-    norm, lse = torch.stack((top, log_total), 1), torch.where(undefined, torch.nan, top / temperature[:, 0] + log_total)
+    # The total of a row that is all -inf is 0, and -inf less itself is NaN.
+    undefined = (state.top - log_total).isnan()
+    norm = torch.stack((state.top, log_total), 1).masked_fill_(undefined[:, None], torch.nan)
+    lse = divide(state.top.clone(), temperature).add_(log_total).masked_fill_(undefined, torch.nan)
     if state.weighted is None:
         return Statistics(norm, lse, None)
-    entropy = torch.where(undefined, torch.nan, log_total - state.weighted / state.total)
-    return Statistics(norm, lse, entropy)
+    return Statistics(norm, lse, (log_total - state.weighted / state.total).masked_fill_(undefined, torch.nan))
 
 
-def per_row(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def per_row(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
     """Return a column for the rows of ``like``, of one value per row or of one number (without dims, maybe on the CPU).
 
-    Never a scalar: as an operand it may run another kernel (a GPU multiplies by its reciprocal) and give other bits.
+    None stands for a 1 on the CPU, by which nothing needs to be divided. Never a scalar: as an operand it may run
+    another kernel (a GPU multiplies by its reciprocal) and give other bits.
     """
     if value.ndim:
         return value[:, None]
+    if value.is_cpu and float(value) == 1.0:
+        return None
     if value.device == like.device:
         return value.expand(like.shape[0], 1)
     return torch.full((like.shape[0], 1), float(value), dtype=value.dtype, device=like.device)

@@ -15,8 +15,8 @@ from torch._C import (
 )
 from torch._C._autograd import _profiler_enabled
 
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype})
-"""Types of arguments that the dispatcher passes on unchanged."""
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype, list})
+"""Types of arguments that the dispatcher passes on unchanged; none of our lists holds tensors."""
 
 # The vmap of torch.autograd.grad(..., is_grads_batched=True). Parsed once: looking a key up by name takes 3 us.
 _BATCHES: Any = _parse_dispatch_key("VmapMode")
