@@ -19,8 +19,8 @@ PLANTED = (
         (
             Bug(
                 "logits rounded to BF16",
-                "(block.hidden, block.weight[columns].t())",
-                "(block.hidden, block.weight[columns].t()).bfloat16().float()",
+                "(block.hidden, block.weight[columns].t(), out=out)",
+                "(block.hidden, block.weight[columns].t(), out=out)\n    x.copy_(x.bfloat16())",
             ),
             Bug("cap not differentiated", "block.cap is not None", "False"),
             Bug("mask missing in backward", "target_ids == block.ignore_index", "target_ids < -block.vocab"),

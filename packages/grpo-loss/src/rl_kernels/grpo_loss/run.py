@@ -125,7 +125,7 @@ class LossPlan(NamedTuple):
         """Return the call with tensors like those of the planned one."""
         old, ref, scores, mask = (x.detach() if x is not None and x.requires_grad else x for x in others)
         scored = (scores, None, self.samples, None) if self.samples else (None, None, 0, scores)
-        return LossCall(current_logps, old, ref if self.has_ref else None, *scored, mask, *self.rest)
+        return LossCall._make((current_logps, old, ref if self.has_ref else None, *scored, mask, *self.rest))
 
 
 def plan_of(call: LossCall, backend: str | None) -> LossPlan:

@@ -197,11 +197,11 @@ def linear_logp(
     if known is not None and validate and not values_hidden(hidden):
         check_known(call, check_rows)
     if call.differentiable and torch.is_grad_enabled():
-        hidden, weight, ids, bias, *scaled = call.inputs
+        rows, weight, ids, bias, *scaled = call.inputs
         memory = call.main_grad, workspace_mib, saved_mib, join_tokens
         given = call.known or (None,) * len(Known._fields)
-        others = ids, *scaled, *memory, return_stats, *call.shard, call.backend, *given
-        results = LinearLogp.apply(hidden, weight, bias, others)
+        without_gradient = ids, *scaled, *memory, return_stats, *call.shard, call.backend, *given
+        results: tuple[torch.Tensor, ...] = LinearLogp.apply(rows, weight, bias, without_gradient)
         if call.main_grad is not None:
             gather("lm_head_weight", lm_head_weight, results[0])
     else:

@@ -127,6 +127,8 @@ def _right(b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if b.shape[1] < TILE_ROWS:
         # Libraries multiply by a narrow matrix in other orders.
         b = pad_to(b, 1, TILE_ROWS)
+    if b.stride() == (1, b.shape[0]):
+        return b
     return b.t().contiguous().t() if b.stride(0) == 1 else b.contiguous()
 
 

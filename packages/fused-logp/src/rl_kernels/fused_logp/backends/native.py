@@ -63,7 +63,7 @@ def _statistics(
         found = finish(softmax_state(x, scale, entropy=entropy), scale)
         logp = found.logp(select(x, ids), scale)
         values = [torch.where(_undefined(ids, x.shape[1], found.norm), torch.nan, logp), found.norm]
-        if found.entropy is not None:
+        if found.logsumexp is not None and found.entropy is not None:
             values += [found.logsumexp, found.entropy]
         active = _active(ids, ignore_index)
         for total, value in zip(totals, values, strict=True):
@@ -143,7 +143,7 @@ def _blocks(logits: torch.Tensor, row_indices: torch.Tensor | None) -> Iterator[
         yield slice(row, row + height)
 
 
-def _column(temperature: torch.Tensor, rows: Rows, x: torch.Tensor) -> torch.Tensor:
+def _column(temperature: torch.Tensor, rows: Rows, x: torch.Tensor) -> torch.Tensor | None:
     return per_row(temperature[rows] if temperature.ndim else temperature, x)
 
 

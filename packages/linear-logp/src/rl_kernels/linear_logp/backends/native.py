@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from rl_kernels.core import products
 from rl_kernels.core.constants import FAN, UNIT
 from rl_kernels.core.rowwise import softmax
-from rl_kernels.core.rowwise.ids import fill_rows, outside, select
+from rl_kernels.core.rowwise.ids import outside, select
 from rl_kernels.core.rowwise.logp_gradient import LogpUpstream, dlogits
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.rowwise.softmax import SoftmaxState, merge, per_row, softmax_state
@@ -30,37 +31,15 @@ BLOCK_ELEMENTS = 1 << 20
 """Logits that the forward pass processes at once. Rows are independent, so this changes no bit."""
 
 
-def forward(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target_ids: torch.Tensor,
-    bias: torch.Tensor | None,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    cap: torch.Tensor | None,
-    saved_mib: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """Return (logp, norm, kept), ``[N]``, ``[N, 2]`` and ``[N, width]``."""
-    logits = kept.empty(hidden, len(weight), saved_mib)
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, kept=logits)
-    logp, norm = _statistics(inputs, entropy=False)
+    (logp, norm), logits = _statistics(*arguments, entropy=False)
     return logp, norm, logits
 
 
-def forward_stats(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target_ids: torch.Tensor,
-    bias: torch.Tensor | None,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    cap: torch.Tensor | None,
-    saved_mib: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def forward_stats(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """Return (logp, logsumexp, entropy, norm, kept), the first three ``[N]``, then ``[N, 2]`` and ``[N, width]``."""
-    logits = kept.empty(hidden, len(weight), saved_mib)
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, kept=logits)
-    logp, norm, lse, entropy = _statistics(inputs, entropy=True)
+    (logp, norm, lse, entropy), logits = _statistics(*arguments, entropy=True)
     return logp, lse, entropy, norm, logits
 
 
@@ -78,7 +57,7 @@ def states(
     saved_mib: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the packed states and selected logits of a shard of the vocabulary (``packing``), and its kept logits."""
-    logits = kept.empty(hidden, len(weight), saved_mib)
+    logits = kept.empty(hidden, weight.shape[0], saved_mib)
     inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start, kept=logits)
     packed, parts, chosen = packing.empty(hidden, slots, entropy=entropy)
     for rows in _blocks(inputs):
@@ -147,15 +126,28 @@ def backward_main_grad(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
     return dhidden, dbias
 
 
-def _statistics(inputs: Inputs, *, entropy: bool) -> list[torch.Tensor]:
-    found = []
+def _statistics(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    cap: torch.Tensor | None,
+    saved_mib: int | None,
+    *,
+    entropy: bool,
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return logp and norm, with entropy also logsumexp and entropy; and the logits that are kept."""
+    logits, found = kept.empty(hidden, weight.shape[0], saved_mib), []
+    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, kept=logits)
     for rows in _blocks(inputs):
         block = inputs.block(rows)
         scale = per_row(block.temperature, block.hidden)
         chosen = block.hidden.new_zeros(block.hidden.shape[0], dtype=compute_dtype(block.hidden.dtype))
         state = _merged(_walk(block, chosen, entropy=entropy), scale)
         found.append(_results(block, state, chosen, scale))
-    return found[0] if len(found) == 1 else [torch.cat(parts) for parts in zip(*found, strict=True)]
+    return found[0] if len(found) == 1 else [torch.cat(parts) for parts in zip(*found, strict=True)], logits
 
 
 def _blocks(inputs: Inputs) -> Iterator[slice]:
@@ -194,7 +186,7 @@ def _results(
     logp = found.logp(chosen, scale)
     # All NaN have the same bits.
     values = [logp.masked_fill_(outside(block.target_ids, block.vocab) | logp.isnan(), torch.nan), found.norm]
-    if found.entropy is not None:
+    if found.logsumexp is not None and found.entropy is not None:
         values += [found.logsumexp, found.entropy]
     return [block.keep(value) for value in values]
 
@@ -242,7 +234,7 @@ class Steps:
         if block.cap is not None:
             gradient *= block.cap.slope(x)
         if block.ignore_index is not None:
-            fill_rows(gradient, block.target_ids == block.ignore_index, 0.0)
+            gradient.masked_fill_((block.target_ids == block.ignore_index)[:, None], 0.0)
         if dbias is not None:
             products.chain_dw(gradient, torch.ones_like(gradient[:, :1]), dbias[:, None])
         if gradient is not dz:

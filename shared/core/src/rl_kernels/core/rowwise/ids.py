@@ -7,24 +7,17 @@ import torch
 
 def select(z: torch.Tensor, ids: torch.Tensor, first: int = 0) -> torch.Tensor:
     """Return ``z[i, ids[i] - first]`` for each row, 0 where that column is not in this part of the row."""
-    column, inside = column_of(z, ids, first)
-    return z.gather(1, column).masked_fill_(~inside, 0.0)[:, 0]
+    column, elsewhere = column_of(z, ids, first)
+    return z.gather(1, column).masked_fill_(elsewhere, 0.0)[:, 0]
 
 
 def column_of(z: torch.Tensor, ids: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the column ``[N, 1]`` of each row's id in this part of the row, and whether it is there."""
-    column = ids.long()[:, None] - first
-    there = column.clamp(0, z.shape[1] - 1)
-    return there, there == column
+    """Return the column ``[N, 1]`` of each row's id in this part of the row, and whether it is in another part."""
+    wanted = (ids.long() - first if first else ids.long())[:, None]
+    column = wanted.clamp(0, z.shape[1] - 1)
+    return column, column != wanted
 
 
 def outside(ids: torch.Tensor, size: int) -> torch.Tensor:
     """Say for each id whether it lies outside ``[0, size)``."""
     return (ids < 0) | (ids >= size)
-
-
-def fill_rows(x: torch.Tensor, where: torch.Tensor, value: float) -> torch.Tensor:
-    """Write a value to the rows of ``x[N, n]`` where ``where[N]`` says so, and return ``x``."""
-    if where.is_cpu and not where.any():
-        return x
-    return x.masked_fill_(where[:, None], value)

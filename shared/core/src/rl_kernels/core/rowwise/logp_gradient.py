@@ -40,8 +40,9 @@ def dlogits(
         dz = torch.zeros_like(p)
     else:
         down = -up.grad_logp[:, None]
-        column, inside = column_of(x, up.ids, first)
-        chosen = (p.gather(1, column) - inside.to(p.dtype)) * down
+        column, elsewhere = column_of(x, up.ids, first)
+        at = p.gather(1, column)
+        chosen = torch.where(elsewhere, at, at - 1.0).mul_(down)
         dz = p.mul_(down) if up.grad_logsumexp is up.grad_entropy is None else p * down
         dz.scatter_(1, column, chosen)
     if up.grad_logsumexp is not None:

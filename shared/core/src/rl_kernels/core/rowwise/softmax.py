@@ -31,11 +31,11 @@ class Statistics(NamedTuple):
     """Softmax statistics of whole rows: ``norm[N, 2]`` holds max x and the log of the sum of e^(z - max z).
 
     ``norm[:, 0] / temperature + norm[:, 1]`` is the logsumexp. Both parts are kept, because the rounded logsumexp is
-    too coarse to subtract where x is large.
+    too coarse to subtract where x is large. It is None where the entropy is.
     """
 
     norm: torch.Tensor
-    logsumexp: torch.Tensor
+    logsumexp: torch.Tensor | None
     entropy: torch.Tensor | None
 
     def logp(self, chosen: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
@@ -89,10 +89,10 @@ def finish(state: SoftmaxState, temperature: torch.Tensor | None) -> Statistics:
     # The total of a row that is all -inf is 0, and -inf less itself is NaN.
     undefined = (state.top - log_total).isnan()
     norm = torch.stack((state.top, log_total), 1).masked_fill_(undefined[:, None], torch.nan)
-    lse = divide(state.top.clone(), temperature).add_(log_total).masked_fill_(undefined, torch.nan)
     if state.weighted is None:
-        return Statistics(norm, lse, None)
-    return Statistics(norm, lse, (log_total - state.weighted / state.total).masked_fill_(undefined, torch.nan))
+        return Statistics(norm, None, None)
+    lse, entropy = divide(state.top.clone(), temperature).add_(log_total), log_total - state.weighted / state.total
+    return Statistics(norm, *(value.masked_fill_(undefined, torch.nan) for value in (lse, entropy)))
 
 
 def per_row(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
