@@ -162,7 +162,7 @@ def grpo_loss(
         return loss_over_ranks("grpo_loss", given, groups, formula, extras, options, backend)
     objective = chosen(objective, loss_type, beta, clip_eps)
     if group_boundaries is None and _may_be_planned(extras, normaliser, completion_mask):
-        plan = _rewards_plan(*given, samples_per_prompt, objective, return_metrics, backend)
+        plan = _plan(True, *given, samples_per_prompt, objective, return_metrics, backend)
         if plan is not None:
             return run_planned("grpo_loss", plan, *given)
     options = Options(normaliser, return_metrics, validate)
@@ -179,23 +179,25 @@ def _may_be_planned(extras: Extras, normaliser: Normaliser, mask: object) -> boo
 
 
 @remembered_plan
-def _rewards_plan(
+def _plan(
+    has_rewards: bool,
     current_logps: torch.Tensor,
     old_logps: torch.Tensor | None,
     ref_logps: torch.Tensor | None,
-    rewards: torch.Tensor,
+    scores: torch.Tensor,
     mask: torch.Tensor,
     samples_per_prompt: int | None,
     objective: Objective,
     return_metrics: bool,
     backend: str | None,
 ) -> LossPlan | None:
-    given = (current_logps, old_logps, ref_logps, rewards, mask)
+    given = (current_logps, old_logps, ref_logps, scores, mask)
     if not are_plain(*given):
         return None
     # A bool mask has no values to check.
-    options = Options(NO_NORMALISER, return_metrics, validate=False)
-    return plan_of(rewards_call(*given, samples_per_prompt, None, objective, NO_EXTRAS, options, backend), backend)
+    how = objective, NO_EXTRAS, Options(NO_NORMALISER, return_metrics, validate=False), backend
+    call = rewards_call(*given, samples_per_prompt, None, *how) if has_rewards else advantages_call(*given, *how)
+    return plan_of(call, backend)
 
 
 @overload
@@ -310,27 +312,9 @@ def grpo_loss_from_advantages(
         return loss_over_ranks("grpo_loss_from_advantages", given, None, formula, extras, options, backend)
     objective = chosen(objective, loss_type, beta, clip_eps)
     if _may_be_planned(extras, normaliser, completion_mask):
-        plan = _advantages_plan(*given, objective, return_metrics, backend)
+        plan = _plan(False, *given, None, objective, return_metrics, backend)
         if plan is not None:
             return run_planned("grpo_loss_from_advantages", plan, *given)
     call = advantages_call(*given, objective, extras, Options(normaliser, return_metrics, validate), backend)
     no_lost_derivatives("grpo_loss_from_advantages", *given, *extras, *normaliser)
     return run(call, backend)
-
-
-@remembered_plan
-def _advantages_plan(
-    current_logps: torch.Tensor,
-    old_logps: torch.Tensor | None,
-    ref_logps: torch.Tensor | None,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    objective: Objective,
-    return_metrics: bool,
-    backend: str | None,
-) -> LossPlan | None:
-    given = (current_logps, old_logps, ref_logps, advantages, mask)
-    if not are_plain(*given):
-        return None
-    options = Options(NO_NORMALISER, return_metrics, validate=False)
-    return plan_of(advantages_call(*given, objective, NO_EXTRAS, options, backend), backend)

@@ -112,10 +112,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dhidden, dweight, dbias), empty if not needed; what has a total is added to it instead."""
     inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start, vocab_size, logits)
-    # So that rows whose id is out of range get NaN.
-    norm = norm.masked_fill(outside(target_ids, vocab_size)[:, None], torch.nan)
-    grads = (grad_logp, grad_logsumexp, grad_entropy)
-    upstream = LogpUpstream(target_ids, norm, entropy, *grads)
+    upstream = LogpUpstream(target_ids, norm, entropy, grad_logp, grad_logsumexp, grad_entropy)
     sums = needed, join_tokens, main_grad, bias_total
     return gradients(Steps(), inputs, upstream, vocab_segments, partial, workspace_mib, *sums)
 
@@ -183,9 +180,10 @@ def _results(
 ) -> list[torch.Tensor]:
     """Return logp and norm, and with entropy logsumexp and entropy; 0 at ignored positions."""
     found = softmax.finish(state, scale)
+    # Of an id out of range logp and, through norm, gradients are NaN. All NaN have the same bits.
+    norm = found.norm.masked_fill_(outside(block.target_ids, block.vocab)[:, None], torch.nan)
     logp = found.logp(chosen, scale)
-    # All NaN have the same bits.
-    values = [logp.masked_fill_(outside(block.target_ids, block.vocab) | logp.isnan(), torch.nan), found.norm]
+    values = [logp.masked_fill_(logp.isnan(), torch.nan), norm]
     if found.logsumexp is not None and found.entropy is not None:
         values += [found.logsumexp, found.entropy]
     return [block.keep(value) for value in values]

@@ -39,15 +39,22 @@ class Block(NamedTuple):
 
     def rows(self, index: slice) -> Block:
         """Return the tensors of some of the sequences."""
+        if index.start == 0 and index.stop >= self.current.shape[0]:
+            return self
         return Block(*(None if field is None else field[index] for field in self))  # type: ignore[arg-type]
 
 
 class Lanes(NamedTuple):
-    """Active tokens, counted tokens (active with A != 0), and the number of active tokens ``[b, 1]``."""
+    """Active tokens, counted tokens (active with A != 0), and the number of active tokens ``[b]``."""
 
     active: torch.Tensor
     counted: torch.Tensor
-    tokens: torch.Tensor
+    counts: torch.Tensor
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The divisor of each sequence's sums, ``[b, 1]``."""
+        return self.counts.clamp(min=1)[:, None]
 
 
 class Terms(NamedTuple):
@@ -75,13 +82,11 @@ def terms_of(block: Block, plan: Plan, n: Numbers, with_ratio: bool) -> Terms:
     # Masked and A = 0 tokens are removed before any exponential: 0 * inf would be NaN.
     active = lanes(block.mask, dtype)
     # Exact in FP32 for a sequence of up to 2^24 tokens.
-    counts = block.mask.sum(1, dtype=dtype)
-    tokens = counts.clamp(min=1)[:, None]
-    where = Lanes(active, active & lanes(a != 0, dtype), tokens)
+    where = Lanes(active, active & lanes(a != 0, dtype), block.mask.sum(1, dtype=dtype))
     # 0 on-policy, except NaN for log-probabilities that are not finite, which the loss must show.
     d = current - (current if block.old is None else block.old.to(dtype))
     if plan.level == "sequence":
-        ratio = seen = (row_sum(keep(d, where.active))[:, None] / tokens).exp()
+        ratio = seen = (row_sum(keep(d, where.active))[:, None] / where.tokens).exp()
     else:
         ratio = keep(d, where.counted).exp_()
         seen = keep(d, where.active).exp() if with_ratio or plan.kl_correction == "corrected" else ratio
@@ -93,8 +98,8 @@ def terms_of(block: Block, plan: Plan, n: Numbers, with_ratio: bool) -> Terms:
         kl, kl_slope = _kl(e, seen, where, plan)
         slope = slope + n.beta * kl_slope
     if plan.mean == "sequences":
-        slope = slope / tokens
-    return Terms(policy, kl, slope, seen, e, active, counts)
+        slope = slope / where.tokens
+    return Terms(policy, kl, slope, seen, e, active, where.counts)
 
 
 def _column(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
