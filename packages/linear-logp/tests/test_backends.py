@@ -33,8 +33,8 @@ PLANTED = (
         (
             Bug(
                 "units follow the rows",
-                "(block.weight), UNIT",
-                "(block.weight), UNIT if block.hidden.shape[0] > 4 else 2 * UNIT",
+                "(block.weight.shape[0], UNIT",
+                "(block.weight.shape[0], UNIT if block.hidden.shape[0] > 4 else 2 * UNIT",
             ),
         ),
         ("odd",),
