@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from documents import ROOT, blocks, commands, documents, inline
+from forked import forked
 from packaging.specifiers import SpecifierSet
 
 MODELS = """
@@ -24,11 +25,8 @@ def make_one():
     return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4)), torch.randn(5, 8)
 """
 """What `my_models.py:make_one` is."""
-LISTED, SHORT, SMALL = (
-    "--list",
-    "--suite quick --relation repeatability --jobs 1",
-    "--iters 1 --warmup 0 --compare eager",
-)
+LISTED, SHORT = "--list", "--suite quick --relation repeatability --jobs 1"
+SMALL = "--iters 1 --warmup 0 --compare eager"
 MAY_FAIL = r"rl-kernels (check --replay|check .*--candidate|audit (?!.*--invariant)).*"
 """Commands whose page says that they end with 1: something that does not hold is found."""
 AS_PRINTED = (
@@ -40,16 +38,18 @@ AS_PRINTED = (
 )
 SHORTENED = (
     (r"python tools/new_operator\.py .*", "--into ."),
-    (r"rl-kernels check (?!.*--op).*", LISTED),
-    (r"rl-kernels check .*--candidate.*", LISTED),
-    (r"rl-kernels check .*", SHORT),
-    (r"rl-kernels bench .*--op linear_logp .*--shapes.*", f"{SMALL} --shapes 4x16x99"),
+    (r"rl-kernels check --op det_gemm .*", SHORT),
+    (r"rl-kernels check (?!.*--op).*", f"{LISTED} --op grpo_loss"),
+    (r"rl-kernels check .*", LISTED),
     (r"rl-kernels bench .*--set (goals|objectives|host|decode|projections).*", "--help"),
-    (r"rl-kernels bench( .*)?", SMALL),
+    (r"rl-kernels bench .*--op linear_logp.*", f"{SMALL} --shapes 4x16x99"),
+    (r"rl-kernels bench .*--op fused_logp.*", f"{SMALL} --shapes 4x99"),
+    (r"rl-kernels bench( .*)?", f"{SMALL} --op grpo_loss"),
     (r"rl-kernels demo( .*)?", "--help"),
     (r"python tools/\w+\.py.*", "--help"),
 )
 """What is put behind a command, of which the last says what counts."""
+OWN = r"rl-kernels |python tools/"
 NOT_RUN = {
     r"(python -m )?nox -s .*": "CI runs the sessions; their names are compared with the noxfile",
     r"(python -m )?pip (install|wheel) .*": "what is named is there: below; `nox -s build` installs",
@@ -101,24 +101,29 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], subprocess.
     def ran(command: str) -> subprocess.CompletedProcess[str]:
         if "path/to/model" in command and not (folder / "path").exists():
             model()
-        return in_shell(command, folder)
+        return of_project(command, folder) if re.match(OWN, command) else in_shell(command, folder)
 
     return ran
+
+
+def of_project(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command of this project without a shell, which would write its output into a file."""
+    words = shlex.split(re.sub(r" > \S+", "", command).removeprefix("python "))
+    return forked(words, folder, HF_HUB_OFFLINE="1")
 
 
 def in_shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a command with the programs of this environment."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+        ["bash", "-c", command], cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True
     )
 
 
 @cache
 def help_of(program: str) -> str:
     """Return the help of a command."""
-    done = in_shell(f"{program} --help", ROOT)
+    done = of_project(f"{program} --help", ROOT)
     if "No module named 'trl'" in done.stderr:
         pytest.skip("needs TRL, which the session `trl` installs")
     assert done.returncode == 0, done.stderr
