@@ -121,6 +121,16 @@ def test_kernels_of_one_package(compiler, offered, make_module):
     assert len(listed("--arch", "sm_90a")) == 1 + len(listed("--arch", "sm_90a", "--package", "toy_kernels"))
 
 
+def test_kernels_of_some_dtypes(compiler, offered, capsys):
+    fp32, bf16, fp16, none = [("fine.cu", ((("DTYPE", code),) if code >= 0 else ())) for code in (0, 1, 2, -1)]
+    offered["generic"]["sm_80"] = [fp32, bf16, fp16, none]
+    found = [one for _, one in listed("--arch", "sm_80", "--dtype", "bf16", "fp32")]
+    assert found == [f"toy_kernels/fine.cu{define} for sm_80" for define in (" DTYPE=0", " DTYPE=1", "")]
+    offered["generic"]["sm_80"] = [fp32]
+    assert compile_cli.main(["--arch", "sm_80", "--dtype", "fp16"]) == 2
+    assert "--dtype: there are no kernels of fp16" in capsys.readouterr().err
+
+
 @compiling
 def test_one_target_into_a_folder_to_be_shipped(toys, cubins, monkeypatch):
     out = toys / "cubins"

@@ -80,6 +80,8 @@ def test_a_row_for_each_target(made, capsys):
 
 
 def test_a_row_for_each_kernel(made, capsys):
+    assert command("--arch", "sm_89", "--op", "double", "--verbose", "--dtype", "bf16") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
     assert command("--arch", "sm_89", "--op", "double", "--verbose") == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == list(triton.DETAILS)

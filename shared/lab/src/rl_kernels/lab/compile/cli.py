@@ -29,6 +29,8 @@ from rl_kernels.lab.compile import triton
 USAGE = 2
 PREFIX = "cuda-"
 ALL = "all"
+DTYPES = {"fp32": 0, "bf16": 1, "fp16": 2}
+"""The value of a program's ``DTYPE``."""
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120")
 """The targets of ``--arch all``."""
 HEADER = ("operator", "file", "defines", "arch", "kernel", "registers", "shared", "spills", "stack")
@@ -53,6 +55,13 @@ def parser() -> Parser:
         type=_arch,
         metavar="ARCH",
         help=f"targets such as sm_90a, or {ALL} (default: for the GPUs of this machine; without one, {ALL})",
+    )
+    made.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=DTYPES,
+        metavar="DTYPE",
+        help=f"only kernels of these dtypes (default: all; with triton {' '.join(triton.COMPILED)})",
     )
     made.add_argument(
         "--out", type=location, metavar="DIR", help="write the cubins to DIR, for shipping (default: to the cache)"
@@ -122,7 +131,7 @@ def _triton(given: argparse.Namespace) -> int:
     if reason or given.out is not None or given.package is not None:
         raise ValueError(reason or "--out, --package: expected only with --backend cuda")
     named = [arch for arch in given.arch or () if arch != ALL]
-    found = list(triton.compile_all(triton.tasks(given.op or (), named)))
+    found = list(triton.compile_all(triton.tasks(given.op or (), named, given.dtype or triton.COMPILED)))
     faults = list(triton.faults(found))
     if given.json:
         print(json_rows(triton.document(found)))
@@ -180,9 +189,19 @@ def _programs(given: argparse.Namespace) -> list[tuple[str, Program]]:
         if given.package not in packages:
             raise ValueError(f"--package: kernels are in {', '.join(sorted(packages))}, got {given.package!r}")
         programs = [(name, program) for name, program in programs if program.package == given.package]
+    if given.dtype is not None:
+        programs = [(name, program) for name, program in programs if _has_dtype(program, given.dtype)]
+        if not programs:
+            raise ValueError(f"--dtype: there are no kernels of {', '.join(given.dtype)}")
     # Operators that share a program compile it once.
     first = {program: name for name, program in reversed(programs)}
     return [(name, program) for program, name in reversed(first.items())]
+
+
+def _has_dtype(program: Program, dtypes: Sequence[str]) -> bool:
+    """Say whether a program is of one of these dtypes, or of none."""
+    code = dict(program.defines).get("DTYPE")
+    return code is None or code in [DTYPES[name] for name in dtypes]
 
 
 def _check_folder(out: Path | None) -> None:

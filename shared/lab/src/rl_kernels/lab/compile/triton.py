@@ -53,8 +53,8 @@ def why_not() -> str | None:
     return "Triton interprets: unset TRITON_INTERPRET" if INTERPRETED else None
 
 
-def tasks(names: Sequence[str], archs: Sequence[str]) -> list[Task]:
-    """Return what to compile for operators and targets.
+def tasks(names: Sequence[str], archs: Sequence[str], dtypes: Sequence[str] = COMPILED) -> list[Task]:
+    """Return what to compile for operators, targets and dtypes.
 
     Raises:
         ValueError: an operator has no Triton backend, or nothing is compiled for a target.
@@ -68,7 +68,7 @@ def tasks(names: Sequence[str], archs: Sequence[str]) -> list[Task]:
     found = names or [name for name in kernel_registry.names() if _has_triton(kernel_registry.load(name))]
     if not found:
         raise ValueError("no installed operator has a Triton backend")
-    return [Task(name, arch, dtype) for name in found for arch in archs or TARGETS for dtype in COMPILED]
+    return [Task(name, arch, dtype) for name in found for arch in archs or TARGETS for dtype in dtypes]
 
 
 def compile_all(given: Sequence[Task]) -> Iterator[Compiled]:
