@@ -12,6 +12,9 @@ import re
 import shutil
 import sys
 import sysconfig
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import nox
@@ -31,7 +34,7 @@ INTEGRATION = "integration"
 CONSTRAINTS = ROOT / "constraints.txt"
 PINNED = ("-c", str(CONSTRAINTS))
 BASE = ROOT / ".nox" / "base"
-BASE_REQUIREMENTS = ("torch", "numpy", "rich", "matplotlib", "hatchling", "editables", "pytest", "hypothesis")
+BASE_REQUIREMENTS = ("torch", "numpy", "rich", "matplotlib", "hatchling", "editables", "pytest", "pytest-xdist", "hypothesis")
 
 # The oldest PyTorch that pyproject.toml allows. Its wheel includes CUDA (gigabytes), so run it before a release only,
 # with the oldest Python too (`--force-python`).
@@ -56,6 +59,13 @@ MET = ("attention", "continuous", "head", "logits", "running", "transformers")
 """The tests of models that use transformers."""
 
 NVRTC = ("cuda-bindings", "nvidia-cuda-nvrtc")
+
+# What `kernels` compiles before a change lands. Products and attention are compiled in BF16 alone: in FP16 the same
+# kernels differ by the dtype of an instruction, and take at most two registers more or less. Triton launches and
+# compiles the same for sm_80, sm_86 and sm_89, of which the last has the least memory. `-- --arch all` compiles all.
+ALL_BUT_FP16 = ("--arch", "all", "--dtype", "bf16", "fp32")
+ONLY_FP16 = ("--arch", "all", "--dtype", "fp16", "--op", "fused_logp", "--op", "linear_logp")
+TRITON_TARGETS = ("--arch", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 
 # The interpreter of Triton 3.6 needs an older NumPy than the other sessions.
 TRITON = {"3.6": ("triton==3.6.0", "numpy<2.4"), "3.9": ("triton==3.9.0",)}
@@ -103,7 +113,6 @@ def tests(session: nox.Session, package: str) -> None:
         session.install(*PINNED, *NVRTC)
     session.run("python", "-m", "pip", "check")
     session.run("python", "tools/installed.py", *map(module, present))
-    session.install(*PINNED, "pytest-xdist")
     # Waiting threads must not spin, because that takes cores from the threads they wait for.
     waiting = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
     session.run("python", "-m", "pytest", *SPREAD, str(tests_of(package)), *session.posargs, env=waiting)
@@ -113,7 +122,7 @@ def tests(session: nox.Session, package: str) -> None:
 def floor(session: nox.Session) -> None:
     """Run the tests of core, operators and models on the oldest PyTorch that is allowed, on the CPU."""
     tools = [name for name in BASE_REQUIREMENTS if name not in ("torch", "numpy")]
-    session.install(*FLOOR, *tools, "pytest-xdist")
+    session.install(*FLOOR, *tools)
     install(session, *SHARED, *OPERATORS, MODELS)
     folders = [str(tests_of(name)) for name in ("core", *OPERATORS, MODELS)]
     env = {"OMP_NUM_THREADS": "1"}
@@ -139,7 +148,6 @@ def transformers(session: nox.Session) -> None:
     borrow(session)
     install(session, *SHARED, *siblings(MODELS), MODELS)
     session.install(*TRANSFORMERS)
-    session.install(*PINNED, "pytest-xdist")
     files = [str(tests_of(MODELS) / f"test_{name}.py") for name in MET]
     env = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     session.run("python", "-m", "pytest", *SPREAD, *files, *session.posargs, env=env)
@@ -180,7 +188,6 @@ def interpreted(session: nox.Session, version: str) -> None:
     tested = [*OPERATORS, MODELS]
     install(session, *SHARED, *tested)
     session.install(*TRITON[version])
-    session.install(*PINNED, "pytest-xdist")
     folders = [str(ROOT / "packages" / name / "tests") for name in tested]
     # The interpreter is Python, so only processes make use of all cores.
     env = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -189,7 +196,7 @@ def interpreted(session: nox.Session, version: str) -> None:
 
 @nox.session(**BORROWING)
 def kernels(session: nox.Session) -> None:
-    """Compile every kernel for all its targets, without a GPU.
+    """Compile the kernels without a GPU; `-- --arch all` compiles each in all dtypes and for all its targets.
 
     In CUDA a warning, a spill or a stack fails; in Triton what does not fit into a GPU's shared memory.
     """
@@ -198,8 +205,9 @@ def kernels(session: nox.Session) -> None:
     session.install(*PINNED, *NVRTC, TRITON["3.6"][0])
     kept = session.create_tmp()
     env = {"RL_KERNELS_CACHE": kept, "TRITON_CACHE_DIR": kept}
-    session.run("rl-kernels", "compile", "--arch", "all", *session.posargs, env=env)
-    session.run("rl-kernels", "compile", "--backend", "triton", *session.posargs, env=env)
+    for options in [session.posargs] if session.posargs else [ALL_BUT_FP16, ONLY_FP16]:
+        session.run("rl-kernels", "compile", *options, env=env)
+    session.run("rl-kernels", "compile", "--backend", "triton", *(session.posargs or TRITON_TARGETS), env=env)
     session.run("python", "-m", "pytest", "-q", "shared/lab/tests/test_compile_triton.py")
 
 
@@ -260,11 +268,7 @@ def build(session: nox.Session) -> None:
     session.install(*PINNED, "hatchling", "twine", "check-wheel-contents")
     built = sdists_and_wheels(session, dist)
     session.run("twine", "check", "--strict", *map(str, built))
-    for package, folder in folders().items():
-        # A wheel holds what the sources hold, no more and no less; an sdist, and so these wheels, hold no cubins.
-        wheel = next(dist.glob(f"{distribution(package).replace('-', '_')}-[0-9]*.whl"))
-        options = ("--no-config", "--package-omit", "__pycache__,cubins", "--src-dir", str(folder / "src"))
-        session.run("check-wheel-contents", *options, str(wheel))
+    at_once(partial(check_contents, session, dist, package) for package in folders())
     torch = made(session, "torch")
     pip = (python_of(torch), "-m", "pip")
     session.run(*pip, "install", "--quiet", "--no-compile", *PINNED, "torch", external=True)
@@ -273,10 +277,8 @@ def build(session: nox.Session) -> None:
     options = ("--quiet", "--only-binary", ":all:", "--dest", str(others))
     session.run(*pip, "download", *options, *PINNED, *required_of_others(), external=True)
     index = indexed(session, [*built, *others.iterdir()])
-    for package in (LAB, *PACKAGES):
-        prove(session, package, index, torch)
-    for first, second in (PAIR, PAIR[::-1]):
-        prove_in_turn(session, first, second, index, torch)
+    in_turn = [partial(prove_in_turn, session, *pair, index, torch) for pair in (PAIR, PAIR[::-1])]
+    at_once([*in_turn, *(partial(prove, session, package, index, torch) for package in (LAB, *PACKAGES))])
 
 
 @nox.session(**BORROWING)
@@ -313,8 +315,23 @@ def purelib(environment: str) -> Path:
 
 def install(session: nox.Session, *packages: str) -> None:
     """Install packages in editable mode, in one command: they pin each other, and no index has them."""
-    editable = [word for name in packages for word in ("-e", str(folders()[name]))]
-    session.install("--no-build-isolation", "--no-index", *editable)
+    wheels = [str(editable(session, folders()[name])) for name in packages]
+    session.install("--no-index", "--no-deps", "--force-reinstall", *wheels)
+
+
+def editable(session: nox.Session, folder: Path) -> Path:
+    """Return the wheel that installs a package in editable mode; it has no code, so all sessions share it."""
+    read = [(folder / name).read_bytes() for name in ("pyproject.toml", "README.md", "LICENSE")]
+    home = ROOT / ".nox" / "editable" / hashlib.sha256(b"".join([str(folder).encode(), *read])).hexdigest()
+    if not home.exists():
+        begun = home.with_suffix(".begun")
+        shutil.rmtree(begun, ignore_errors=True)
+        begun.mkdir(parents=True)
+        code = "import sys; from hatchling.build import build_editable; build_editable(sys.argv[1])"
+        with session.chdir(folder):
+            session.run("python", "-c", code, str(begun), silent=True)
+        begun.rename(home)
+    return next(home.glob("*.whl"))
 
 
 def made(session: nox.Session, name: str, *options: str) -> Path:
@@ -335,12 +352,28 @@ def sdists_and_wheels(session: nox.Session, dist: Path) -> list[Path]:
         with session.chdir(folder):
             session.run("python", "-m", "hatchling", "build", "-t", "sdist", "-d", str(dist / "sdist"), silent=True)
     sdists = sorted(dist.glob("sdist/*.tar.gz"))
-    session.run(
-        *("python", "-m", "pip", "wheel", "--quiet", "--no-cache-dir", "--no-build-isolation", "--no-deps"),
-        *("--no-index", "--wheel-dir", str(dist)),
-        *map(str, sdists),
-    )
+    command = ("python", "-m", "pip", "wheel", "--quiet", "--no-cache-dir", "--no-build-isolation", "--no-deps")
+    command += ("--no-index", "--wheel-dir", str(dist))
+    at_once(partial(session.run, *command, str(sdist)) for sdist in sdists)
     return [*sdists, *sorted(dist.glob("*.whl"))]
+
+
+def check_contents(session: nox.Session, dist: Path, package: str) -> None:
+    """Check that a wheel holds what the sources hold, no more and no less; made of an sdist, it holds no cubins."""
+    wheel = next(dist.glob(f"{distribution(package).replace('-', '_')}-[0-9]*.whl"))
+    options = ("--no-config", "--package-omit", "__pycache__,cubins", "--src-dir", str(folders()[package] / "src"))
+    session.run("check-wheel-contents", *options, str(wheel))
+
+
+def at_once(jobs: Iterable[Callable[[], object]]) -> None:
+    """Run jobs on all cores; raise the first error."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        started = [pool.submit(job) for job in jobs]
+        try:
+            for each in started:
+                each.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def required_of_others() -> list[str]:
@@ -402,9 +435,10 @@ def install_from(session: nox.Session, index: str, home: Path, package: str) -> 
 def check_installed(session: nox.Session, home: Path, *packages: str) -> None:
     """Check that an environment has these packages and what they bring; import all, and list the operators."""
     python, parts = python_of(home), {name for package in packages for name in brought_by(package)}
-    session.run(python, "-m", "pip", "check", external=True)
-    session.run(python, "tools/installed.py", "core", *sorted(map(module, parts)), external=True)
-    session.run(str(home / "bin" / "rl-kernels"), "list", external=True)
+    session.run(python, "-m", "pip", "check", external=True, silent=True)
+    session.run(python, "tools/installed.py", "core", *sorted(map(module, parts)), external=True, silent=True)
+    if packages == (META,):
+        session.run(str(home / "bin" / "rl-kernels"), "list", external=True)
 
 
 def distribution(package: str) -> str:

@@ -1,6 +1,7 @@
 """Check what is installed: `python tools/installed.py core linear_logp` passes if rl_kernels has exactly these parts.
 
-Each is imported too, so in an environment that borrows nothing this also proves that a package declares what it uses.
+Each is imported too, and the operators are listed, so in an environment that borrows nothing this also proves that a
+package declares what it uses.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ def main(expected: list[str]) -> str | None:
         return f"expected rl_kernels.{{{','.join(sorted(expected))}}}, found rl_kernels.{{{','.join(sorted(found))}}}"
     for name in expected:
         importlib.import_module(f"rl_kernels.{name}")
-    return None
+    from rl_kernels.core.commands.cli import main as command
+
+    return "rl-kernels list failed" if command(["list"]) else None
 
 
 if __name__ == "__main__":
