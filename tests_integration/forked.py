@@ -1,7 +1,8 @@
-"""Run the project's commands in copies of this process, which has PyTorch already: importing it takes seconds."""
+"""Use the project's tools here, or in copies of this process, which has PyTorch already: importing it takes seconds."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import signal
@@ -11,9 +12,20 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
+import pytest
+
+TOOLS = Path(__file__).parents[1] / "tools"
 LIMIT = 600
 """Seconds until a command is ended."""
+
+
+def imported(name: str) -> ModuleType:
+    """Import a module of tools/."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(TOOLS))
+        return importlib.import_module(name)
 
 
 def forked(words: Sequence[str | Path], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -46,7 +58,7 @@ def _end(run: Callable[[], int], folder: Path, out: int, err: int) -> None:
         signal.alarm(LIMIT)
         for source, target in ((out, 1), (err, 2)):
             os.dup2(source, target)
-        sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))
+        sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))  # noqa: SIM115
         os.chdir(folder)
         status = run()
     except SystemExit as end:

@@ -1,25 +1,15 @@
 """The tool that narrows the contract's rows for a GPU to twice what was measured there."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from forked import imported
 
 from rl_kernels.core.contract import contract, parse
 
+tool = imported("calibrate_gpu")
 ROW = ("accuracy", "reduction", "bf16", "forward")
 ENVIRONMENT = {"arch_key": "sm90", "device": "NVIDIA H200", "torch": "2.13", "cuda": "13.0", "triton": "3.7.1"}
-
-
-@pytest.fixture
-def tool(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "tools")
-    import calibrate_gpu
-
-    yield calibrate_gpu
-    for name in ("calibrate_gpu", "calibrate"):
-        sys.modules.pop(name, None)
 
 
 def report(*shares, row=ROW, **environment):
@@ -44,7 +34,7 @@ def report(*shares, row=ROW, **environment):
         ((0.1, None), None),
     ],
 )
-def test_a_row_allows_twice_the_largest_share(tool, shares, narrowed):
+def test_a_row_allows_twice_the_largest_share(shares, narrowed):
     found = tool.rows([report(*shares), report(0.0)], contract())
     if narrowed is None:
         assert not found
@@ -55,18 +45,18 @@ def test_a_row_allows_twice_the_largest_share(tool, shares, narrowed):
     assert "Measured on NVIDIA H200, torch 2.13, cuda 13.0, triton 3.7.1, 2026-01-02." in row["provenance"]
 
 
-def test_other_checks_count_for_no_row(tool):
+def test_other_checks_count_for_no_row():
     assert tool.rows([report(0.1, row=None)], contract()) == []
 
 
 @pytest.mark.parametrize(
     ("value", "rounded"), [(0.0, 0.0), (0.1, 0.1), (0.11, 0.2), (0.099, 0.1), (3e-5, 3e-5), (3.1e-5, 4e-5)]
 )
-def test_rounded_up(tool, value, rounded):
+def test_rounded_up(value, rounded):
     assert tool.rounded_up(value) == pytest.approx(rounded, rel=1e-12)
 
 
-def test_write_replaces_the_rows_of_this_architecture_alone(tool, monkeypatch, tmp_path, capsys):
+def test_write_replaces_the_rows_of_this_architecture_alone(monkeypatch, tmp_path, capsys):
     file, old = tmp_path / "contract.json", tmp_path / "report.json"
     before = tool.FILE.read_text("utf-8")
     file.write_text(before, "utf-8")
@@ -87,6 +77,6 @@ def test_write_replaces_the_rows_of_this_architecture_alone(tool, monkeypatch, t
 
 
 @pytest.mark.parametrize("archs", [("sm90", "sm80"), ("sm91",)])
-def test_reports_of_one_known_architecture_are_needed(tool, archs):
+def test_reports_of_one_known_architecture_are_needed(archs):
     with pytest.raises(ValueError, match="expected reports of one architecture"):
         tool.arch_of([report(0.1, arch_key=arch) for arch in archs])

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from forked import imported
 
 from rl_kernels.models.clients import batch_invariant_ops
 
-TOOLS = Path(__file__).parents[1] / "tools"
+tool = imported("client_calls")
 TINY = ["--rows=5", "--inner=48", "--vocab=70", "--rounds=1", "--device=cpu", "--parts", "products"]
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TOOLS))
-        return importlib.import_module("client_calls")
-
-
-def test_every_call_is_timed_and_compared(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_call_is_timed_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "calls.json"
     assert tool.main([*TINY, "--json", str(report)]) == 0
     calls = json.loads(report.read_text(encoding="utf-8"))["calls"]["products"]
@@ -40,9 +32,7 @@ def test_every_call_is_timed_and_compared(tool: ModuleType, tmp_path: Path, caps
     assert not batch_invariant_ops.is_batch_invariant_mode_enabled()
 
 
-def test_the_original_takes_its_turn_where_it_is_installed(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_original_takes_its_turn_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "batch_invariant_ops.py").write_text("from rl_kernels.models.clients.batch_invariant_ops import *\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     report = tmp_path / "calls.json"
@@ -56,7 +46,7 @@ def test_the_original_takes_its_turn_where_it_is_installed(
     assert all(ways["batch_invariant_ops"]["error"] == ways["rl-kernels"]["error"] for ways in calls.values())
 
 
-def test_a_bit_that_differs_is_an_error(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bit_that_differs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def products(_: object) -> Iterator[object]:
         x = torch.ones(3, 2)
         yield tool.Call("changes", lambda: [x], lambda: [x[:1].nextafter(torch.tensor(2.0))])
@@ -73,9 +63,7 @@ def test_a_bit_that_differs_is_an_error(tool: ModuleType, monkeypatch: pytest.Mo
         (("--device", "cuda"), "--device: this PyTorch sees no GPU"),
     ],
 )
-def test_bad_arguments(
-    tool: ModuleType, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_arguments(options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     if "cuda" in options and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(SystemExit) as stopped:

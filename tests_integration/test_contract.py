@@ -1,12 +1,11 @@
 """The tolerance contract and the operators fit: every comparison has a row, and its value can be traced."""
 
-import importlib.util
 import json
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
+from forked import imported
 
 from rl_kernels.core import kernel_registry
 from rl_kernels.core.contract import DIRECTIONS, DTYPES, RELATIONS, contract, parse
@@ -16,6 +15,7 @@ from rl_kernels.lab.check.cell import Cell, Setting
 from rl_kernels.lab.check.guard import named
 from rl_kernels.lab.check.result import CaseId
 
+calibrate = imported("calibrate")
 OPERATORS = kernel_registry.names()
 USED = {op_class for name in OPERATORS for op_class in spec_of(kernel_registry.load(name)).classes.values()}
 MEASURED = {row: found.measured for row, found in contract().rows.items() if found.measured}
@@ -27,15 +27,6 @@ OUTSIDE = {
 }
 """Rows that plain PyTorch does not keep: it sums over a vocabulary of 151,936 in one go, with an absolute fence; and
 rounds the terms of a norm's weight gradient to 16 bits before it sums them."""
-
-
-@pytest.fixture(scope="module")
-def calibrate():
-    path = Path(__file__).parents[1] / "tools" / "calibrate.py"
-    spec = importlib.util.spec_from_file_location("calibrate", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def cell(errors):
@@ -88,7 +79,7 @@ def test_backends_promise_something_everywhere_they_run(name):
         assert all("repeatable" in promises for promises in backend.promises.values())
 
 
-def test_what_is_measured_are_the_named_cases(calibrate):
+def test_what_is_measured_are_the_named_cases():
     cases = [found.case for found in calibrate.cells("full", [123])]
     assert cases
     assert not [case.name for case in cases if case.relations or case.dtype]
@@ -124,7 +115,7 @@ def test_a_measurement_names_a_result_that_exists_and_counts_for_its_row(row, ar
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETIC)
-def test_a_measurement_can_be_repeated(calibrate, arithmetic):
+def test_a_measurement_can_be_repeated(arithmetic):
     row = ("accuracy", "logprob", "bf16", "forward")
     written = getattr(MEASURED[row], arithmetic)
     again = {
@@ -136,7 +127,7 @@ def test_a_measurement_can_be_repeated(calibrate, arithmetic):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_measurement_counts_for_the_row_that_the_checker_holds_it_to(calibrate, dtype):
+def test_a_measurement_counts_for_the_row_that_the_checker_holds_it_to(dtype):
     operator = kernel_registry.load("fused_logp")
     spec = spec_of(operator)
     setting = Setting(dtype, torch.device("cpu"), "cpu")
@@ -148,12 +139,12 @@ def test_a_measurement_counts_for_the_row_that_the_checker_holds_it_to(calibrate
         assert contract().tolerance(*rows[item], "cpu") is half.tolerance("accuracy", item, kind)
 
 
-def test_the_file_has_the_form_that_calibrate_writes(calibrate):
+def test_the_file_has_the_form_that_calibrate_writes():
     text = calibrate.FILE.read_text("utf-8")
     assert calibrate.written(json.loads(text), MEASURED, contract().calibration) == text
 
 
-def test_calibrate_writes_measurements_and_nothing_else(calibrate, monkeypatch, tmp_path, capsys):
+def test_calibrate_writes_measurements_and_nothing_else(monkeypatch, tmp_path, capsys):
     before = calibrate.FILE.read_text("utf-8")
     file = tmp_path / "contract.json"
     file.write_text(before, encoding="utf-8")
@@ -180,20 +171,20 @@ def test_calibrate_writes_measurements_and_nothing_else(calibrate, monkeypatch, 
 
 
 @pytest.mark.parametrize("arguments", [["--seeds", "0"], ["--suite", "tiny"], ["more"]])
-def test_calibrate_refuses_unusable_arguments(calibrate, arguments, capsys):
+def test_calibrate_refuses_unusable_arguments(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         calibrate.main(arguments)
     assert arguments[-1] in capsys.readouterr().err
 
 
-def test_calibrate_needs_an_operator(calibrate, monkeypatch, capsys):
+def test_calibrate_needs_an_operator(monkeypatch, capsys):
     monkeypatch.setattr(calibrate.kernel_registry, "names", tuple)
     with pytest.raises(SystemExit, match="2"):
         calibrate.main(["--write"])
     assert "no operator is installed" in capsys.readouterr().err
 
 
-def test_same_dtype_takes_no_cast_to_a_wider_dtype(calibrate):
+def test_same_dtype_takes_no_cast_to_a_wider_dtype():
     x = torch.ones(3, dtype=torch.bfloat16)
     wider = (
         lambda: x.float(),
@@ -212,7 +203,7 @@ def test_same_dtype_takes_no_cast_to_a_wider_dtype(calibrate):
         assert torch.ones(3, dtype=torch.int64).float().dtype == torch.float32
 
 
-def test_an_overflow_counts_as_the_largest_number(calibrate):
+def test_an_overflow_counts_as_the_largest_number():
     row = ("accuracy", "logprob", "fp16", "forward")
     value = torch.tensor([torch.inf, torch.nan, torch.inf], dtype=torch.float16)
     gold = torch.tensor([0.0, 1.0, torch.inf], dtype=torch.float64)

@@ -10,15 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import forked
+from forked import TOOLS, forked, imported
 
 ROOT = Path(__file__).parents[1]
-TOOLS = ROOT / "tools"
-sys.path.insert(0, str(TOOLS))
-
-from gpu_record import Record, part_of  # noqa: E402
-from limited import TIMED_OUT  # noqa: E402
-
+gpu_record = imported("gpu_record")
 pytestmark = pytest.mark.slow
 
 SANITIZER = """#!{python}
@@ -76,19 +71,19 @@ def test_bundle_proves_itself_on_a_fresh_machine(bundle: Path, tmp_path: Path) -
 def test_a_record_takes_what_is_left_in_the_next_call(tmp_path: Path) -> None:
     file, log, missing = tmp_path / "record.json", tmp_path / "log", tmp_path / "none.json"
     names = [f"check rms_norm/triton/{dtype}" for dtype in ("bf16", "fp16", "fp32", "fp64")]
-    first = Record(file, {"device": "H200", "date": "today"}, "1a2b")
+    first = gpu_record.Record(file, {"device": "H200", "date": "today"}, "1a2b")
     assert first.left(names) == names
     log.write_text("first\nrms_norm cannot run it here\n", encoding="utf-8")
     (tmp_path / "tests.xml").write_text("<testsuite><testcase name='a'/></testsuite>", encoding="utf-8")
-    first.add(names[0], part_of(0, 1.0, tmp_path / "tests.xml", log))
-    first.add(names[1], part_of(TIMED_OUT, 60.0, missing, log))
-    first.add(names[2], part_of(2, 1.0, missing, log))
+    first.add(names[0], gpu_record.part_of(0, 1.0, tmp_path / "tests.xml", log))
+    first.add(names[1], gpu_record.part_of(gpu_record.TIMED_OUT, 60.0, missing, log))
+    first.add(names[2], gpu_record.part_of(2, 1.0, missing, log))
     refused = {"state": "refused", "seconds": 1.0, "reason": "rms_norm cannot run it here", "commit": "1a2b"}
     assert first.parts[names[2]] == refused
-    again = Record(file, {"device": "H200", "date": "tomorrow"}, "3c4d")
+    again = gpu_record.Record(file, {"device": "H200", "date": "tomorrow"}, "3c4d")
     assert again.left(list(reversed(names))) == [names[1], names[3]]
     with pytest.raises(ValueError, match="was made with another device; name another file"):
-        Record(file, {"device": "H100", "date": "today"}, "1a2b")
+        gpu_record.Record(file, {"device": "H100", "date": "today"}, "1a2b")
 
 
 def test_bundle_holds_the_tests_of_every_package(bundle: Path) -> None:

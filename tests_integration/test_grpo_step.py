@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from forked import imported
 
 pytest.importorskip("transformers")
 
-TOOLS = Path(__file__).parents[1] / "tools"
+tool, policy = imported("grpo_step"), imported("grpo_policy")
 SIZES = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 500, "prompts": 2, "samples": 4, "tokens": 24}
 TINY = [f"--{name}={size}" for name, size in SIZES.items()] + ["--device=cpu", "--dtype=fp32"]
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TOOLS))
-        return importlib.import_module("grpo_step")
-
-
-@pytest.fixture(scope="module")
-def policy(tool: ModuleType) -> ModuleType:
-    return importlib.import_module("grpo_policy")
-
-
 @pytest.mark.parametrize("options", [(), ("--checkpointing",), ("--dtype", "bf16"), ("--samples", "2", "--seed", "5")])
 def test_both_ways_agree_and_are_timed(
-    tool: ModuleType, options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = tmp_path / "step.json"
     assert tool.main([*TINY, *options, "--json", str(report)]) == 0
@@ -51,7 +39,7 @@ def test_both_ways_agree_and_are_timed(
     assert all(row.count("not measured") == 2 for row in rows)
 
 
-def test_batch_has_prompts_completions_and_padding(tool: ModuleType, policy: ModuleType) -> None:
+def test_batch_has_prompts_completions_and_padding() -> None:
     batch = policy.Policy(tool.arguments(TINY)).batch(2)
     assert torch.equal(batch.mask, batch.targets != -100)
     first = batch.mask.int().argmax(1).view(2, 4)
@@ -97,8 +85,6 @@ def not_a_number(function: Callable[..., Any]) -> Callable[..., Any]:
     ],
 )
 def test_what_does_not_agree_has_no_speed(
-    tool: ModuleType,
-    policy: ModuleType,
     name: str,
     fault: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -114,7 +100,7 @@ def test_what_does_not_agree_has_no_speed(
 
 
 def test_a_comparison_that_sees_no_fault_fails(
-    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(tool.TOLERANCE, "fp32", 10.0)
     assert tool.main(TINY) == 1
@@ -122,7 +108,7 @@ def test_a_comparison_that_sees_no_fault_fails(
 
 
 @pytest.mark.parametrize("room", [0, 1, 2, 3, 5, 64, 100])
-def test_largest_that_fits(tool: ModuleType, room: int) -> None:
+def test_largest_that_fits(room: int) -> None:
     asked: list[int] = []
 
     def fits(number: int) -> bool:
@@ -133,7 +119,7 @@ def test_largest_that_fits(tool: ModuleType, room: int) -> None:
     assert len(asked) == len(set(asked)) <= 2 * room.bit_length() + 1
 
 
-def test_a_step_that_runs_out_of_memory_does_not_fit(tool: ModuleType, policy: ModuleType) -> None:
+def test_a_step_that_runs_out_of_memory_does_not_fit() -> None:
     made, taken = policy.Policy(tool.arguments(TINY)), []
 
     def step(batch: Any) -> torch.Tensor:
@@ -147,7 +133,7 @@ def test_a_step_that_runs_out_of_memory_does_not_fit(tool: ModuleType, policy: M
     assert taken == [4, 4, 8, 8]
 
 
-def test_both_ways_are_searched_under_the_limit(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_are_searched_under_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stub:
         device = torch.device("cuda")
         batch = staticmethod(int)
@@ -180,9 +166,7 @@ def test_both_ways_are_searched_under_the_limit(tool: ModuleType, monkeypatch: p
         (("--device", "cuda"), "--device: this PyTorch sees no GPU"),
     ],
 )
-def test_bad_arguments(
-    tool: ModuleType, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_arguments(options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     if "cuda" in options and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(SystemExit) as stopped:
@@ -194,7 +178,7 @@ def test_bad_arguments(
 
 
 @pytest.mark.gpu
-def test_memory_and_the_largest_batch_on_a_gpu(tool: ModuleType, tmp_path: Path) -> None:
+def test_memory_and_the_largest_batch_on_a_gpu(tmp_path: Path) -> None:
     report = tmp_path / "step.json"
     options = ("--device", "cuda", "--dtype", "bf16", "--vocab", "32000", "--tokens", "512", "--limit-gib", "2")
     assert tool.main([*TINY, *options, "--json", str(report)]) == 0

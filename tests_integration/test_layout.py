@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
 import subprocess
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import imported
 
 try:
     import tomllib
@@ -153,11 +154,7 @@ def test_entry_points_lead_somewhere(folder: Path) -> None:
 
 
 def test_core_knows_what_is_published() -> None:
-    spec = importlib.util.spec_from_file_location("published", ROOT / "tools" / "published.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    tool = imported("published")
     assert json.loads(tool.FILE.read_text(encoding="utf-8")) == tool.published()
 
 

@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import zipfile
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from forked import imported
 
+tool, bump = imported("metadata"), imported("bump")
 ROOT = Path(__file__).parents[1]
 PROJECTS = sorted(file.parent for place in ("shared", "packages") for file in ROOT.glob(f"{place}/*/pyproject.toml"))
 LICENSE = (ROOT / "LICENSE").read_bytes()
-
-
-def loaded(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    return loaded("metadata")
-
-
-@pytest.fixture(scope="module")
-def bump() -> ModuleType:
-    return loaded("bump")
 
 
 def read(wheel: Path) -> tuple[Message, dict[str, bytes]]:
@@ -44,7 +25,7 @@ def read(wheel: Path) -> tuple[Message, dict[str, bytes]]:
         return Parser().parsestr(packed.read(name).decode()), licences
 
 
-def test_every_package_has_what_the_tool_writes(tool: ModuleType) -> None:
+def test_every_package_has_what_the_tool_writes() -> None:
     assert {*PROJECTS} < {*tool.folders()}
     for folder in tool.folders():
         text = (folder / "pyproject.toml").read_text(encoding="utf-8")
@@ -53,7 +34,7 @@ def test_every_package_has_what_the_tool_writes(tool: ModuleType) -> None:
         assert (folder / "LICENSE").read_bytes() == LICENSE
 
 
-def test_repository_and_contact_are_written_once_set(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repository_and_contact_are_written_once_set(monkeypatch: pytest.MonkeyPatch) -> None:
     before = (PROJECTS[0] / "pyproject.toml").read_text(encoding="utf-8")
     monkeypatch.setattr(tool, "REPOSITORY", "https://example.org/repository")
     monkeypatch.setattr(tool, "CONTACT", "someone@example.org")
@@ -109,7 +90,7 @@ def test_releases_page_tells_the_versions_that_are_declared_and_run() -> None:
     assert not [(name, version) for name in run for version in run[name] or [None] if str(version) not in rows[name][1]]
 
 
-def test_bump_writes_pins_citation_and_changelog(bump: ModuleType) -> None:
+def test_bump_writes_pins_citation_and_changelog() -> None:
     project = 'version = "0.1.0"\ndependencies = [\n    "rl-kernels-core==0.1.0",\n    "torch>=2.11",\n]\n'
     assert bump.bumped(project, "0.2.0") == project.replace("0.1.0", "0.2.0")
     added = project.replace("0.1.0", "0.2.0").replace('    "torch', '    "rl-kernels-norm==0.2.0",\n    "torch')
@@ -128,7 +109,7 @@ def test_bump_writes_pins_citation_and_changelog(bump: ModuleType) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", PROJECTS, ids=lambda folder: folder.name)
-def test_wheel_tells_licence_and_kind(folder: Path, wheels: Path, tool: ModuleType) -> None:
+def test_wheel_tells_licence_and_kind(folder: Path, wheels: Path) -> None:
     name = folder.name if folder.name == "rl-kernels" else f"rl-kernels-{folder.name}"
     (wheel,) = wheels.glob(f"{name.replace('-', '_')}-[0-9]*.whl")
     told, licences = read(wheel)

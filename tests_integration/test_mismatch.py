@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from forked import TOOLS, imported
 
 pytest.importorskip("matplotlib")
 
-TOOLS = Path(__file__).parents[1] / "tools"
+tool = imported("mismatch")
 
 
 @pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TOOLS))
-        return importlib.import_module("mismatch")
-
-
-@pytest.fixture(scope="module")
-def finished(tool: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("mismatch")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tool, "STRETCH", 2)
@@ -34,7 +26,7 @@ def finished(tool: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path
     return out
 
 
-def test_each_way_shows_its_mismatch(tool: ModuleType, finished: Path) -> None:
+def test_each_way_shows_its_mismatch(finished: Path) -> None:
     document = json.loads((finished / "runs.json").read_text(encoding="utf-8"))
     assert document["settings"]["steps"] == 3
     assert {"torch", "rl-kernels", "date"} <= document["environment"].keys()
@@ -52,7 +44,7 @@ def test_each_way_shows_its_mismatch(tool: ModuleType, finished: Path) -> None:
 
 
 def test_the_picture_and_the_table_come_of_a_record_too(
-    tool: ModuleType, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = tmp_path / "again.png"
     assert tool.main([f"--read={finished / 'runs.json'}", f"--plot={picture}"]) == 0
@@ -62,7 +54,7 @@ def test_the_picture_and_the_table_come_of_a_record_too(
     assert "…" not in printed
 
 
-def test_processes_find_what_one_finds(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_find_what_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool, "WAYS", {name: tool.WAYS[name] for name in ("plain FP32", "FP8 rollout")})
     monkeypatch.syspath_prepend(str(TOOLS))  # as the processes are told
     settings = tool.Settings(steps=1, prompts=2, samples_per_prompt=4)
@@ -76,7 +68,7 @@ def test_processes_find_what_one_finds(tool: ModuleType, monkeypatch: pytest.Mon
 
 
 @torch.no_grad()
-def test_fp8_rounds_the_weights_of_the_layers_alone(tool: ModuleType) -> None:
+def test_fp8_rounds_the_weights_of_the_layers_alone() -> None:
     policy, rounded = (tool.make(tool.Settings(), torch.device("cpu"), dtype) for dtype in ("FP32", "BF16"))
     tool.FP8_ROLLOUT.way.load(rounded, list(policy.parameters()))
     found = dict(rounded.named_parameters())
@@ -96,7 +88,7 @@ def test_fp8_rounds_the_weights_of_the_layers_alone(tool: ModuleType) -> None:
         ("--read=/nowhere/runs.json", "argument --read: expected a record of this tool, got "),
     ],
 )
-def test_bad_arguments(tool: ModuleType, option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments(option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         tool.main([option])
     assert stopped.value.code == 2

@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from forked import imported
 
 pytest.importorskip("transformers")
 
-TOOLS = Path(__file__).parents[1] / "tools"
+tool, made = imported("model_step"), imported("model_ways")
 SIZES = {"layers": 2, "hidden": 64, "between": 96, "heads": 4, "kv-heads": 2, "vocab": 300, "prompts": 4}
 SIZES |= {"longest": 60, "decoded": 2, "keys": 24, "generated": 3, "rounds": 1}
 TINY = [*(f"--{name}={size}" for name, size in SIZES.items()), "--device=cpu", "--dtype=fp32", "--sizes=2x16"]
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TOOLS))
-        return importlib.import_module("model_step")
-
-
-@pytest.fixture(scope="module")
-def made(tool: ModuleType) -> ModuleType:
-    return importlib.import_module("model_ways")
-
-
 @pytest.fixture(autouse=True)
-def short_turns(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool, "SECONDS", 0.001)
 
 
-def test_everything_is_timed_and_compared(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_is_timed_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "step.json"
     assert tool.main([*TINY, "--json", str(report)]) == 0
     found = json.loads(report.read_text(encoding="utf-8"))
@@ -54,7 +41,7 @@ def test_everything_is_timed_and_compared(tool: ModuleType, tmp_path: Path, caps
     assert "forward + backward 2x16" in capsys.readouterr().out
 
 
-def test_gradients_that_differ_are_counted(tool: ModuleType, made: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_differ_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = made.packed
     monkeypatch.setattr(made, "packed", lambda each: packed([ids.flip(0) for ids in each]))
     given = tool.parser().parse_args(TINY)
@@ -65,7 +52,7 @@ def test_gradients_that_differ_are_counted(tool: ModuleType, made: ModuleType, m
     assert counts["elements"] / 2 < counts["differ"] <= counts["elements"]
 
 
-def test_a_bit_that_differs_fails(tool: ModuleType, made: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bit_that_differs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     padded = made.padded
 
     def changed(each: Any, *, left: bool) -> Any:
@@ -78,7 +65,7 @@ def test_a_bit_that_differs_fails(tool: ModuleType, made: ModuleType, monkeypatc
 
 
 def test_a_way_that_fails_is_named_and_the_others_are_timed(
-    tool: ModuleType, made: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     decoding = made.decoding
 
@@ -94,7 +81,7 @@ def test_a_way_that_fails_is_named_and_the_others_are_timed(
     assert "decode, 2 sequences, 24 keys: invariant" in printed
 
 
-def test_the_stock_model_keeps_its_rotary_embedding(tool: ModuleType, made: ModuleType) -> None:
+def test_the_stock_model_keeps_its_rotary_embedding() -> None:
     from transformers.models.llama import modeling_llama
 
     own = modeling_llama.apply_rotary_pos_emb
@@ -108,14 +95,14 @@ def test_the_stock_model_keeps_its_rotary_embedding(tool: ModuleType, made: Modu
     assert modeling_llama.apply_rotary_pos_emb is own
 
 
-def test_a_step_of_decoding_is_the_same_again(tool: ModuleType, made: ModuleType) -> None:
+def test_a_step_of_decoding_is_the_same_again() -> None:
     with made.ways(tool.parser().parse_args(TINY)) as found:
         step = made.decoding(found[0], 2, 24)
         assert torch.equal(step(), step())
 
 
 @pytest.mark.parametrize("text", ["2", "2x", "2x0", "2x3x4", "axb"])
-def test_sizes_that_are_none(tool: ModuleType, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         tool.main([*TINY, "--sizes", text])
     assert "expected sizes such as 2x1024" in capsys.readouterr().err

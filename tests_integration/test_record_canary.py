@@ -1,16 +1,14 @@
 """Records of canaries: what the doctor prints goes into the packages, unless two machines of one kind differ."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-import record_canary
+from forked import imported
 
 from rl_kernels.core.operator import Operator
 from rl_kernels.core.registry import kernel_registry
+
+record_canary = imported("record_canary")
 
 
 def test_every_operator_has_one():

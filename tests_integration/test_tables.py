@@ -91,6 +91,7 @@ RECORD = {
     },
 }
 
+
 @pytest.fixture
 def tree(tmp_path):
     """Return a copy of the pages and results, with other results of one operator, and of the checks."""
@@ -193,10 +194,12 @@ def test_pictures_of_the_site_are_drawn(monkeypatch):
     page = (ROOT / "packages/linear-logp/GUIDE.md").read_text()
     (file,) = pictures.named(page)
     assert file.startswith("tools/results/")
-    assert f"![Time over memory](../x/{file.replace('/', '-').replace('.json', '.svg')})\n" in pictures.shown(page, "../x")
+    assert f"![Time over memory](../x/{file.replace('/', '-').replace('.json', '.svg')})\n" in pictures.shown(
+        page, "../x"
+    )
     shares = next(pictures.named((ROOT / "packages/norm/benchmarks/README.md").read_text()))
-    for drawn in (file, shares):
-        assert "<svg" in pictures.drawn(ROOT / drawn)
+    for results in (file, shares):
+        assert "<svg" in pictures.drawn(ROOT / results)
 
 
 def test_a_page_without_markers_is_named(tree):
