@@ -53,20 +53,3 @@ def test_a_bit_that_differs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setitem(tool.PARTS, "products", products)
     assert tool.main(TINY) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--rows", "0"), "argument --rows: expected an integer >= 1, got '0'"),
-        (("--parts", "attention"), "--parts: attention needs a GPU"),
-        (("--device", "cuda"), "--device: this PyTorch sees no GPU"),
-    ],
-)
-def test_bad_arguments(options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if "cuda" in options and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(SystemExit) as stopped:
-        tool.main([*TINY, *options])
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.startswith(f"client_calls.py: {message}")

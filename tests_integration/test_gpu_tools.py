@@ -170,19 +170,3 @@ def test_a_planted_fault_that_is_not_reported_fails(faults: int, tmp_path: Path)
     status, results = sanitized(tmp_path, "--self-test", faults=faults)
     assert status == 1 - faults
     assert [found["passed"] for found in results] == [bool(faults)] * 3
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--sanitizer", "no-such-program"), "--sanitizer: no program 'no-such-program' was found"),
-        (("--op", "no_such"), "--op: expected one of "),
-        (("--jobs", "0"), "argument --jobs: expected an integer >= 1, got '0'"),
-    ],
-)
-def test_bad_arguments_of_the_sanitizer(options: tuple[str, ...], message: str) -> None:
-    here = ("--device", "cpu", "--backend", "native", "--sanitizer", "true")
-    done = forked((TOOLS / "sanitize.py", *here, *options), ROOT)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"sanitize.py: {message}")
-    assert done.stderr.count("\n") == 1

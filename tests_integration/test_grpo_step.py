@@ -153,30 +153,6 @@ def test_both_ways_are_searched_under_the_limit(monkeypatch: pytest.MonkeyPatch)
     assert fractions == [0.5, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--layers", "0"), "argument --layers: expected an integer >= 1, got '0'"),
-        (("--samples", "1"), "argument --samples: expected an integer >= 2, got '1'"),
-        (("--tokens", "many"), "argument --tokens: expected an integer >= 2, got 'many'"),
-        (("--hidden", "60"), "--hidden: expected a multiple of twice --heads (8), got 60"),
-        (("--limit-gib", "nan"), "argument --limit-gib: expected a number >= 0, got 'nan'"),
-        (("--json", "/nowhere/step.json"), "argument --json: expected a file that can be written"),
-        (("--backend", "cuda-sm90", "--dtype", "bf16"), "BackendUnavailable: "),
-        (("--device", "cuda"), "--device: this PyTorch sees no GPU"),
-    ],
-)
-def test_bad_arguments(options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if "cuda" in options and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(SystemExit) as stopped:
-        tool.main([*TINY, *options])
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"grpo_step.py: {message}")
-    assert error.count("\n") == 1
-
-
 @pytest.mark.gpu
 def test_memory_and_the_largest_batch_on_a_gpu(tmp_path: Path) -> None:
     report = tmp_path / "step.json"

@@ -99,10 +99,3 @@ def test_a_step_of_decoding_is_the_same_again() -> None:
     with made.ways(tool.parser().parse_args(TINY)) as found:
         step = made.decoding(found[0], 2, 24)
         assert torch.equal(step(), step())
-
-
-@pytest.mark.parametrize("text", ["2", "2x", "2x0", "2x3x4", "axb"])
-def test_sizes_that_are_none(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        tool.main([*TINY, "--sizes", text])
-    assert "expected sizes such as 2x1024" in capsys.readouterr().err
