@@ -34,7 +34,17 @@ INTEGRATION = "integration"
 CONSTRAINTS = ROOT / "constraints.txt"
 PINNED = ("-c", str(CONSTRAINTS))
 BASE = ROOT / ".nox" / "base"
-BASE_REQUIREMENTS = ("torch", "numpy", "rich", "matplotlib", "hatchling", "editables", "pytest", "pytest-xdist", "hypothesis")
+BASE_REQUIREMENTS = (
+    "torch",
+    "numpy",
+    "rich",
+    "matplotlib",
+    "hatchling",
+    "editables",
+    "pytest",
+    "pytest-xdist",
+    "hypothesis",
+)
 
 # The oldest PyTorch that pyproject.toml allows. Its wheel includes CUDA (gigabytes), so run it before a release only,
 # with the oldest Python too (`--force-python`).
