@@ -276,7 +276,7 @@ def _fits(case: Case) -> bool:
 
 
 def _setting(dtype: str = "fp32") -> Setting:
-    return Setting(dtype, device(), arch_of(device().type))
+    return Setting(dtype, device(), arch_of(device().type), suite="quick")
 
 
 def _runnable(operator: Operator) -> list[str]:
