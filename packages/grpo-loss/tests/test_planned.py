@@ -33,7 +33,8 @@ def arguments(batch=4, length=5, dtype=torch.float32):
 def raw(function, *given, **options):
     """Return the arguments of the raw op of a call."""
     made = []
-    with pytest.MonkeyPatch.context() as patch:
+    # A call that is recorded takes no plan.
+    with pytest.MonkeyPatch.context() as patch, record_dispatch():
         patch.setattr(api, "run", lambda call, backend: made.append(call))
         function(*given, **{"beta": 0.25, "validate": False, **options})
     return made[0]

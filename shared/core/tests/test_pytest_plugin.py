@@ -17,7 +17,9 @@ def imports():
 def run(pytester, monkeypatch):
     """Return ``run(source, *arguments, gpu)``, which runs a test module of that source with no plugin but ours."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    pytester.makeini("[pytest]\nfilterwarnings = error")
+    # This process has imported the plugin, so pytest cannot rewrite it any more.
+    ignored = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
+    pytester.makeini(f"[pytest]\nfilterwarnings =\n    error\n    {ignored}")
 
     def run_source(source, *arguments, gpu=False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
