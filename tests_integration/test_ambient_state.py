@@ -30,7 +30,7 @@ FACTORIES = {
     *("triu_indices", "zeros"),
 }
 NOT_CALLED = ("testing", "check", "bench", "demo")
-SPECIFICATION = ("bench", "cases", "illegal", "raw", "transforms")
+SPECIFICATION = ("bench", "cases", "illegal", "magnitudes", "raw", "transforms")
 
 
 @pytest.fixture
