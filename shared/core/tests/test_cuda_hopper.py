@@ -194,10 +194,14 @@ def test_boxes_in_and_out_again(row, column):
     assert torch.equal(out.nan_to_num(7.0), changed.nan_to_num(7.0))
 
 
-def maps_of(operands, majors):
-    lying = [x.t().contiguous() if major else x for x, major in zip(operands, majors, strict=True)]
+def lying(operands, majors):
+    """Return the operands, turned where their major says so. A map holds an address: keep them until the launch."""
+    return [x.t().contiguous() if major else x for x, major in zip(operands, majors, strict=True)]
+
+
+def maps_of(operands):
     # A map has no empty matrix; none of its boxes is copied then.
-    return [tensor_map(x if x.numel() else x.new_zeros(64, 64), (64, 64), swizzle=128) for x in lying]
+    return [tensor_map(x if x.numel() else x.new_zeros(64, 64), (64, 64), swizzle=128) for x in operands]
 
 
 @pytest.mark.gpu
@@ -207,8 +211,8 @@ def maps_of(operands, majors):
 def test_products_of_tiles_that_lie_either_way(dtype, majors):
     # Small integers: every sum is exact, whatever its order.
     a, b, start = (torch.randint(-8, 9, (64, 64), device="cuda").to(dtype) for _ in range(3))
-    out = start.float()
-    load("products", dtype, *majors).launch(1, 256, *maps_of((a, b), majors), out, shared=ROOM)
+    out, turned = start.float(), lying((a, b), majors)
+    load("products", dtype, *majors).launch(1, 256, *maps_of(turned), out, shared=ROOM)
     assert torch.equal(out, start.float() + a.float() @ b.float().t())
 
 
@@ -220,9 +224,8 @@ def test_mainloop_of_two_consumers_in_turn(dtype, majors):
     # Small integers, as above. The stages of a tile go round the ring several times, not at all, or end within one.
     for inner in (0, 64, 128, 200, 1024):
         a, b = (torch.randint(-8, 9, (rows, inner), device="cuda").to(dtype) for rows in (128, 64))
-        maps = maps_of((a, b), majors)
-        out = torch.full((128, 64), torch.nan, device="cuda")
-        load("mainloop", dtype, *majors).launch(1, 384, *maps, out, inner, shared=9 * 8192)
+        out, turned = torch.full((128, 64), torch.nan, device="cuda"), lying((a, b), majors)
+        load("mainloop", dtype, *majors).launch(1, 384, *maps_of(turned), out, inner, shared=9 * 8192)
         assert torch.equal(out, a.float() @ b.float().t()), inner
 
 
