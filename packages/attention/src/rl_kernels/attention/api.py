@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
@@ -17,6 +17,28 @@ from rl_kernels.core.torchlib.observed import are_plain, ops_are_observed
 
 Window = tuple[int | None, int | None]
 
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class Keywords(TypedDict, total=False):
+        """Keyword arguments that the type of the result does not depend on."""
+
+        causal: bool
+        scale: float | None
+        window: Window | None
+        softcap: float
+        sinks: torch.Tensor | None
+        cu_seqlens_q: torch.Tensor | None
+        cu_seqlens_k: torch.Tensor | None
+        max_seqlen_q: int | None
+        max_seqlen_k: int | None
+        k_start: torch.Tensor | None
+        seqused_q: torch.Tensor | None
+        seqused_k: torch.Tensor | None
+        block_table: torch.Tensor | None
+        validate: bool
+        backend: str | None
+
 
 @overload
 def det_attention(
@@ -24,22 +46,8 @@ def det_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: Window | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    k_start: torch.Tensor | None = None,
-    seqused_q: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
     return_lse: Literal[False] = False,
-    validate: bool = True,
-    backend: str | None = None,
+    **options: Unpack[Keywords],
 ) -> torch.Tensor: ...
 
 
@@ -49,22 +57,8 @@ def det_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: Window | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    k_start: torch.Tensor | None = None,
-    seqused_q: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
     return_lse: Literal[True],
-    validate: bool = True,
-    backend: str | None = None,
+    **options: Unpack[Keywords],
 ) -> Attended: ...
 
 
@@ -74,22 +68,8 @@ def det_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool = True,
-    scale: float | None = None,
-    window: Window | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    k_start: torch.Tensor | None = None,
-    seqused_q: torch.Tensor | None = None,
-    seqused_k: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
     return_lse: bool,
-    validate: bool = True,
-    backend: str | None = None,
+    **options: Unpack[Keywords],
 ) -> torch.Tensor | Attended: ...
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -15,21 +15,29 @@ from rl_kernels.core.torchlib.derivatives import first_order, no_lost_derivative
 from rl_kernels.core.torchlib.scalars import scalar_or_rows
 from rl_kernels.fused_logp.op import OPERATOR, describe, ops
 
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class Keywords(TypedDict, total=False):
+        """Keyword arguments that the type of the result does not depend on."""
+
+        temperature: float | torch.Tensor
+        ignore_index: int | None
+        row_indices: torch.Tensor | None
+        out: torch.Tensor | None
+        output_dtype: torch.dtype
+        inplace_backward: bool
+        validate: bool
+        backend: str | None
+
 
 @overload
 def fused_logp(
     logits: torch.Tensor,
     token_ids: torch.Tensor,
     *,
-    temperature: float | torch.Tensor = 1.0,
-    ignore_index: int | None = None,
-    row_indices: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    output_dtype: torch.dtype = torch.float32,
     return_stats: Literal[False] = False,
-    inplace_backward: bool = False,
-    validate: bool = True,
-    backend: str | None = None,
+    **options: Unpack[Keywords],
 ) -> torch.Tensor: ...
 
 
@@ -38,15 +46,8 @@ def fused_logp(
     logits: torch.Tensor,
     token_ids: torch.Tensor,
     *,
-    temperature: float | torch.Tensor = 1.0,
-    ignore_index: int | None = None,
-    row_indices: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    output_dtype: torch.dtype = torch.float32,
     return_stats: Literal[True],
-    inplace_backward: bool = False,
-    validate: bool = True,
-    backend: str | None = None,
+    **options: Unpack[Keywords],
 ) -> LogpStats: ...
 
 
@@ -55,15 +56,8 @@ def fused_logp(
     logits: torch.Tensor,
     token_ids: torch.Tensor,
     *,
-    temperature: float | torch.Tensor = 1.0,
-    ignore_index: int | None = None,
-    row_indices: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    output_dtype: torch.dtype = torch.float32,
     return_stats: bool,
-    inplace_backward: bool = False,
-    validate: bool = True,
-    backend: str | None = None,
+    **options: Unpack[Keywords],
 ) -> torch.Tensor | LogpStats: ...
 
 

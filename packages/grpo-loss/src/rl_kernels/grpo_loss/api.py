@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
@@ -17,6 +17,27 @@ from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
 from rl_kernels.grpo_loss.parallel import loss_over_ranks
 from rl_kernels.grpo_loss.run import LossPlan, Options, plan_of, run, run_planned
 
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class Keywords(TypedDict, total=False):
+        """Keyword arguments of ``grpo_loss_from_advantages`` that its type does not depend on."""
+
+        objective: Objective | None
+        loss_type: str | None
+        beta: float | None
+        clip_eps: float | None
+        extras: Extras | None
+        normaliser: Normaliser | None
+        validate: bool
+        backend: str | None
+
+    class WithGroups(Keywords, total=False):
+        """Those of ``grpo_loss``."""
+
+        samples_per_prompt: int | None
+        group_boundaries: Sequence[int] | torch.Tensor | None
+
 
 @overload
 def grpo_loss(
@@ -26,17 +47,8 @@ def grpo_loss(
     rewards: torch.Tensor,
     completion_mask: torch.Tensor,
     *,
-    samples_per_prompt: int | None = None,
-    group_boundaries: Sequence[int] | torch.Tensor | None = None,
-    objective: Objective | None = None,
-    loss_type: str | None = None,
-    beta: float | None = None,
-    clip_eps: float | None = None,
-    extras: Extras | None = None,
-    normaliser: Normaliser | None = None,
     return_metrics: Literal[False] = False,
-    validate: bool = True,
-    backend: str | None = None,
+    **options: Unpack[WithGroups],
 ) -> GRPOLossOutput: ...
 
 
@@ -48,17 +60,8 @@ def grpo_loss(
     rewards: torch.Tensor,
     completion_mask: torch.Tensor,
     *,
-    samples_per_prompt: int | None = None,
-    group_boundaries: Sequence[int] | torch.Tensor | None = None,
-    objective: Objective | None = None,
-    loss_type: str | None = None,
-    beta: float | None = None,
-    clip_eps: float | None = None,
-    extras: Extras | None = None,
-    normaliser: Normaliser | None = None,
     return_metrics: Literal[True],
-    validate: bool = True,
-    backend: str | None = None,
+    **options: Unpack[WithGroups],
 ) -> LossAndMetrics: ...
 
 
@@ -70,17 +73,8 @@ def grpo_loss(
     rewards: torch.Tensor,
     completion_mask: torch.Tensor,
     *,
-    samples_per_prompt: int | None = None,
-    group_boundaries: Sequence[int] | torch.Tensor | None = None,
-    objective: Objective | None = None,
-    loss_type: str | None = None,
-    beta: float | None = None,
-    clip_eps: float | None = None,
-    extras: Extras | None = None,
-    normaliser: Normaliser | None = None,
     return_metrics: bool,
-    validate: bool = True,
-    backend: str | None = None,
+    **options: Unpack[WithGroups],
 ) -> GRPOLossOutput | LossAndMetrics: ...
 
 
@@ -208,15 +202,8 @@ def grpo_loss_from_advantages(
     advantages: torch.Tensor,
     completion_mask: torch.Tensor,
     *,
-    objective: Objective | None = None,
-    loss_type: str | None = None,
-    beta: float | None = None,
-    clip_eps: float | None = None,
-    extras: Extras | None = None,
-    normaliser: Normaliser | None = None,
     return_metrics: Literal[False] = False,
-    validate: bool = True,
-    backend: str | None = None,
+    **options: Unpack[Keywords],
 ) -> GRPOLossOutput: ...
 
 
@@ -228,15 +215,8 @@ def grpo_loss_from_advantages(
     advantages: torch.Tensor,
     completion_mask: torch.Tensor,
     *,
-    objective: Objective | None = None,
-    loss_type: str | None = None,
-    beta: float | None = None,
-    clip_eps: float | None = None,
-    extras: Extras | None = None,
-    normaliser: Normaliser | None = None,
     return_metrics: Literal[True],
-    validate: bool = True,
-    backend: str | None = None,
+    **options: Unpack[Keywords],
 ) -> LossAndMetrics: ...
 
 
@@ -248,15 +228,8 @@ def grpo_loss_from_advantages(
     advantages: torch.Tensor,
     completion_mask: torch.Tensor,
     *,
-    objective: Objective | None = None,
-    loss_type: str | None = None,
-    beta: float | None = None,
-    clip_eps: float | None = None,
-    extras: Extras | None = None,
-    normaliser: Normaliser | None = None,
     return_metrics: bool,
-    validate: bool = True,
-    backend: str | None = None,
+    **options: Unpack[Keywords],
 ) -> GRPOLossOutput | LossAndMetrics: ...
 
 

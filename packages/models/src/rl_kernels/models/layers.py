@@ -18,7 +18,7 @@ from rl_kernels.models.fused.swaps import gated
 from rl_kernels.models.subclasses import subclass
 from rl_kernels.models.swap import SWAPPED, calls_own_forward
 from rl_kernels.models.unknown import is_foreign_linear
-from rl_kernels.norm import layer_norm, rms_norm
+from rl_kernels.norm import LayerNorm, RMSNorm, layer_norm, rms_norm
 
 
 class Form(NamedTuple):
@@ -50,7 +50,7 @@ def replacement(module: nn.Module) -> Found:
     if hasattr(type(module), SWAPPED):
         # A copy of a swapped model: it is taken over, and can be undone.
         return next(made for made in type(module).__mro__ if SWAPPED in vars(made)), ""
-    if isinstance(module, DetLinear):
+    if isinstance(module, (DetLinear, LayerNorm, RMSNorm)):
         return NOTHING
     found = NOTHING
     if isinstance(module, nn.Linear):
@@ -153,11 +153,8 @@ def norm(
 ) -> torch.Tensor:
     """Return a norm of ``x[..., D]``."""
     if form.centred:
-        found = layer_norm(x, weight, bias, eps=eps, backend=backend)
-    else:
-        found = rms_norm(x, weight, eps=eps, offset=form.offset, cast_first=form.cast_first, backend=backend)
-    assert isinstance(found, torch.Tensor)  # a pair is returned only with a residual
-    return found
+        return layer_norm(x, weight, bias, eps=eps, backend=backend)
+    return rms_norm(x, weight, eps=eps, offset=form.offset, cast_first=form.cast_first, backend=backend)
 
 
 def _share(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 
@@ -13,6 +13,51 @@ from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib.derivatives import first_order, is_asked_for, no_lost_derivatives
 from rl_kernels.norm.op import OPERATOR, describe, ops
 from rl_kernels.norm.results import NormAndSum
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class LayerNormKeywords(TypedDict, total=False):
+        """Keyword arguments of ``layer_norm`` that its type does not depend on."""
+
+        eps: float
+        backend: str | None
+
+    class RMSNormKeywords(LayerNormKeywords, total=False):
+        """Keyword arguments of ``rms_norm`` that its type does not depend on."""
+
+        offset: float
+        cast_first: bool
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    residual: None = None,
+    **options: Unpack[RMSNormKeywords],
+) -> torch.Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor,
+    **options: Unpack[RMSNormKeywords],
+) -> NormAndSum: ...
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None,
+    **options: Unpack[RMSNormKeywords],
+) -> torch.Tensor | NormAndSum: ...
 
 
 def rms_norm(
@@ -61,6 +106,39 @@ def rms_norm(
     check.number("offset", offset)
     check.flag("cast_first", cast_first)
     return _norm("rms_norm", x, weight, None, residual, eps, _Form(False, float(offset), cast_first), backend)
+
+
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: None = None,
+    **options: Unpack[LayerNormKeywords],
+) -> torch.Tensor: ...
+
+
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor,
+    **options: Unpack[LayerNormKeywords],
+) -> NormAndSum: ...
+
+
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None,
+    **options: Unpack[LayerNormKeywords],
+) -> torch.Tensor | NormAndSum: ...
 
 
 def layer_norm(

@@ -145,9 +145,7 @@ def rms_norm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> to
         TypeError, ValueError: an argument is not as above; the message of ``rl_kernels.norm.rms_norm`` names it;
             it calls ``input`` x.
     """
-    found = norm.rms_norm(input, weight, eps=eps, cast_first=False)
-    assert isinstance(found, torch.Tensor)  # a pair is returned only with a residual
-    return found
+    return norm.rms_norm(input, weight, eps=eps, cast_first=False)
 
 
 def rms_norm_batch_invariant(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
