@@ -14,9 +14,16 @@ FILE = Path(__file__).resolve().parents[1] / "shared" / "core" / "src" / "rl_ker
 
 
 def published() -> dict[str, dict[str, object]]:
-    """Return distribution and aliases of each installed operator."""
+    """Return distribution, aliases and functions of each installed operator."""
     operators = [kernel_registry.load(name) for name in kernel_registry.names()]
-    return {each.name: {"distribution": each.distribution, "aliases": list(each.aliases)} for each in operators}
+    return {
+        each.name: {
+            "distribution": each.distribution,
+            "aliases": list(each.aliases),
+            "functions": list(each.functions),
+        }
+        for each in operators
+    }
 
 
 if __name__ == "__main__":

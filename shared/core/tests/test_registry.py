@@ -69,7 +69,7 @@ def test_an_unknown_name_lists_what_there_is(installed):
     kernels = installed(make_operator("second"), make_operator("first", "alias"))
     with pytest.raises(UnknownOperator, match=r"unknown operator 'no_such'; installed: first, second$"):
         kernels.get_op("no_such")
-    for name in ("", "Det_Gemm", "det-gemm", "det_gem", "det_gemm_dw"):
+    for name in ("", "Det_Gemm", "det-gemm", "det_gem", "det_gemm_of"):
         with pytest.raises(UnknownOperator, match="installed: det_gemm"):
             installed(make_operator("det_gemm")).get_op(name)
     with pytest.raises(LookupError, match="installed: none"):

@@ -107,6 +107,7 @@ OPERATOR = Operator(
         ),
     ),
     describe=describe,
+    functions=("det_attention_backward",),
     canary="rl_kernels.attention.canary",
 )
 

@@ -91,6 +91,7 @@ OPERATOR = Operator(
         Backend("native", "rl_kernels.det_gemm.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}, note=_note),
     ),
     describe=describe,
+    functions=("det_linear", "det_gemm_dw", "column_parallel_linear", "row_parallel_linear"),
     canary="rl_kernels.det_gemm.canary",
 )
 

@@ -131,6 +131,7 @@ OPERATOR = Operator(
         Backend("native", "rl_kernels.grpo_loss.backends.native.backend", {"cpu": INVARIANT, "cuda": INVARIANT}),
     ),
     describe=describe,
+    functions=("group_advantages", "grpo_loss_from_advantages", "sequence_losses"),
     canary="rl_kernels.grpo_loss.canary",
 )
 

@@ -152,9 +152,9 @@ def layer_norm(
 ) -> torch.Tensor | NormAndSum:
     """Return the LayerNorm of each row: ``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias``.
 
-    The promises and the backends are those of ``rms_norm``: to force a backend, use the name ``rms_norm``. The formula
-    is that of https://arxiv.org/abs/1607.06450 and ``F.layer_norm``: the variance is the mean of squared distances from
-    the mean. It is computed in FP32 (FP64 for FP64).
+    The promises and the backends are those of ``rms_norm``, and a backend that is forced for one is forced for both.
+    The formula is that of https://arxiv.org/abs/1607.06450 and ``F.layer_norm``: the variance is the mean of squared
+    distances from the mean. It is computed in FP32 (FP64 for FP64).
 
     Args:
         x: ``[..., D]``, FP32, BF16, FP16 or FP64, any strides, any number of leading dims; differentiable.

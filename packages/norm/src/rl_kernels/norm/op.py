@@ -85,6 +85,7 @@ OPERATOR = Operator(
         Backend("native", "rl_kernels.norm.backends.native", {"cpu": INVARIANT, "cuda": INVARIANT}),
     ),
     describe=describe,
+    functions=("layer_norm",),
     canary="rl_kernels.norm.canary",
 )
 

@@ -20,7 +20,7 @@ import torch
 
 from rl_kernels.core import canary
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
-from rl_kernels.core.registry import PUBLISHED, kernel_registry
+from rl_kernels.core.registry import PUBLISHED, kernel_registry, published_operator
 
 T = TypeVar("T")
 AUTO = "auto"
@@ -61,10 +61,10 @@ class Verdict:
 
 
 def _canonical(operator: str, where: str) -> str:
-    for name, published in PUBLISHED.items():
-        if operator in published["aliases"]:
-            return name
-    if operator in PUBLISHED or operator in kernel_registry.names():
+    name = published_operator(operator)
+    if name is not None:
+        return name
+    if operator in kernel_registry.names():
         return operator
     known = ", ".join(sorted({*PUBLISHED, *kernel_registry.names()}))
     raise ValueError(f"{where}: {operator!r} is not an operator; known: {known}")

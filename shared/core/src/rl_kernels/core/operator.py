@@ -128,7 +128,8 @@ class Operator:
         fakes: raw op name -> its shape function, without the ``backend`` argument.
         backends: in order of priority.
         describe: the public function's arguments -> ``Call``.
-        aliases: other registry names.
+        aliases: other registry names of its function.
+        functions: the package's other public functions, which the registry knows by their names.
         distribution: name to ``pip install``; by default made from ``package``, as in ``rl-kernels-grpo-loss``.
         spec: import path of the module that holds its ``SPEC``; by default ``spec.cases`` of the package. A package
             with several operators has one for each.
@@ -148,6 +149,7 @@ class Operator:
     backends: tuple[Backend, ...]
     describe: Callable[..., Call]
     aliases: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()
     distribution: str = ""
     spec: str = ""
     bench: str = ""

@@ -14,10 +14,18 @@ from rl_kernels.core.operator import Operator
 GROUP = "rl_kernels.operators"
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((files("rl_kernels.core") / "published.json").read_text("utf-8"))
-"""The operators of this release, with distribution and aliases, whether installed or not.
+"""The operators of this release, with distribution, aliases and functions, whether installed or not.
 
 ``tools/published.py`` writes the file.
 """
+
+
+def published_operator(name: str) -> str | None:
+    """Return the operator of this release that has this name, alias or function, or None."""
+    for operator, published in PUBLISHED.items():
+        if name in (operator, *published["aliases"], *published["functions"]):
+            return operator
+    return None
 
 
 class UnknownOperator(LookupError):
@@ -36,7 +44,7 @@ class KernelRegistry:
         return sorted(self._found)
 
     def load(self, name: str) -> Operator:
-        """Return an operator by name or alias.
+        """Return an operator by name, by an alias, or by the name of another function of its package.
 
         Raises:
             UnknownOperator: no installed operator has that name; the message says what to install, or lists the
@@ -49,8 +57,9 @@ class KernelRegistry:
         return operator
 
     def get_op(self, name: str) -> Callable[..., Any]:
-        """Return an operator's public function by name or alias; raises as ``load`` does."""
-        return self.load(name).function()
+        """Return a public function by its name or an alias; raises as ``load`` does."""
+        operator = self.load(name)
+        return operator.function(name if name in operator.functions else "")
 
     def _import(self, name: str) -> Operator:
         operator = self._found[name].load()
@@ -59,14 +68,15 @@ class KernelRegistry:
         return operator
 
     def _by_alias(self, name: str) -> Operator:
-        for known, published in PUBLISHED.items():
-            if name == known or name in published["aliases"]:
-                if known in self._found:
-                    return self._import(known)
-                raise UnknownOperator(f"operator {name!r} is not installed; {install_hint(published['distribution'])}")
-        for known in self._found:
-            if name in self._import(known).aliases:
-                return self._import(known)
+        known = published_operator(name)
+        if known in self._found:
+            return self._import(known)
+        if known is not None:
+            hint = install_hint(PUBLISHED[known]["distribution"])
+            raise UnknownOperator(f"operator {name!r} is not installed; {hint}")
+        for operator in map(self._import, self._found):
+            if name in (*operator.aliases, *operator.functions):
+                return operator
         raise UnknownOperator(f"unknown operator {name!r}; installed: {', '.join(self.names()) or 'none'}")
 
 

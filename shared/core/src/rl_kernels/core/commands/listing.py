@@ -18,6 +18,7 @@ def list_operators(argv: Sequence[str]) -> int:
                 {
                     "operator": each.name,
                     "aliases": list(each.aliases),
+                    "functions": list(each.functions),
                     "backends": [backend.name for backend in each.backends],
                     "shape": list(each.shape),
                     "summary": each.summary,

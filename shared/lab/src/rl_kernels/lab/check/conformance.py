@@ -10,6 +10,7 @@ silent fallback, global state unchanged.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import math
 import subprocess
@@ -256,9 +257,15 @@ class Conformance:
         assert {name: _bits(self.operator, name, device()) for name in record} == record
 
     def test_registry(self) -> None:
-        """The registry gives this operator's function by name and by alias."""
+        """The registry gives this operator's function by name and by alias, and its package's others by their names."""
         for name in (self.operator.name, *self.operator.aliases):
             assert kernel_registry.get_op(name) is self.operator.function()
+        package = importlib.import_module(self.operator.package)
+        functions = {name: getattr(package, name) for name in package.__all__}
+        functions = {name: value for name, value in functions.items() if inspect.isfunction(value)}
+        public = {name for name, value in functions.items() if "backend" in inspect.signature(value).parameters}
+        assert public == {self.operator.name, *self.operator.functions}
+        assert all(kernel_registry.get_op(name) is functions[name] for name in self.operator.functions)
 
 
 def _bits(operator: Operator, backend: str, device: torch.device) -> dict[str, dict[str, str]]:
