@@ -76,21 +76,21 @@ def _stage(name: str, files: Iterable[Path], chosen: str, **environment: str) ->
 
 
 @cache
-def fails_alone(stage: tuple[Any, ...]) -> str:
-    """Return what a stage fails on without a mutant; nothing if it passes."""
-    arguments, environment, seconds = stage
-    verdict = judged("", None, [Stage(arguments, dict(environment), seconds)])
-    return "" if verdict.state == SURVIVED else f"{verdict.where}: {verdict.said}"
+def fails_alone(test: str, environment: tuple[tuple[str, str], ...], seconds: int) -> str:
+    """Return what a test fails on without a mutant; nothing if it passes."""
+    verdict = judged("", None, [Stage((*PYTEST, str(ROOT / test)), dict(environment), seconds)])
+    return "" if verdict.state == SURVIVED else f"{test}: {verdict.said}"
 
 
 def verdict_of(module: str, edit: Edit, shown: Sequence[Stage]) -> Verdict:
-    """Judge a mutant; ``RuntimeError`` if the stage that caught it fails without a mutant too."""
+    """Judge a mutant; ``RuntimeError`` if the test that caught it fails without a mutant too."""
     for stage in shown:
         verdict = judged(module, edit, [stage])
         if verdict.state != SURVIVED:
-            said = fails_alone((stage.arguments, tuple(sorted(stage.environment.items())), stage.seconds))
-            if said:
-                raise RuntimeError(f"the tests fail without a mutant: {said}")
+            if verdict.where:
+                said = fails_alone(verdict.where, tuple(sorted(stage.environment.items())), stage.seconds)
+                if said:
+                    raise RuntimeError(f"a test fails without a mutant: {said}")
             return verdict
     return Verdict(SURVIVED)
 
@@ -130,11 +130,14 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     with ThreadPoolExecutor(given.jobs) as pool:
         while missing := given.count - sum(each["state"] != INVALID for each in found):
-            ended = list(pool.map(judge, islice(left, missing)))
-            found += [each for each in ended if each is not None]
-            if given.json:
-                write(given.json, given.seed, found)
-            if not ended or None in ended:
+            before = len(found)
+            for judgment in pool.map(judge, islice(left, missing)):
+                if judgment is None:
+                    return found
+                found.append(judgment)
+                if given.json:
+                    write(given.json, given.seed, found)
+            if len(found) == before:
                 break
     return found
 
