@@ -189,7 +189,7 @@ def test_each_call_takes_other_rows_and_leaves_the_random_numbers_of_pytorch() -
     ids = torch.arange(100)
     ids[::2] = IGNORED
     state = torch.get_rng_state()
-    taken = [known.rows_to_check(ids, IGNORED, 8, known.draw()) for _ in range(20)]
+    taken = [known.rows_to_check(ids, IGNORED, 8, known.draw(None)) for _ in range(20)]
     assert torch.equal(torch.get_rng_state(), state)
     assert len({tuple(rows.tolist()) for rows in taken}) == 20
     assert all(len(rows) == 8 and bool((ids[rows] >= 0).all()) for rows in taken)

@@ -10,6 +10,7 @@ from torch import distributed
 
 from rl_kernels.core.distributed import (
     agree,
+    agree_on_kind,
     all_gather,
     all_reduce,
     chain_sum,
@@ -97,6 +98,7 @@ def sums(rank, world):
         reduce_scatter(torch.zeros(world + 1), group)
     except ValueError as error:
         failed += [] if "expected dim 0 to divide" in str(error) else [str(error)]
+    failed += kinds_that_are_compared(rank, group)
     return failed, agreements(rank, group)
 
 
@@ -150,6 +152,34 @@ def agreements(rank, group):
     attempt("f", group, None, {"mask": 1} if rank else {})
     own = agree("f", group, None, {"hidden": fingerprint(x)}, {"rows": rank + 3})
     return texts, own
+
+
+def kinds_that_are_compared(rank, group):
+    """Return what is wrong with the calls that ranks compare: the first of a kind, and all where that is asked for."""
+    compared = []
+
+    def call(kind, validate=True, error=None, *, differs=False):
+        def same():
+            compared.append(kind)
+            return {"x": rank if differs else 0}
+
+        try:
+            agree_on_kind("f", group, validate, kind, error, same)
+        except ValueError as raised:
+            compared.append(str(raised)[:3])
+
+    call("new")
+    call("new", differs=True)
+    call("new", "ranks")
+    call("new", error=ValueError("own error") if rank == 1 else None)
+    call("off", False, differs=True)
+    call("bad", differs=True)
+    call("bad", differs=True)
+    distributed.set_debug_level(distributed.DebugLevel.DETAIL)
+    call("new")
+    distributed.set_debug_level(distributed.DebugLevel.OFF)
+    own = ["own"] if rank == 1 else []
+    return [] if compared == ["new", "new", *own, "bad", "x: ", "bad", "x: ", "new"] else compared
 
 
 @pytest.mark.parametrize("world", [2, 4])

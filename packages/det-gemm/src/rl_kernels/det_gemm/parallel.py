@@ -10,7 +10,7 @@ import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.constants import STEP
-from rl_kernels.core.distributed import agree, group_of, group_size
+from rl_kernels.core.distributed import Validate, agree_on_kind, group_of, group_size
 from rl_kernels.core.main_grad import gather
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
@@ -29,7 +29,7 @@ def column_parallel_linear(
     dx_segments: int = 8,
     dx_length: int | None = None,
     scatter_dim: int | None = None,
-    validate: bool = True,
+    validate: Validate = True,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Return this rank's columns of a linear layer: ``x @ weight^T + bias`` for its rows of the weight.
@@ -48,15 +48,17 @@ def column_parallel_linear(
             shards of the last ranks may be shorter, or empty.
         scatter_dim: None: each rank gets the whole gradient of ``x``. Otherwise only its slice along this dim, zeros
             elsewhere: for an ``x`` that was gathered along it, which needs no more (sequence parallelism).
-        validate: compare shapes and dtypes on all ranks first: an exchange of 4 KiB, and a sync of the GPU. Skipped
-            under torch.compile and while a CUDA graph is captured.
+        validate: compare shapes and dtypes on all ranks in the first call of a kind, whose dtypes, segments and inner
+            size are new to the group: an exchange of 4 KiB, and a sync of the GPU. ``"ranks"``, or
+            ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, compares every call; otherwise an error in a later call is raised on its
+            own rank, and the others wait. Skipped under torch.compile and while a CUDA graph is captured.
         backend: as in ``det_linear``.
 
     Returns:
         ``[..., N / ranks]`` in the dtype of the operands.
 
     Raises:
-        TypeError, ValueError: an argument is not as above; each rank raises the same error.
+        TypeError, ValueError: an argument is not as above; where ranks are compared, each raises the same error.
         BackendUnavailable, RuntimeError, CanaryMismatch: as in ``det_linear``.
     """
     call = _Call("column_parallel_linear", x, weight, bias, process_group, "dx_segments", dx_segments, dx_length)
@@ -71,7 +73,7 @@ def row_parallel_linear(
     process_group: Any = None,
     k_segments: int = 8,
     scatter_dim: int | None = None,
-    validate: bool = True,
+    validate: Validate = True,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Return a linear layer whose inputs are cut over ranks: the sum over ranks of ``x @ weight^T``, plus ``bias``.
@@ -95,7 +97,7 @@ def row_parallel_linear(
         ``[..., N]`` in the dtype of the operands, or this rank's slice of it.
 
     Raises:
-        TypeError, ValueError: an argument is not as above; each rank raises the same error.
+        TypeError, ValueError: an argument is not as above; where ranks are compared, each raises the same error.
         BackendUnavailable, RuntimeError, CanaryMismatch: as in ``det_linear``.
     """
     call = _Call("row_parallel_linear", x, weight, bias, process_group, "k_segments", k_segments, None)
@@ -114,7 +116,9 @@ class _Call(NamedTuple):
     segments: int
     length: int | None
 
-    def run(self, scatter_dim: int | None, validate: bool, backend: str | None, *, of_columns: bool) -> torch.Tensor:
+    def run(
+        self, scatter_dim: int | None, validate: Validate, backend: str | None, *, of_columns: bool
+    ) -> torch.Tensor:
         """Check the call on all ranks, and return the layer."""
         group = None if self.process_group is None else group_of(self.process_group)
         x, weight, bias = self.x, self.weight, self.bias
@@ -135,10 +139,17 @@ class _Call(NamedTuple):
                 check.main_grad("weight.main_grad", main_grad, self.weight)
         except (TypeError, ValueError, RuntimeError) as raised:
             error = raised
-        if group is not None and validate and not (isinstance(x, torch.Tensor) and values_hidden(x)):
-            same = self._same(scatter_dim, of_columns) | {"backend": None if error else chosen}
+        if group is not None:
+            is_hidden = isinstance(x, torch.Tensor) and values_hidden(x)
+            same = self._same(scatter_dim, of_columns)
+            shape_of_x = same.pop("shape of x")
             own = {} if error else {"size": size, "whole": cut.segments * cut.length}
-            _check_shards(agree(self.name, group, error, same, own))
+            agree_on_kind(
+                *(self.name, group, not is_hidden and validate, (self.name, *map(str, same.values())), error),
+                lambda: {"shape of x": shape_of_x, **same, "backend": chosen},
+                own,
+                _check_shards,
+            )
         elif error is not None:
             raise error
         no_lost_derivatives(self.name, x, weight, bias)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Unpack
 
+    from rl_kernels.core.distributed import Validate
     from rl_kernels.linear_logp.arguments import Keywords
 
 
@@ -94,7 +95,7 @@ def linear_logp(
     vocab_start: int | None = None,
     vocab_size: int | None = None,
     vocab_segments: Literal[1, 8] | None = None,
-    validate: bool = True,
+    validate: Validate = True,
     backend: str | None = None,
 ) -> torch.Tensor | LogpStats | Known:
     """Return the log-probability of each target: ``z[id] - logsumexp(z)``, without materialising the logits.
@@ -166,8 +167,9 @@ def linear_logp(
             several ranks need 8; without a group 8 gives their bits.
         validate: check the values of ids and temperature. This syncs with a GPU, and is skipped under torch.compile and
             graph capture. Without the check, a row with an id out of range gives NaN, and so do the gradients that it
-            contributes to. In a group also compare arguments, hidden states and ids with those of the other ranks, by
-            one exchange: an error of one rank is then raised on all.
+            contributes to. In a group, the first call of a kind (dtypes and options) also compares arguments, hidden
+            states and ids with those of the other ranks, by one exchange: an error of one rank is then raised on all.
+            ``"ranks"``, or ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, compares every call.
         backend: name of a backend, ``auto``, or None: the backend that ``use_backend`` or ``RL_KERNELS_BACKEND``
             forces, otherwise ``auto``.
 

@@ -14,13 +14,15 @@ from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
 from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.core.torchlib.scalars import scalar_or_rows, scalars
-from rl_kernels.linear_logp.known import Known, draw, validate
+from rl_kernels.linear_logp.known import Known, validate
 from rl_kernels.linear_logp.op import OPERATOR, describe
 from rl_kernels.linear_logp.shard import Shard, same_of, shard_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from rl_kernels.core.distributed import Validate
 
 
 class Keywords(TypedDict, total=False):
@@ -39,7 +41,7 @@ class Keywords(TypedDict, total=False):
     vocab_start: int | None
     vocab_size: int | None
     vocab_segments: Literal[1, 8] | None
-    validate: bool
+    validate: Validate
     backend: str | None
 
 
@@ -60,10 +62,12 @@ class Options(NamedTuple):
     vocab_start: int | None
     vocab_size: int | None
     vocab_segments: int | None
-    validate: bool
+    validate: Validate
     backend: str | None
 
 
+OF_ALL_RANKS = ("softcap", "logit_scale", "ignore_index", "return_stats", "check_rows", "join_tokens", "vocab_size")
+"""Options that must be equal on all ranks."""
 RawInputs: TypeAlias = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor, "int | None", "torch.Tensor | None"
 ]
@@ -80,7 +84,6 @@ class Prepared(NamedTuple):
         shard: the columns of this process.
         backend: name of the backend that runs.
         known: statistics that the caller knows, of rows ``[N]``, or None.
-        seed: of the choice of rows to form again, where ranks have agreed on one.
     """
 
     inputs: RawInputs
@@ -89,7 +92,6 @@ class Prepared(NamedTuple):
     shard: Shard
     backend: str
     known: Known | None
-    seed: int | None = None
 
 
 def agreed(
@@ -113,32 +115,27 @@ def agreed(
         return _prepared(*arguments)
     if isinstance(hidden, torch.Tensor) and values_hidden(hidden):
         return _prepared(*arguments)
-    from rl_kernels.core.distributed import agree
+    from rl_kernels.core.distributed import agree_on_kind
 
-    error, found, same = None, None, {}
+    error, found = None, None
     try:
         found = _prepared(*arguments)
-        same = same_of(
-            hidden,
-            target_ids,
-            options.temperature,
-            bias="none" if bias is None else "given",
-            softcap=options.softcap,
-            logit_scale=options.logit_scale,
-            ignore_index=options.ignore_index,
-            return_stats=options.return_stats,
-            check_rows=options.check_rows,
-            join_tokens=options.join_tokens,
-            known=options.known,
-            vocab_size=found.shard.size,
-            backend=found.backend,
-        )
     except Exception as caught:
         # Whatever it is, the other ranks would wait for this one.
         error = caught
-    ranks = agree("linear_logp", group, error, same, {"seed": draw()})
+    options_of_all = {name: getattr(options, name) for name in OF_ALL_RANKS}
+    kinds = (getattr(hidden, "dtype", None), getattr(target_ids, "dtype", None), getattr(hidden, "shape", (None,))[-1:])
+    wanted = torch.is_grad_enabled() and getattr(hidden, "requires_grad", False)
+    kind = ("linear_logp", bias is None, options.known is None, wanted, *map(str, (*options_of_all.values(), *kinds)))
+
+    def same() -> dict[str, object]:
+        assert found is not None
+        others = {"bias": "none" if bias is None else "given", **options_of_all, "backend": found.backend}
+        return same_of(hidden, target_ids, options.temperature, options.known, **others)
+
+    agree_on_kind("linear_logp", group, options.validate, kind, error, same)
     assert found is not None
-    return found._replace(seed=ranks[0]["seed"])
+    return found
 
 
 def _prepared(
@@ -157,7 +154,7 @@ def _prepared(
         shard, backend = _checked(*tensors, group, options)
     dtype = compute_dtype(hidden.dtype)
     if isinstance(options.temperature, torch.Tensor):
-        check.temperature(options.temperature, target_ids.shape, hidden.device, dtype, values=options.validate)
+        check.temperature(options.temperature, target_ids.shape, hidden.device, dtype, values=bool(options.validate))
     if options.validate:
         check.ids_in_range("target_ids", target_ids, shard.size, options.ignore_index)
     main_grad = getattr(lm_head_weight, "main_grad", None) if lm_head_weight.requires_grad else None

@@ -81,7 +81,7 @@ def check_known(call: Prepared, count: int) -> None:
         return
     assert call.known is not None
     has_stats = call.known.logsumexp is not None or call.known.entropy is not None
-    rows = rows_to_check(ids, ignore_index, count, draw() if call.seed is None else call.seed)
+    rows = rows_to_check(ids, ignore_index, count, draw(call.shard.group))
     scale = temperature[rows] if temperature.ndim else temperature
     given = hidden[rows], weight, ids[rows], bias, scale, ignore_index, cap
     logp, *others, norm, _ = forward(call.shard, *given, has_stats, 0, call.backend)

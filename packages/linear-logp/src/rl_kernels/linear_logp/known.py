@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.rowwise.operands import compute_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Known(NamedTuple):
@@ -61,12 +67,13 @@ class BitsDiffer(RuntimeError):
     """Statistics that a caller called known are not those of its inputs."""
 
 
-_GENERATOR = torch.Generator(device="cpu").manual_seed(0)
+_seeds = itertools.count(1)
+_seeds_of_groups: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
-def draw() -> int:
-    """Return the next seed for the choice of rows that are formed again; nothing else uses its generator."""
-    return int(torch.randint(1 << 31, (), generator=_GENERATOR, device="cpu", dtype=torch.int64))
+def draw(group: ProcessGroup | None) -> int:
+    """Return the next seed for the choice of rows that are recomputed: the same on all ranks of a group."""
+    return next(_seeds if group is None else _seeds_of_groups.setdefault(group, itertools.count(1)))
 
 
 def validate(known: object, hidden: torch.Tensor, target_ids: torch.Tensor, *, return_stats: bool) -> None:

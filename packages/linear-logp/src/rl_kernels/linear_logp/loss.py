@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from rl_kernels.core.distributed import Validate
+
 
 # A loss is differentiated in the forward pass, which cannot be traced. torch.compiler.disable would do, but it imports
 # the compiler at once.
@@ -45,7 +47,7 @@ def linear_logp_loss(
     vocab_start: int | None = None,
     vocab_size: int | None = None,
     vocab_segments: int | None = None,
-    validate: bool = True,
+    validate: Validate = True,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Return the sum of the losses of all sequences; their gradients are formed at once, chunk by chunk.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl_kernels.core.distributed import agree, all_gather, fingerprint, group_of, split
+from rl_kernels.core.distributed import Validate, agree, agree_on_kind, all_gather, fingerprint, group_of, split
 from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.models.invariance import invariant
 from rl_kernels.models.parallel.plan import Plan, plan_of
@@ -22,6 +23,8 @@ INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 """Arguments of a forward pass that all ranks must share."""
 PARTS = "_rl_kernels_parts"
 """Attribute of a parallel model's body: (parent, name, module) of each module that was changed."""
+_models = itertools.count()
+"""Tells apart the models of a process, whose first inputs are compared."""
 
 
 class Parallel(NamedTuple):
@@ -47,7 +50,7 @@ def parallelize(
     sequence_parallel: bool = False,
     segments: int = 8,
     strict: bool = False,
-    validate: bool = True,
+    validate: Validate = True,
 ) -> Parallel:
     """Cut a model of transformers over ranks: its outputs and gradients have the same bits for 1, 2, 4 and 8 ranks.
 
@@ -74,8 +77,9 @@ def parallelize(
             activations there take 1 / ranks of the memory. It changes no bit.
         segments: 2, 4 or 8, at least the number of ranks. Compare models with the same number.
         strict: as in ``invariant``.
-        validate: compare weights on all ranks now, and the inputs of each forward pass: an exchange of 4 KiB, and a
-            sync of the GPU. Skipped under torch.compile and while a CUDA graph is captured.
+        validate: compare weights on all ranks now, and the inputs of the first forward pass: an exchange of 4 KiB, and
+            a sync of the GPU. ``"ranks"``, or ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, compares the inputs of every forward
+            pass. Skipped under torch.compile and while a CUDA graph is captured.
 
     Returns:
         what was cut. It cannot be undone.
@@ -135,12 +139,12 @@ def _weights(model: nn.Module) -> str:
     return f"{sum(fingerprint(value) * (2 * place + 1) for place, value in values) % (1 << 64):016x}"
 
 
-def _hook(plan: Plan, ranks: Ranks, validate: bool) -> None:
+def _hook(plan: Plan, ranks: Ranks, validate: Validate) -> None:
     if ranks.group is None:
         return
     plan.body.register_forward_pre_hook(_check_parts)
     if validate:
-        plan.body.register_forward_pre_hook(partial(_check_inputs, ranks), with_kwargs=True)
+        plan.body.register_forward_pre_hook(partial(_check_inputs, ranks, validate, next(_models)), with_kwargs=True)
     if not ranks.cuts_tokens:
         return
     group = ranks.group
@@ -188,11 +192,14 @@ def _with_hidden(args: Any, kwargs: Any, hidden: torch.Tensor) -> Any:
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
-def _check_inputs(ranks: Ranks, body: nn.Module, args: Any, kwargs: Any) -> None:
+def _check_inputs(ranks: Ranks, validate: Validate, number: int, body: nn.Module, args: Any, kwargs: Any) -> None:
     given = {**dict(zip(INPUTS[:1], args, strict=False)), **kwargs}
     tensors = {name: given[name] for name in INPUTS if isinstance(given.get(name), torch.Tensor)}
     if any(values_hidden(value) for value in tensors.values()):
         return
     assert ranks.group is not None
-    same = {name: (tuple(x.shape), str(x.dtype), fingerprint(x)) for name, x in tensors.items()}
-    agree(f"forward of {type(body).__name__}", ranks.group, None, same)
+
+    def same() -> dict[str, object]:
+        return {name: (tuple(x.shape), str(x.dtype), fingerprint(x)) for name, x in tensors.items()}
+
+    agree_on_kind(f"forward of {type(body).__name__}", ranks.group, validate, ("forward", number), None, same)

@@ -3,7 +3,7 @@
 Everything runs on the collectives of the given process group (NCCL or gloo), on the current stream.
 """
 
-from rl_kernels.core.distributed.agreement import agree, fingerprint
+from rl_kernels.core.distributed.agreement import Validate, agree, agree_on_kind, fingerprint
 from rl_kernels.core.distributed.exchange import reduce_product
 from rl_kernels.core.distributed.functions import all_gather, all_reduce, reduce_scatter, split
 from rl_kernels.core.distributed.groups import SIZES, group_of, group_rank, group_size
@@ -11,7 +11,9 @@ from rl_kernels.core.distributed.sums import chain_sum, tree_sum
 
 __all__ = [
     "SIZES",
+    "Validate",
     "agree",
+    "agree_on_kind",
     "all_gather",
     "all_reduce",
     "chain_sum",

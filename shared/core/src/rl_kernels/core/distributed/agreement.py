@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import distributed
 from torch.distributed import ProcessGroup
 
 from rl_kernels.core.distributed.groups import gather_into, group_size
@@ -22,6 +24,55 @@ FACTORS = (0x9E3779B1, 0x85EBCA77)
 """Of the weights of rows and columns: primes, so that rows and columns cannot be exchanged."""
 KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 """Errors that keep their type on other ranks; any other becomes a RuntimeError."""
+
+Validate = bool | Literal["ranks"]
+"""Check a call's own arguments, and over ranks the first call of a kind; with ``"ranks"`` every call."""
+_agreed: WeakKeyDictionary[ProcessGroup, set[Hashable]] = WeakKeyDictionary()
+"""Kinds of calls that the ranks of a group have compared."""
+
+
+def agree_on_kind(
+    name: str,
+    group: ProcessGroup,
+    validate: Validate,
+    kind: Hashable,
+    error: Exception | None,
+    same: Callable[[], Mapping[str, object]],
+    own: Mapping[str, int] | None = None,
+    check: Callable[[list[dict[str, int]]], None] | None = None,
+) -> None:
+    """Compare a call on all ranks as ``agree`` does, if it is the first of its kind or every call is to be compared.
+
+    An exchange at each call would cost more than most calls, so later ones are compared with ``validate="ranks"`` or
+    under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` alone. An error of one rank is then raised there, and the others wait for
+    it, as in the collectives of PyTorch.
+
+    Args:
+        name: as in ``agree``.
+        group: as in ``agree``.
+        validate: False compares nothing.
+        kind: must be the same on all ranks whose calls agree: no size of a rank's own shard.
+        error: as in ``agree``.
+        same: returns what ``agree`` compares.
+        own: as in ``agree``.
+        check: is given ``own`` of each rank, and raises if they do not fit.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as in ``agree``.
+    """
+    known = _agreed.setdefault(group, set())
+    if not validate or (kind in known and validate != "ranks" and not _in_detail()):
+        if error is not None:
+            raise error
+        return
+    found = agree(name, group, error, {} if error is not None else same(), own)
+    if check is not None:
+        check(found)
+    known.add(kind)
+
+
+def _in_detail() -> bool:
+    return bool(distributed.get_debug_level() == distributed.DebugLevel.DETAIL)
 
 
 def agree(
