@@ -95,15 +95,6 @@ def test_gradients_without_a_buffer_are_rounded_once(device, dtype):
     assert det_gemm_dw(x.detach(), upstream, out_dtype=torch.float32, join_tokens=JOIN).dtype == torch.float32
 
 
-def test_joined_chains_under_compile():
-    x, upstream = rows(96)
-    layer = DetLinear(K, N, join_tokens=32)
-    torch.compiler.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    found, expected = (torch.autograd.grad(each(x), list(layer.parameters()), upstream) for each in (compiled, layer))
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpoint_does_not_continue_a_sum_twice(use_reentrant):
     buffer = torch.zeros(K, N)

@@ -1,14 +1,10 @@
 """Segments of a sum: their bounds, their tree, and that the parts of ranks have the bits of one process."""
 
-import importlib
-
 import pytest
 import torch
 
 from rl_kernels.core.distributed import tree_sum
-from rl_kernels.core.products import matmul
 from rl_kernels.core.testing import Draw
-from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.det_gemm import det_gemm, det_gemm_dw, det_linear
 from rl_kernels.det_gemm.op import ops
 from rl_kernels.det_gemm.segments import bounds, segment_length
@@ -62,12 +58,6 @@ def test_a_gradient_of_the_input_is_a_product_in_segments_of_n():
     assert torch.equal(da, dx.flatten(0, 1))
 
 
-def test_one_segment_is_the_plain_product():
-    draw = Draw(torch.float32, seed=4)
-    x, weight = draw.normal(9, 300), draw.normal(24, 300)
-    assert torch.equal(det_linear(x, weight, k_segments=1, dx_segments=1), det_linear(x, weight))
-
-
 def test_main_grad_and_autocast_are_as_without_segments():
     draw = Draw(torch.float32, seed=5)
     x, weight, upstream = draw.normal(32, 40), draw.normal(24, 40).requires_grad_(), draw.normal(32, 24)
@@ -92,44 +82,3 @@ def test_compiled_with_numbers_of_segments_that_change():
     run = torch.compile(det_linear, fullgraph=True, backend="aot_eager")
     for count in (1, 8, 2):
         assert all(torch.equal(*pair) for pair in zip(results(count, run), results(count), strict=True))
-
-
-def check_order():
-    """Compare the native backend with the tree of the contract, written out."""
-    module = importlib.import_module("rl_kernels.det_gemm.segments")
-    backend = importlib.import_module("rl_kernels.det_gemm.backends.native")
-    draw = Draw(torch.bfloat16, seed=9)
-    a, b, bias = draw.normal(40, 1000), draw.normal(1000, 24), draw.normal(24)
-    # 1000 terms in 8 segments of 128, the last of 104.
-    s = [matmul(a[:, first : first + 128], b[first : first + 128]) for first in range(0, 1000, 128)]
-    total = ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]))
-    found = backend.segmented(a, b, bias, torch.float32, 8, module.segment_length(1000, 8))
-    assert torch.equal(found, total + bias.float())
-
-
-def test_the_order_is_the_tree_of_the_contract():
-    check_order()
-
-
-def test_bug_planted_in_the_order_shows():
-    bug = Bug("segments added in a chain", "total = tree_sum", "total = sum")
-    modules = "rl_kernels.det_gemm.segments", "rl_kernels.det_gemm.backends.native"
-    with planted(modules, bug), pytest.raises((AssertionError, RuntimeError)):
-        check_order()
-
-
-def test_the_raw_op_is_registered_as_pytorch_wants_it():
-    draw = Draw(torch.bfloat16, seed=7)
-    given = draw.normal(5, 100), draw.normal(24, 100).t()
-    for bias, segments in ((draw.normal(24), 1), (None, 8)):
-        options = torch.float32, segments, segment_length(100, segments), "native"
-        torch.library.opcheck(torch.ops.rl_kernels.det_gemm_segmented.default, (*given, bias, *options))
-
-
-def test_a_second_derivative_is_refused():
-    draw = Draw(torch.float32, seed=8)
-    x, weight = draw.normal(5, 40).requires_grad_(), draw.normal(24, 40)
-    out = det_linear(x, weight, dx_segments=2)
-    (dx,) = torch.autograd.grad(out, x, torch.ones_like(out).requires_grad_(), create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward is not supported"):
-        dx.sum().backward()
