@@ -3,7 +3,6 @@
 On a CPU and on a GPU, each with its default backends.
 """
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -21,11 +20,6 @@ SIZES = {"cpu": (3, 9, 50), "cuda": (64, 16, 32768)}
 """Prompts, tokens of a completion and of the vocabulary, of a batch that each device can take."""
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    return request.param
-
-
 def drawn(device, prompts, length, vocab):
     """Return a batch and its logits."""
     batch = make_synthetic_rl_kernel_batch(
@@ -40,16 +34,6 @@ def drawn(device, prompts, length, vocab):
     )
     generator = torch.Generator().manual_seed(1)
     return batch, torch.randn(*batch.token_ids.shape, vocab, generator=generator).to(device)
-
-
-@pytest.fixture
-def batch(device):
-    return drawn(device, *SIZES["cpu"])[0]
-
-
-@pytest.fixture
-def logits(device):
-    return drawn(device, *SIZES["cpu"])[1]
 
 
 def through_operators(logits, batch, rows=slice(None), normaliser=None):
@@ -82,17 +66,9 @@ def gradient(loss, logits):
     return torch.autograd.grad(loss, logits)[0]
 
 
-def test_loss_and_gradient_equal_eager(batch, logits):
-    leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    output, expected = through_operators(leaf, batch), in_eager(exact, batch)
-    torch.testing.assert_close(output.loss.double(), expected, atol=1e-6, rtol=1e-5)
-    found, gold = gradient(output.loss, leaf).double(), gradient(expected, exact)
-    assert (found - gold).norm() <= 1e-6 * gold.norm()
-    assert gold.abs().max() > 1e-3
-
-
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 4e-6), (torch.bfloat16, 4e-3)])
-def test_batch_as_a_device_takes_it_is_exact_and_a_prompt_alone_has_its_bits(device, dtype, most):
+def test_a_batch_is_exact_and_a_prompt_alone_has_its_bits(device, dtype, most):
     batch, logits = drawn(device, *SIZES[device])
     # Close to on-policy: with random old log-probs nearly every ratio would be clipped.
     near = logps_of(logits.double(), batch).float()
@@ -105,31 +81,9 @@ def test_batch_as_a_device_takes_it_is_exact_and_a_prompt_alone_has_its_bits(dev
     found, gold = gradient(output.loss, leaf), gradient(expected, exact)
     assert (found.double() - gold).norm() <= most * gold.norm()
     assert gold.any()
+    # The loss counts the tokens itself too.
+    torch.testing.assert_close(through_operators(leaf, batch).loss, output.loss, atol=1e-6, rtol=1e-5)
 
     prompt = slice(SAMPLES, 2 * SAMPLES)
     alone = gradient(through_operators(leaf, batch, prompt, count).loss, leaf)
     assert bits(alone[prompt], found[prompt]).passed
-
-
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e38])
-def test_garbage_at_masked_positions_changes_nothing(batch, logits, garbage):
-    dirty = logits.masked_fill(~batch.completion_mask[..., None], garbage)
-    clean_leaf, dirty_leaf = logits.clone().requires_grad_(), dirty.requires_grad_()
-    clean, found = through_operators(clean_leaf, batch), through_operators(dirty_leaf, batch)
-    for value, expected in zip(found, clean, strict=True):
-        assert bits(value, expected).passed
-    assert bits(gradient(found.loss, dirty_leaf), gradient(clean.loss, clean_leaf)).passed
-
-
-def test_five_steps_of_sgd_lower_the_loss(batch, logits):
-    leaf = logits.clone().requires_grad_()
-    optimizer = torch.optim.SGD([leaf], lr=20.0)
-    losses = []
-    for _ in range(6):
-        optimizer.zero_grad()
-        loss = through_operators(leaf, batch).loss
-        losses.append(float(loss.detach()))
-        loss.backward()
-        optimizer.step()
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < losses[0] - 1e-3

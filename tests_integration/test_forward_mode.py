@@ -51,6 +51,17 @@ def dual(call, x):
         call(forward_ad.make_dual(x, torch.ones_like(x)))
 
 
+def dual_of_a_leaf(call, x):
+    dual(call, x.requires_grad_())
+
+
+def dual_upstream(call, x):
+    result = tensors(call(x.requires_grad_()))[0]
+    upstream = torch.ones_like(result)
+    with forward_ad.dual_level():
+        torch.autograd.grad(result, x, forward_ad.make_dual(upstream, upstream))
+
+
 def jvp(call, x):
     torch.func.jvp(call, (x,), (torch.ones_like(x),))
 
@@ -71,24 +82,6 @@ def test_a_tangent_is_refused(operator, case, argument, transform):
         transform(call, x)
 
 
-@pytest.mark.parametrize(("operator", "case", "argument"), LEAVES)
-def test_a_tangent_on_what_requires_grad_is_refused(operator, case, argument):
-    x, call = prepared(operator, case, argument)
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=REFUSED):
-        call(forward_ad.make_dual(x.requires_grad_(), torch.ones_like(x)))
-
-
-@pytest.mark.parametrize(("operator", "case", "argument"), LEAVES)
-def test_a_tangent_of_the_upstream_gradient_is_refused(operator, case, argument):
-    x, call = prepared(operator, case, argument)
-    result = call(x.requires_grad_())
-    result = result if isinstance(result, torch.Tensor) else next(iter(result))
-    result = result if isinstance(result, torch.Tensor) else result.loss
-    upstream = torch.ones_like(result)
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=REFUSED):
-        torch.autograd.grad(result, x, forward_ad.make_dual(upstream, upstream))
-
-
 @pytest.mark.parametrize(("operator", "case", "argument"), CALLS)
 def test_without_a_tangent_a_level_changes_nothing(operator, case, argument):
     x, call = prepared(operator, case, argument)
@@ -107,13 +100,6 @@ def test_a_tangent_is_refused_where_it_is_compiled():
     assert torch.equal(compiled(logits), fused_logp(logits, ids))
 
 
-@pytest.mark.parametrize(("operator", "case", "argument"), LEAVES)
-def test_gradients_by_torch_func_are_refused(operator, case, argument):
-    x, call = prepared(operator, case, argument)
-    with pytest.raises(RuntimeError, match=r": gradients through torch\.func\.grad are not supported"):
-        torch.func.grad(lambda y: torch.stack([value.sum() for value in tensors(call(y))]).sum())(x)
-
-
 @pytest.mark.parametrize(("operator", "case", "argument"), CALLS)
 def test_vmap_is_right_or_raises(operator, case, argument):
     x, call = prepared(operator, case, argument)
@@ -129,28 +115,28 @@ def test_vmap_is_right_or_raises(operator, case, argument):
             assert torch.equal(one[index], other)
 
 
-def twice(call, x):
-    torch.func.vmap(call)(torch.stack([x, x]))
+def total(call):
+    return lambda x: sum(value.sum() for value in tensors(call(x)))
 
 
-def nested(call, x):
-    torch.func.vmap(torch.func.vmap(call))(torch.stack([x, x])[None])
-
-
-def closed_over(call, x):
-    torch.func.vmap(lambda _: tensors(call(x)))(torch.zeros(2))
-
-
-def grad_within(call, x):
-    torch.func.vmap(torch.func.grad(lambda y: sum(value.sum() for value in tensors(call(y)))))(torch.stack([x, x]))
+GRADIENTS = {
+    "a tangent on a leaf": (dual_of_a_leaf, REFUSED),
+    "a tangent of the upstream gradient": (dual_upstream, REFUSED),
+    "grad": (lambda call, x: torch.func.grad(total(call))(x), r"gradients through torch\.func\.grad are not supported"),
+    "vmap": (lambda call, x: torch.func.vmap(call)(torch.stack([x, x])), VMAPPED),
+    "vmap twice": (lambda call, x: torch.func.vmap(torch.func.vmap(call))(torch.stack([x, x])[None]), VMAPPED),
+    "vmap closed over": (lambda call, x: torch.func.vmap(lambda _: tensors(call(x)))(torch.zeros(2)), VMAPPED),
+    "grad in vmap": (lambda call, x: torch.func.vmap(torch.func.grad(total(call)))(torch.stack([x, x])), VMAPPED),
+}
 
 
 @pytest.mark.parametrize(("operator", "case", "argument"), LEAVES)
-@pytest.mark.parametrize("transform", [twice, nested, closed_over, grad_within])
-def test_gradients_through_vmap_are_refused(operator, case, argument, transform):
-    x, call = prepared(operator, case, argument)
-    with pytest.raises(RuntimeError, match=f"{case.function or operator.name}: {VMAPPED}"):
-        transform(call, x.requires_grad_())
+@pytest.mark.parametrize("what", GRADIENTS)
+def test_gradients_in_other_ways_are_refused(operator, case, argument, what):
+    (x, call), (transform, message) = prepared(operator, case, argument), GRADIENTS[what]
+    name = f"{case.function or operator.name}: " if message != REFUSED else ""
+    with pytest.raises(RuntimeError, match=name + message):
+        transform(call, x.requires_grad_(what != "grad"))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -50,40 +50,35 @@ def test_batch_has_prompts_completions_and_padding() -> None:
         assert (group[:, : start + 1] == group[0, : start + 1]).all()
 
 
-def cooler(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **options: function(*args, **{**options, "temperature": 1.001})
+def with_options(**changed: Any) -> Callable[..., Any]:
+    """Return a fault: the function is called with other options."""
+    return lambda function: lambda *args, **options: function(*args, **{**options, **changed})
 
 
-def no_gradient_of_the_weight(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda hidden, weight, *args, **options: function(hidden, weight.detach(), *args, **options)
+def with_operand(place: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """Return a fault: the function is called with another operand."""
+
+    def fault(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            changed = [*args]
+            changed[place] = change(changed[place])
+            return function(*changed, **options)
+
+        return call
+
+    return fault
 
 
-def one_token_more(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **options: Any) -> Any:
-        *others, mask = args
-        return function(*others, mask | mask.roll(1, 1), **options)
-
-    return call
-
-
-def another_beta(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **options: function(*args, **{**options, "beta": 0.041})
+FAULTS = {
+    "cooler": ("linear_logp", with_options(temperature=1.001)),
+    "no gradient of the weight": ("linear_logp", with_operand(1, torch.Tensor.detach)),
+    "one token more": ("grpo_loss", with_operand(-1, lambda mask: mask | mask.roll(1, 1))),
+    "another beta": ("grpo_loss", with_options(beta=0.041)),
+    "not a number": ("grpo_loss", with_operand(0, lambda logps: logps * torch.nan)),
+}
 
 
-def not_a_number(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **options: function(args[0] * float("nan"), *args[1:], **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [
-        ("linear_logp", cooler),
-        ("linear_logp", no_gradient_of_the_weight),
-        ("grpo_loss", one_token_more),
-        ("grpo_loss", another_beta),
-        ("grpo_loss", not_a_number),
-    ],
-)
+@pytest.mark.parametrize(("name", "fault"), FAULTS.values(), ids=FAULTS)
 def test_what_does_not_agree_has_no_speed(
     name: str,
     fault: Callable[..., Any],

@@ -48,18 +48,15 @@ def tracked() -> list[Path]:
     return [ROOT / name for name in listed.stdout.split("\0") if name]
 
 
-def test_packages_are_found() -> None:
+def test_packages_are_found_and_nothing_closes_the_namespace() -> None:
     assert len(OPERATORS) >= 4
-
-
-def test_nothing_closes_the_namespace() -> None:
     assert not [*ROOT.glob("shared/*/src/rl_kernels/__init__.py"), *ROOT.glob("packages/*/src/rl_kernels/__init__.py")]
 
 
 @pytest.mark.parametrize("folder", OPERATORS, ids=named)
-@pytest.mark.parametrize("room", ROOMS)
-def test_operator_has_the_same_rooms(folder: Path, room: str) -> None:
-    assert (folder / room.format(name=folder.name.replace("-", "_"))).exists()
+def test_operator_has_the_same_rooms(folder: Path) -> None:
+    rooms = [room.format(name=folder.name.replace("-", "_")) for room in ROOMS]
+    assert [room for room in rooms if not (folder / room).exists()] == []
 
 
 @pytest.mark.parametrize("folder", OPERATORS, ids=named)
@@ -87,46 +84,28 @@ def test_kernels_have_no_ptx_and_no_mainloop_of_their_own(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", PROJECTS, ids=named)
-def test_sources_are_typed(folder: Path) -> None:
+def test_packages_are_declared_alike(folder: Path) -> None:
+    """Typed, with the namespace in the wheel, the name of the folder, one version, and exact pins of each other."""
     (package,) = (path for path in folder.glob("src/rl_kernels/*") if path.name != "__pycache__")
     assert (package / "py.typed").exists()
-
-
-@pytest.mark.parametrize("folder", PROJECTS, ids=named)
-def test_wheel_holds_the_namespace(folder: Path) -> None:
     expected: dict[str, Any] = {"packages": ["src/rl_kernels"]}
     if list(folder.glob("src/rl_kernels/**/*.cu")):
         expected["artifacts"] = ["**/cubins/*.cubin"]
     assert project(folder)["tool"]["hatch"]["build"]["targets"]["wheel"] == expected
-
-
-@pytest.mark.parametrize("folder", OPERATORS, ids=named)
-def test_extras_bring_what_the_backends_need(folder: Path) -> None:
-    sources = folder / "src" / "rl_kernels"
-    needed = {"cuda": [*sources.rglob("backends/cuda*")], "triton": [*sources.rglob("backends/triton*")]}
-    assert set(project(folder)["project"]["optional-dependencies"]) == {name for name, files in needed.items() if files}
-
-
-@pytest.mark.parametrize("folder", PROJECTS, ids=named)
-def test_name_follows_the_folder(folder: Path) -> None:
-    assert project(folder)["project"]["name"] == (META if folder.name == META else f"rl-kernels-{folder.name}")
-
-
-@pytest.mark.parametrize("folder", PROJECTS, ids=named)
-def test_one_version_and_exact_pins(folder: Path) -> None:
     declared = project(folder)["project"]
+    assert declared["name"] == (META if folder.name == META else f"rl-kernels-{folder.name}")
     version = project(PROJECTS[0])["project"]["version"]
-    siblings = {project(other)["project"]["name"] for other in PROJECTS}
-    pins = [word for word in declared["dependencies"] if word.startswith("rl-kernels")]
+    siblings = {f"{project(other)['project']['name']}=={version}" for other in PROJECTS}
     assert declared["version"] == version
-    assert {pin.partition("==")[0] for pin in pins} <= siblings
-    assert all(pin.endswith(f"=={version}") for pin in pins)
+    assert {word for word in declared["dependencies"] if word.startswith("rl-kernels")} <= siblings
 
 
 @pytest.mark.parametrize("folder", OPERATORS, ids=named)
-def test_operator_depends_on_core_alone(folder: Path) -> None:
-    needed = [re.split(r"[=<>]", word)[0] for word in project(folder)["project"]["dependencies"]]
-    assert sorted(needed) == ["rl-kernels-core", "torch"]
+def test_operator_depends_on_core_alone_and_extras_bring_what_its_backends_need(folder: Path) -> None:
+    declared, sources = project(folder)["project"], folder / "src" / "rl_kernels"
+    assert sorted(re.split(r"[=<>]", word)[0] for word in declared["dependencies"]) == ["rl-kernels-core", "torch"]
+    needed = {name for name in ("cuda", "triton") if [*sources.rglob(f"backends/{name}*")]}
+    assert set(declared["optional-dependencies"]) == needed
 
 
 @pytest.mark.parametrize("folder", OPERATORS, ids=named)

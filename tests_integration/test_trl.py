@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from forked import imported
 
 trl = pytest.importorskip("trl")
 # TRL and its libraries warn of what does not concern this.
@@ -20,18 +19,7 @@ from rl_kernels.models.clients import trl as trl_client  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 Made = Callable[..., Any]
-
-
-def _tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("trl_objectives", ROOT / "tools" / "trl_objectives.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = _tool()
+tool = imported("trl_objectives")
 
 
 @pytest.mark.parametrize("loss_type", tool.TYPES)

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from forked import imported
 
 pytest.importorskip("trl")
 # TRL and its libraries warn of what does not concern this.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-TOOLS = Path(__file__).parents[1] / "tools"
+tool = imported("trl_step")
 SIZES = {"layers": 1, "hidden": 64, "between": 96, "heads": 4, "kv-heads": 2, "vocab": 300}
 SIZES |= {"groups": 2, "samples": 4, "prompt": 12, "tokens": 9, "steps": 3, "rounds": 1}
 TINY = [f"--{name}={size}" for name, size in SIZES.items()] + ["--device=cpu", "--dtype=fp32"]
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TOOLS))
-        return importlib.import_module("trl_step")
-
-
-def test_every_way_is_timed_and_held_to_the_rollout(
-    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_way_is_timed_and_held_to_the_rollout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "trl.json"
     assert tool.main([*TINY, "--rounds=2", "--json", str(report)]) == 0
     document = json.loads(report.read_text(encoding="utf-8"))
@@ -47,14 +37,12 @@ def test_every_way_is_timed_and_held_to_the_rollout(
     assert "rl-kernels, invariant: 0 of 72 tokens differ" in capsys.readouterr().out
 
 
-def test_a_bit_that_differs_is_an_error(
-    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bit_that_differs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tool.WAYS, tool.ALIGNED, {"record": True})
     assert tool.main(TINY) == 1
 
 
-def test_groups_are_sought_that_fit(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_are_sought_that_fit() -> None:
     taken: list[int] = []
 
     class Loss:
@@ -86,9 +74,7 @@ def test_groups_are_sought_that_fit(tool: ModuleType, monkeypatch: pytest.Monkey
         (("--device", "cuda"), "--device: this PyTorch sees no GPU"),
     ],
 )
-def test_bad_arguments(
-    tool: ModuleType, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_arguments(options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     if "cuda" in options and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(SystemExit) as stopped:

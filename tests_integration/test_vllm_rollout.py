@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from forked import imported
 
 transformers = pytest.importorskip("transformers")
-TOOLS = Path(__file__).parents[1] / "tools"
+tool, vllm_engines = imported("vllm_rollout"), imported("vllm_engines")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 TINY = ("--device", "cpu", "--layers", "1", "--prompts", "5", "--tokens", "4", "--rounds", "2", "--sequences", "1", "3")
-
-
-@pytest.fixture(scope="module")
-def tool() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(TOOLS))
-        yield importlib.import_module("vllm_rollout")
 
 
 class Process:
@@ -42,7 +34,7 @@ class Process:
 
 
 @pytest.fixture
-def engines(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     """Answer as the model under `invariant` does, but for one number of the stock engine; return the calls."""
     calls: list[tuple[str, int, int]] = []
     seen: list[list[list[int]]] = []
@@ -80,7 +72,6 @@ def engines(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str
 
 @pytest.mark.parametrize("model", ["llama", "qwen3"])
 def test_bits_and_speed(
-    tool: ModuleType,
     engines: list[tuple[str, int, int]],
     model: str,
     tmp_path: Path,
@@ -110,7 +101,7 @@ def test_bits_and_speed(
 
 
 def test_a_token_of_ours_that_differs_is_an_error(
-    tool: ModuleType, engines: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
+    engines: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tool, "OURS", "stock")
     assert tool.main([*TINY, "--ways", "stock", "--parts", "bits"]) == 1
@@ -119,7 +110,7 @@ def test_a_token_of_ours_that_differs_is_an_error(
 
 @pytest.mark.parametrize("model", ["llama", "qwen3"])
 def test_training_scores_each_token_after_the_prompt(
-    tool: ModuleType, engines: list[tuple[str, int, int]], model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engines: list[tuple[str, int, int]], model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tool, "PART", 2)
     tool.make(str(tmp_path), model, 1, "cpu")
@@ -140,9 +131,7 @@ def test_training_scores_each_token_after_the_prompt(
     assert 1.0 < torch.cat(logits).std() < 4.0
 
 
-def test_an_engine_is_driven_over_its_pipe(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import vllm_engines
-
+def test_an_engine_is_driven_over_its_pipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     done: list[Any] = []
 
     class LLM:
@@ -186,16 +175,14 @@ def fails(way: str, folder: str, given: Any, calls: Any) -> None:
     assert calls.recv() is None
 
 
-def test_an_engine_that_cannot_start_ends_the_others(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    import vllm_engines
-
+def test_an_engine_that_cannot_start_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_engines, "engine", fails)
     with pytest.raises(EOFError):
         vllm_engines.Engines("", SimpleNamespace(ways=["rl-kernels", "stock"]))
     assert not multiprocessing.active_children()
 
 
-def test_prompts_begin_as_others_do(tool: ModuleType) -> None:
+def test_prompts_begin_as_others_do() -> None:
     found = tool.prompts(8, 100, 300, 0)
     assert all(16 <= len(ids) <= 100 for ids in found)
     assert all(found[i][:12] == found[i - 1][:12] for i in (3, 7))
@@ -211,7 +198,6 @@ def test_prompts_begin_as_others_do(tool: ModuleType) -> None:
     ],
 )
 def test_bad_arguments(
-    tool: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     missing: str,
