@@ -38,19 +38,6 @@ def close(found, expected):
     torch.testing.assert_close(found.double(), expected.double(), rtol=limit, atol=limit)
 
 
-def test_the_published_idea(poisoned_empty):
-    """One row of a product alone, and the same row of the whole: no difference, in ten calls of which all are equal."""
-    a = torch.linspace(-100, 100, 256 * 512).reshape(256, 512)
-    b = torch.linspace(-100, 100, 512 * 512).reshape(512, 512)
-    for kind in (torch.float32, torch.bfloat16):
-        left, right = a.to(kind), b.to(kind)
-        with batch_invariant_ops.set_batch_invariant_mode(True):
-            whole = torch.mm(left, right)
-            for _ in range(10):
-                assert torch.equal(torch.mm(left[:1], right)[0], whole[0])
-                assert torch.equal(torch.mm(left, right), whole)
-
-
 @pytest.mark.smoke
 @pytest.mark.usefixtures("mode", "poisoned_empty")
 def test_a_row_of_a_product_follows_neither_batch_nor_place_nor_threads(dtype, torch_threads):

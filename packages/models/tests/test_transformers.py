@@ -163,15 +163,6 @@ def test_trains_and_gradients_are_those_of_the_model(tiny, prompts, padded):
         assert (value - other).norm() <= 1e-5 * other.norm(), name
 
 
-def test_compiled_in_one_graph(tiny, prompts, padded):
-    torch.compiler.reset()
-    model = tiny()
-    run = torch.compile(model, fullgraph=True, backend="aot_eager")
-    batch, _ = padded(prompts[:2])
-    with torch.no_grad(), invariant(model):
-        assert torch.equal(run(**batch, use_cache=False).logits, model(**batch, use_cache=False).logits)
-
-
 def test_what_the_attention_cannot_do_is_said(tiny, prompts, monkeypatch):
     model = tiny(attention_dropout=0.5).train()
     ids = prompts[1][None]
