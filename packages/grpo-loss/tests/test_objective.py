@@ -32,13 +32,9 @@ def test_at_most_sixteen_parameters() -> None:
         assert len(inspect.signature(function).parameters) <= 16
 
 
-def test_an_objective_is_frozen_equal_by_its_options_and_fit_for_a_key() -> None:
-    made = Objective(loss_type="dapo", clip_high=0.28)
-    assert made == Objective.preset("dapo")
-    assert len({made, Objective.preset("dapo"), Objective()}) == 2
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        made.beta = 1.0  # type: ignore[misc]
-    assert "plan" not in repr(made)
+def test_an_objective_is_equal_by_its_options_and_another_one_with_others() -> None:
+    assert len({Objective(loss_type="dapo", clip_high=0.28), Objective.preset("dapo"), Objective()}) == 2
+    assert "plan" not in repr(Objective())
     made = Objective.preset("verl:vanilla")
     assert dataclasses.replace(made, dual_clip=2.0).numbers.dual_clip == 2.0
     with pytest.raises(ValueError, match="dual_clip: expected None with loss_type 'grpo'"):
