@@ -41,7 +41,7 @@ def _run(file: Path) -> int:
 
 
 @pytest.mark.parametrize("file", documents(), ids=name_of)
-def test_links_lead_somewhere(file: Path) -> None:
+def test_links_and_named_files_lead_somewhere(file: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(file)):
         if re.match(r"(https?|mailto):", target):
             continue
@@ -51,6 +51,10 @@ def test_links_lead_somewhere(file: Path) -> None:
         assert found.is_relative_to(ROOT), target
         if anchor:
             assert anchor in anchors(found), target
+    # Links of another form would not be followed.
+    assert not re.search(r"<img|<a |^\[[^\]]+\]: |\]\([^)\s]+ \"", prose(file), re.MULTILINE)
+    for name in re.findall(r"`((?:[\w-]+/)+\w+\.py)`", prose(file)):
+        assert list(ROOT.glob(f"**/{name}")) or name == "rl_kernels/__init__.py", name
 
 
 @pytest.mark.parametrize("file", documents(), ids=name_of)
@@ -61,17 +65,6 @@ def test_tables_and_code_fit_a_page(file: Path) -> None:
     found = CODE.findall(file.read_text(encoding="utf-8"))
     assert {language for _, language, _ in found} <= LANGUAGES
     assert not [line for _, _, block in found for line in block.splitlines() if len(line) > WIDTH]
-
-
-@pytest.mark.parametrize("file", documents(), ids=name_of)
-def test_links_are_of_the_form_that_is_followed(file: Path) -> None:
-    assert not re.search(r"<img|<a |^\[[^\]]+\]: |\]\([^)\s]+ \"", prose(file), re.MULTILINE)
-
-
-@pytest.mark.parametrize("file", documents(), ids=name_of)
-def test_files_of_python_that_are_named_are_there(file: Path) -> None:
-    for name in re.findall(r"`((?:[\w-]+/)+\w+\.py)`", prose(file)):
-        assert list(ROOT.glob(f"**/{name}")) or name == "rl_kernels/__init__.py", name
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "docs" / "recipes").glob("*.md")), ids=name_of)

@@ -60,21 +60,6 @@ def test_list_shows_what_is_installed(alone: Path) -> None:
     assert [name for name in OPERATORS if name in listed.stdout] == ["linear_logp"]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("grpo_loss", "pip install rl-kernels-grpo-loss"),
-        ("logp", "pip install rl-kernels-fused-logp"),
-        ("no_such", "linear_logp"),
-    ],
-)
-def test_get_op_of_what_is_not_installed(alone: Path, name: str, message: str) -> None:
-    failed = run(alone, "-c", f"from rl_kernels.core import kernel_registry as r; r.get_op({name!r})")
-    last = failed.stderr.splitlines()[-1]
-    assert "UnknownOperator" in last
-    assert message in last
-
-
 def test_import_is_silent_and_light() -> None:
     """Each part by itself: in a copy of a process that has imported PyTorch alone."""
     code = (

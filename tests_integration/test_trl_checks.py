@@ -125,15 +125,12 @@ def test_dropout_that_is_no_module_is_refused_with_invariant(trainer_of: Made, t
     assert norm_of(trainer) == "LlamaRMSNorm"
 
 
-def test_a_body_that_gives_no_numbers_is_not_taken_for_dropout(trainer_of: Made, tmp_path: Path) -> None:
+def test_bodies_that_cannot_be_compared_are_taken(trainer_of: Made, tmp_path: Path) -> None:
+    """One that gives no numbers is not taken for dropout; FSDP leaves an embedding of one dim, or no values."""
     trainer = trainer_of(tmp_path)
     with torch.no_grad():
         trainer.model.model.norm.weight.fill_(float("nan"))
     trl_client.use_in(trainer, invariant=True)
-
-
-def test_a_shard_is_not_run_by_parts(trainer_of: Made, tmp_path: Path) -> None:
-    """FSDP leaves of an embedding what has one dim, or none of its values."""
     trainer = trainer_of(tmp_path, beta=0.1)
     embedding = trainer.ref_model.model.embed_tokens
     embedding.weight = torch.nn.Parameter(torch.empty(7))

@@ -89,24 +89,18 @@ def _hooked(model: Any, **options: Any) -> None:
 def test_scores_are_those_of_the_head_of_trl(family: str) -> None:
     model = _model(family)
     batch, logits = _batch(model), model(_batch(model)["input_ids"]).logits
+    # Labels may be shifted already.
+    shifted = {**batch, "shift_labels": batch["labels"].roll(-1, 1)}
+    del shifted["labels"]
     _hooked(model, temperature=0.7)
-    expected = _scored(model, batch)
-    assert float(expected[0].min()) < -1
+    expected = [_scored(model, each) for each in (batch, shifted)]
+    assert float(expected[0][0].min()) < -1
     head.score_with(model, head.Head(model, 0.7, in_fp32=False, entropy=True))
-    _held(_scored(model, batch), expected)
+    for each, scores in zip((batch, shifted), expected, strict=True):
+        _held(_scored(model, each), scores)
     # Elsewhere it is as it was.
     assert torch.equal(model(batch["input_ids"]).logits, logits)
     assert model.generate(batch["input_ids"], max_new_tokens=2, do_sample=False).shape == (3, 11)
-
-
-def test_labels_that_are_shifted_already() -> None:
-    model = _model("llama")
-    _hooked(model, temperature=0.7)
-    batch = _batch(model)
-    batch["shift_labels"] = batch.pop("labels").roll(-1, 1)
-    expected = _scored(model, batch)
-    head.score_with(model, head.Head(model, 0.7, in_fp32=False, entropy=True))
-    _held(_scored(model, batch), expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi"])
