@@ -1,12 +1,13 @@
-"""Logits far from 0, where differences lose their digits and sums of exponents overflow, and far apart in memory."""
+"""Values at the ends: logits far from 0, log-probabilities of near-certain rows, and elements far apart in memory."""
 
 import pytest
 import torch
 
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import far
-from rl_kernels.linear_logp import linear_logp
+from rl_kernels.linear_logp import linear_logits, linear_logp
 from rl_kernels.linear_logp.op import OPERATOR
+from rl_kernels.linear_logp.reference import linear_logp as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")
@@ -58,6 +59,34 @@ def test_a_tie_of_bf16_at_the_top(backend):
     stats, bias = of_logits(ROWS["a tie at the top"], torch.bfloat16, backend=backend)
     assert stats.entropy.tolist() == pytest.approx([0.6931472])
     assert bias.grad.tolist() == [0.5, -0.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [(backend, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16) for backend in backends(dtype)],
+    ids=str,
+)
+def test_bounds_of_near_certain_rows(backend, dtype):
+    """No rounding takes a log-probability above 0 or an entropy below 0, whichever way they are formed."""
+    torch.manual_seed(0)
+    # Small integers, so that logits are exact and only the softmax rounds.
+    hidden, weight = (torch.randint(-8, 9, (n, 8), device=DEVICE).to(dtype) for n in (70, 7))
+    hidden *= 2.0 ** torch.randint(5, (70, 1), device=DEVICE).to(dtype)
+    bias = torch.randint(-4, 5, (7,), device=DEVICE).to(dtype)
+    ids = (hidden.double() @ weight.double().T + bias.double()).argmax(1)
+    hidden[0] = torch.nan
+    temperatures = torch.tensor(0.7, device=DEVICE), torch.logspace(-6, 1, 70, device=DEVICE)
+    for given in {}, {"logit_scale": 0.3, "softcap": 30.0}, *({"temperature": value} for value in temperatures):
+        stats = linear_logp(hidden, weight, ids, bias, return_stats=True, backend=backend, **given)
+        gold = reference(hidden.double(), weight.double(), ids, bias.double(), return_stats=True, **given)
+        for sign, value, expected in ((-1, stats.logp, gold.logp), (1, stats.entropy, gold.entropy)):
+            assert value.isnan().nonzero().tolist() == [[0]]
+            assert (sign * value[1:]).min() >= 0
+            # Caps form logits of about 30 in FP32.
+            torch.testing.assert_close(value, expected.float(), rtol=1e-4, atol=1e-4, equal_nan=True)
+    found = linear_logits(hidden, weight, bias, backend=backend).logp(ids)
+    assert torch.equal(found[1:], linear_logp(hidden, weight, ids, bias, backend=backend)[1:])
+    assert found[0].isnan()
 
 
 NAMES = ("hidden", "lm_head_weight", "bias", "temperature", "grad_logp", "grad_entropy", "main_grad")

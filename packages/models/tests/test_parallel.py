@@ -1,4 +1,7 @@
-"""A parallel model has the bits of one process: forward, gradients and training, for each number of ranks."""
+"""A parallel model has the bits of one process: forward, gradients and training, for each number of ranks.
+
+On one GPU its processes speak over gloo.
+"""
 
 import hashlib
 
@@ -131,3 +134,32 @@ def test_training_has_the_bits_of_one_process(torch_threads):
             wanted = expected[job.split()[0]]
             assert record.keys() == wanted.keys()
             assert [name for name, digest in wanted.items() if record[name] != digest] == [], job
+
+
+def passed(model):
+    """Return logits, log-probs and the gradients of the whole weights."""
+    ids = batch_of(0).cuda()
+    hidden = model.model(input_ids=ids).last_hidden_state
+    logp = head_logp(model.lm_head, hidden[:, :-1], ids[:, 1:])
+    (-logp.mean()).backward()
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    found = {"logits": logits, "logp": logp.detach(), **gradients_of(model)}
+    return {name: value.cpu() for name, value in found.items()}
+
+
+def passed_in_a_rank(rank, kind, cuts_tokens):
+    model = model_of(kind, torch.bfloat16).cuda()
+    parallelize(model, distributed.group.WORLD, sequence_parallel=cuts_tokens)
+    return passed(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "world", "cuts_tokens"), [("Llama", 2, False), ("Qwen3", 4, True)])
+def test_one_gpu(kind, world, cuts_tokens):
+    model = model_of(kind, torch.bfloat16).cuda()
+    parallelize(model)
+    expected = passed(model)
+    for record in run_ranks(passed_in_a_rank, world, kind, cuts_tokens, timeout=120.0):
+        differ = [name for name, value in expected.items() if not bits_of(record[name]).equal(bits_of(value))]
+        assert differ == []
