@@ -1,6 +1,4 @@
-"""The kernels that PyTorch's flash attention gets, under the CPU's key: bits of det_attention, values of FP64."""
-
-from itertools import pairwise
+"""The kernels that PyTorch's flash attention gets, under the CPU's key: the bits of det_attention."""
 
 import pytest
 import torch
@@ -51,26 +49,6 @@ def flash(q, k, v, cum_q=None, cum_k=None, max_q=0, max_k=0, **options):
     return aten._flash_attention_forward(q, k, v, cum_q, cum_k, max_q, max_k, 0.0, causal, False, **options)
 
 
-def math(q, k, v, is_causal=False, scale=None, window_size_left=None, window_size_right=None):
-    """Return attention and lse of one sequence, ``[T, H, D]``, by its formula."""
-    group, count, length = q.shape[1] // k.shape[1], len(q), len(k)
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    score = torch.einsum("thd,shd->hts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    behind = torch.arange(length) - (torch.arange(count)[:, None] + length - count)
-    right = 0 if is_causal else window_size_right
-    sees = torch.ones_like(behind, dtype=torch.bool)
-    if window_size_left not in (None, -1):
-        sees &= behind >= -window_size_left
-    if right not in (None, -1):
-        sees &= behind <= right
-    score = score.masked_fill(~sees, -torch.inf)
-    return torch.einsum("hts,shd->thd", score.softmax(-1).nan_to_num(0.0), v), score.logsumexp(-1)
-
-
-def parts(x, where):
-    return [x[start:stop] for start, stop in pairwise(where)]
-
-
 def gradients(out, leaves, upstream):
     return torch.autograd.grad(out, leaves, upstream)
 
@@ -81,7 +59,7 @@ def equal(found, wanted):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", OPTIONS)
-def test_packed_sequences_have_the_bits_of_det_attention_and_the_values_of_the_formula(name):
+def test_packed_sequences_have_the_bits_of_det_attention(name):
     where, options = [bounds(BOUNDS_Q), bounds(BOUNDS_K)], OPTIONS[name]
     for dtype in (torch.bfloat16, torch.float32):
         leaves = drawn((13, 4, 16), (80, 2, 16), (80, 2, 16), dtype=dtype, grad=True)
@@ -92,17 +70,7 @@ def test_packed_sequences_have_the_bits_of_det_attention_and_the_values_of_the_f
         assert (lse.dtype, lse.requires_grad, mask.numel(), mask.dtype) == (torch.float32, False, 0, dtype)
         assert lse.is_contiguous()
         assert [(x.dtype, x.tolist()) for x in (state, unused)] == [(torch.uint64, [0, 0]), (torch.uint64, 0)]
-        got = gradients(out, leaves, upstream)
-        assert equal(got, gradients(wanted.out, leaves, upstream))
-    wide = [x.detach().double().requires_grad_() for x in leaves]
-    cut = [parts(x, where) for x, where in zip(wide, (BOUNDS_Q, BOUNDS_K, BOUNDS_K), strict=True)]
-    gold, gold_lse = zip(*(math(*each, **options) for each in zip(*cut, strict=True)), strict=True)
-    torch.testing.assert_close(out.double(), torch.cat(gold), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lse.double(), torch.cat(gold_lse, 1), rtol=1e-5, atol=1e-5)
-    # A query that sees no key has no gradient; through the softmax of nothing, the formula's is NaN.
-    wanted = [x.nan_to_num(0.0) for x in gradients(torch.cat(gold), wide, upstream.double())]
-    for found, expected in zip(got, wanted, strict=True):
-        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+        assert equal(gradients(out, leaves, upstream), gradients(wanted.out, leaves, upstream))
 
 
 def test_dense_sequences_have_the_bits_of_det_attention():
