@@ -32,7 +32,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     ),
     {"rollout_ratio": "token"},
     {"rollout_ratio": "token", **TRUNCATED},
-    {"rollout_ratio": "sequence", "rollout_mode": "mask", "rollout_max": 1.4},
+    {"rollout_ratio": "sequence", "rollout_mode": "mask", "rollout_max": 1.0},
     {"advantages": "token"},
     {"advantages": "token", "rollout_ratio": "token", **KL, "kl_correction": True},
 )
