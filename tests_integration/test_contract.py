@@ -44,12 +44,9 @@ def test_all_operators_are_here():
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_class_has_every_row(name):
-    for op_class in set(spec_of(kernel_registry.load(name)).classes.values()):
-        for relation in RELATIONS:
-            for dtype in DTYPES:
-                for direction in DIRECTIONS:
-                    for arch in contract().archs:
-                        contract().tolerance(relation, op_class, dtype, direction, arch)
+    classes = set(spec_of(kernel_registry.load(name)).classes.values())
+    for row in product(RELATIONS, classes, DTYPES, DIRECTIONS, contract().archs):
+        contract().tolerance(*row)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -66,15 +63,12 @@ def test_every_result_has_a_class(name):
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_names_are_unique(name):
-    spec = spec_of(kernel_registry.load(name))
+def test_names_are_unique_and_backends_promise_something_everywhere_they_run(name):
+    operator = kernel_registry.load(name)
+    spec = spec_of(operator)
     for names in ([case.name for case in spec.cases], [call.name for call in spec.illegal]):
         assert len(names) == len(set(names)) > 0
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_backends_promise_something_everywhere_they_run(name):
-    for backend in kernel_registry.load(name).backends:
+    for backend in operator.backends:
         assert backend.promises
         assert all("repeatable" in promises for promises in backend.promises.values())
 

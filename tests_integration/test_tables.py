@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from forked import imported
 
 from rl_kernels.lab.bench.definition import Work
 from rl_kernels.lab.bench.measure import GRAPH, Ceilings, Timing
@@ -30,9 +31,8 @@ READ += ("docs/*.svg", "tools/results/*.json", "README.md")
 def tool(*arguments):
     """Run the tool in this process, which has PyTorch already; return its exit status and what it said."""
     errors = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(errors):
-        patch.syspath_prepend(str(ROOT / "tools"))
-        status = importlib.import_module("tables").main([*map(str, arguments)])
+    with contextlib.redirect_stderr(errors):
+        status = imported("tables").main([*map(str, arguments)])
     return SimpleNamespace(returncode=status, stderr=errors.getvalue())
 
 
