@@ -40,20 +40,17 @@ def _same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("groups", [{"samples_per_prompt": 8}, {"group_boundaries": [0, 1, 9, 24]}])
-def test_the_two_halves_give_the_bits_of_the_whole(dtype: torch.dtype, groups: dict[str, Any]) -> None:
+@pytest.mark.usefixtures("poisoned_empty")
+def test_halves_and_blocks_of_sequences_give_the_bits_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, groups: dict[str, Any]
+) -> None:
     call = _call(dtype)
     expected = _results(grpo_loss, {**call, **groups})
-    advantages = group_advantages(call.pop("rewards"), **groups)
+    assert all(value.isfinite().all() for value in expected)
+    advantages = group_advantages(rewards := call.pop("rewards"), **groups)
     assert _same(_results(grpo_loss_from_advantages, {**call, "advantages": advantages}), expected)
     per_token = advantages[:, None].expand(BATCH, LENGTH)
     assert _same(_results(grpo_loss_from_advantages, {**call, "advantages": per_token}), expected)
-
-
-@pytest.mark.usefixtures("poisoned_empty")
-def test_blocks_of_sequences_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = {**_call(), "samples_per_prompt": 4}
-    expected = _results(grpo_loss, call)
-    assert all(value.isfinite().all() for value in expected)
     for elements in (1, 5000, 1 << 30):
         monkeypatch.setattr(native, "BLOCK_ELEMENTS", elements)
-        assert _same(_results(grpo_loss, call), expected), elements
+        assert _same(_results(grpo_loss, {**call, "rewards": rewards, **groups}), expected), elements
