@@ -43,11 +43,6 @@ def project(folder: Path) -> dict[str, Any]:
     return tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def tracked() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return [ROOT / name for name in listed.stdout.split("\0") if name]
-
-
 def test_packages_are_found_and_nothing_closes_the_namespace() -> None:
     assert len(OPERATORS) >= 4
     assert not [*ROOT.glob("shared/*/src/rl_kernels/__init__.py"), *ROOT.glob("packages/*/src/rl_kernels/__init__.py")]
@@ -139,5 +134,6 @@ def test_core_knows_what_is_published() -> None:
 
 def test_nothing_of_a_machine_is_tracked() -> None:
     private = r"(?<![\w.:/>-])/(work|root|home|farm|tmp|Users)/"
-    found = [file for file in tracked() if re.search(private, file.read_text(encoding="utf-8", errors="replace"))]
-    assert not found
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    assert not [file for file in files if re.search(private, file.read_text(encoding="utf-8", errors="replace"))]

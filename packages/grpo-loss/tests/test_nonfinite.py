@@ -66,15 +66,9 @@ def _results(function: Any, call: dict[str, Any], **options: Any) -> list[torch.
     return [*(value.detach().double() for value in output), leaf.grad.double()]
 
 
-def _wide(call: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        for key, value in call.items()
-    }
-
-
 def _agree(call: dict[str, Any], backend: str) -> None:
-    expected = _results(reference.grpo_loss_from_advantages, _wide(call))
+    wide = {name: x.double() for name, x in call.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    expected = _results(reference.grpo_loss_from_advantages, call | wide)
     for value, gold in zip(_results(grpo_loss_from_advantages, call, backend=backend), expected, strict=True):
         torch.testing.assert_close(value, gold, rtol=1e-4, atol=1e-6, equal_nan=True)
     # reinforce has no ratio: of a tensor that it does not use nothing shows, and an infinity is one.

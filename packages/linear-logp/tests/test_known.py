@@ -60,13 +60,6 @@ def results(call: dict[str, Any], **more: Any) -> list[torch.Tensor]:
     return found
 
 
-def without_forward(validate: bool) -> Any:
-    """Leave out the ops of the forward pass, unless rows are checked."""
-    autograd = importlib.import_module(f"{PACKAGE}.autograd")
-    taken = {name: op for name, op in autograd.ops.items() if name.startswith("backward") or validate}
-    return patch.object(autograd, "ops", taken)
-
-
 def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(bits_of(one), bits_of(other))
@@ -83,8 +76,11 @@ def hold(shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dtyp
     if "ignore_index" in options:
         for value in filter(lambda value: value is not None, stats):
             value[call["target_ids"] == IGNORED] = torch.nan
+    autograd = importlib.import_module(f"{PACKAGE}.autograd")
     for validate in (True, False):
-        with without_forward(validate):
+        # Without the ops of the forward pass, unless rows are checked.
+        taken = {name: op for name, op in autograd.ops.items() if name.startswith("backward") or validate}
+        with patch.object(autograd, "ops", taken):
             same(results(drawn(shape, options, dtype, device), known=stats, validate=validate), plain)
 
 
