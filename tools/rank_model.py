@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from rl_kernels.core.distributed import group_rank, group_size
-from rl_kernels.grpo_loss import Normaliser, grpo_loss
+from rl_kernels.grpo_loss import grpo_loss
 from rl_kernels.models import head_logp
 from rl_kernels.models.data_parallel import ordered_gradients
 from rl_kernels.models.parallel import load_full_state_dict, parallelize
@@ -162,8 +162,8 @@ def loop(group: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         distributed.all_reduce(differing, group=group)
         rewards = (ids[rows, PROMPT:] % 2).float().mean(1)
         mask = torch.ones_like(current, dtype=torch.bool)
-        over = Normaliser(process_group=group)
-        loss = grpo_loss(current, old[rows], None, rewards, mask, samples_per_prompt=SAMPLES, normaliser=over).loss
+        groups = {"samples_per_prompt": SAMPLES, "process_group": group}
+        loss = grpo_loss(current, old[rows], None, rewards, mask, **groups).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

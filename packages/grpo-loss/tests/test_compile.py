@@ -126,7 +126,7 @@ def test_raw_ops_for_ranks_pass_opcheck(packed: bool, monkeypatch: pytest.Monkey
     if packed:
         tokens = ("current_logps", "old_logps", "ref_logps", "completion_mask")
         call |= {name: call[name].detach().flatten() for name in tokens}
-        call["extras"] = Extras(cu_seqlens=torch.tensor([0, 9, 9, 20, 31, 50, 54]), max_seqlen=19)
+        call |= {"cu_seqlens": torch.tensor([0, 9, 9, 20, 31, 50, 54]), "max_seqlen": 19}
     # A call that is recorded takes no plan.
     with record_dispatch():
         grpo_loss(**call)

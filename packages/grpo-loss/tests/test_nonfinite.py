@@ -140,7 +140,7 @@ def test_no_active_token_and_a_count_of_0_give_0(loss_type: str, backend: str) -
     current = torch.full((5,), torch.nan, device=DEVICE, requires_grad=True)
     mask, rewards = torch.zeros(5, dtype=torch.bool, device=DEVICE), torch.rand(2, device=DEVICE)
     options |= {"objective": Objective(loss_type=loss_type), "normaliser": count_of(loss_type, mask.sum())}
-    options["extras"] = Extras(cu_seqlens=torch.tensor([0, 0, 5], device=DEVICE))
+    options |= {"extras": None, "cu_seqlens": torch.tensor([0, 0, 5], device=DEVICE)}
     loss = grpo_loss(current, None, None, rewards, mask, samples_per_prompt=2, **options).loss
     loss.backward()
     assert loss == 0

@@ -121,7 +121,7 @@ def calls() -> dict[str, dict[str, Any]]:
     lengths = torch.tensor([3, 21, 1, 0, 7, 9, 21, 4, 4, 2, 5, 6], device=DEVICE)
     inside, given = torch.arange(LENGTH, device=DEVICE) < lengths[:, None], drawn(loss_type="gspo")
     packed = {name: given[name][inside] for name in TOKENS}
-    found["packed"] = {**given, **packed, "extras": Extras(cu_seqlens=F.pad(lengths.cumsum(0), (1, 0)))}
+    found["packed"] = {**given, **packed, "cu_seqlens": F.pad(lengths.cumsum(0), (1, 0))}
     return found
 
 
@@ -131,8 +131,7 @@ CALLS = calls()
 def results(call: dict[str, Any], group: Any = None, **options: Any) -> list[torch.Tensor]:
     """Return loss, its parts, the metrics if asked for, and the gradient."""
     current = call["current_logps"].clone().requires_grad_()
-    normaliser = call.get("normaliser", Normaliser())._replace(process_group=group)
-    given = {**call, **options, "current_logps": current, "normaliser": normaliser}
+    given = {**call, **options, "current_logps": current, "process_group": group}
     found = importlib.import_module(f"{PACKAGE}.api").grpo_loss(**given)
     output, *metrics = found if options.get("return_metrics") else (found,)
     (output.loss * 3).backward()
@@ -143,17 +142,17 @@ def part_of(call: dict[str, Any], rank: int, counts: tuple[int, ...], wider: int
     """Return the arguments of a rank, with ``wider`` more columns on the right."""
     first, last = sum(counts[:rank]), sum(counts[: rank + 1])
     rows = tokens = slice(first, last)
-    extras = call.get("extras", Extras())
-    if extras.cu_seqlens is not None:
-        offsets = extras.cu_seqlens[first : last + 1]
-        tokens, extras = slice(int(offsets[0]), int(offsets[-1])), extras._replace(cu_seqlens=offsets - offsets[0])
     own = {**call, "rewards": call["rewards"][rows]}
+    if "cu_seqlens" in call:
+        offsets = call["cu_seqlens"][first : last + 1]
+        tokens, own["cu_seqlens"] = slice(int(offsets[0]), int(offsets[-1])), offsets - offsets[0]
     own |= {name: None if call[name] is None else call[name][tokens] for name in TOKENS}
     if wider:
         filled = {name: 0 if name == "completion_mask" else torch.nan for name in TOKENS}
         own |= {name: F.pad(own[name], (0, wider), value=filled[name]) for name in TOKENS}
-    parts = {name: getattr(extras, name) for name in ("rollout_ratio", "entropy")}
-    return {**own, "extras": extras._replace(**{n: None if x is None else x[rows] for n, x in parts.items()})}
+    if "extras" in call:
+        own["extras"] = Extras(*(value[rows] for value in call["extras"]))
+    return own
 
 
 def differing(call: dict[str, Any], counts: tuple[int, ...], widths: tuple[int, ...], **options: Any) -> bool:

@@ -59,8 +59,7 @@ def results(function: Callable[..., Any], call: dict[str, Any]) -> list[torch.Te
 
 def over_ranks(function: Callable[..., Any] = grpo_loss, **call: Any) -> Any:
     """Call a loss for the batch of all ranks."""
-    normaliser = call.pop("normaliser", Normaliser())._replace(process_group=distributed.group.WORLD)
-    return function(**call, normaliser=normaliser)
+    return function(**call, process_group=distributed.group.WORLD)
 
 
 def own(rank: int, counts: tuple[int, ...], call: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -172,6 +171,6 @@ def test_ranks_have_the_bits_of_one_process_and_raise_the_same_error() -> None:
 def test_process_group_is_checked() -> None:
     call = {**drawn(), "samples_per_prompt": 4}
     with pytest.raises(TypeError, match="process_group: expected a ProcessGroup or a DeviceMesh"):
-        grpo_loss(**call, normaliser=Normaliser(process_group=3))
+        grpo_loss(**call, process_group=3)
     with pytest.raises(TypeError, match="process_group: expected a ProcessGroup or a DeviceMesh"):
         group_advantages(call["rewards"], samples_per_prompt=4, process_group="dp")

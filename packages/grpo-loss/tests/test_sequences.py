@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_kernels.core.testing import Draw, bits_of
-from rl_kernels.grpo_loss import Extras, Normaliser, Objective, grpo_loss_from_advantages, sequence_losses
+from rl_kernels.grpo_loss import Normaliser, Objective, grpo_loss_from_advantages, sequence_losses
 
 B, T = 7, 45
 OBJECTIVES: tuple[dict[str, Any], ...] = (
@@ -26,7 +26,7 @@ BACKENDS = [
 
 
 def drawn(device: str, packed: bool, dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Return the tensors of a call, and its extras."""
+    """Return the tensors of a call, and where packed sequences are."""
     draw = Draw(dtype, seed=3, device=device)
     shape = (B * T,) if packed else (B, T)
     current = draw.normal(*shape).sub(2.0)
@@ -43,8 +43,8 @@ def drawn(device: str, packed: bool, dtype: torch.dtype = torch.float32) -> tupl
 @pytest.mark.parametrize(("device", "backend"), BACKENDS)
 def test_sum_and_gradients_are_those_of_the_loss(device: str, backend: str, options: dict[str, Any]) -> None:
     for packed in (False, True):
-        call, extras = drawn(device, packed)
-        options = {**options, "extras": Extras(**extras), "backend": backend}
+        call, where = drawn(device, packed)
+        options = {**options, **where, "backend": backend}
         leaves = [call[0].clone().requires_grad_() for _ in range(2)]
         losses = sequence_losses(leaves[0], *call[1:], **options)
         loss = grpo_loss_from_advantages(leaves[1], *call[1:], **options).loss

@@ -11,13 +11,23 @@ from rl_kernels.core.dispatch import remembered_plan
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
 from rl_kernels.core.torchlib.observed import are_plain, ops_are_observed
 from rl_kernels.grpo_loss.checked import advantages_call, rewards_call
-from rl_kernels.grpo_loss.extras import NO_EXTRAS, NO_NORMALISER, Extras, Normaliser, group
+from rl_kernels.grpo_loss.extras import (
+    NO_NORMALISER,
+    NOTHING,
+    Extras,
+    Normaliser,
+    OptionalInputs,
+    group,
+    optional_inputs,
+)
 from rl_kernels.grpo_loss.objective import Objective, chosen
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
 from rl_kernels.grpo_loss.parallel import loss_over_ranks
 from rl_kernels.grpo_loss.run import LossPlan, Options, plan_of, run, run_planned
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import TypedDict, Unpack
 
     class Keywords(TypedDict, total=False):
@@ -28,7 +38,10 @@ if TYPE_CHECKING:
         beta: float | None
         clip_eps: float | None
         extras: Extras | None
+        cu_seqlens: torch.Tensor | None
+        max_seqlen: int | None
         normaliser: Normaliser | None
+        process_group: ProcessGroup | DeviceMesh | None
         validate: bool
         backend: str | None
 
@@ -92,18 +105,22 @@ def grpo_loss(
     beta: float | None = None,
     clip_eps: float | None = None,
     extras: Extras | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
     normaliser: Normaliser | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
     return_metrics: bool = False,
     validate: bool = True,
     backend: str | None = None,
 ) -> GRPOLossOutput | LossAndMetrics:
-    """Return the policy loss of B completions of up to T tokens; advantages come from the rewards of each group.
+    """Return the DAPO loss of B completions of up to T tokens, or another objective; rewards give the advantages.
 
-    The default is the mean over active tokens of ``-min(ratio A, clamp(ratio, 1 - clip_low, 1 + clip_high) A) +
-    beta k3``, where ``ratio = exp(current - old)``, ``k3 = exp(e) - e - 1`` with ``e = ref - current``, and A is the
-    advantage of the completion, as in ``group_advantages``: the terms of GRPO (arXiv 2402.03300), averaged over the
-    tokens of the batch. ``objective`` selects another loss; docs/objectives.md has all formulas, their papers, and the
-    presets of frameworks.
+    The default, ``loss_type="dapo"``, is that of TRL: the mean over active tokens of ``-min(ratio A, clamp(ratio,
+    1 - clip_low, 1 + clip_high) A) + beta k3``, where ``ratio = exp(current - old)``, ``k3 = exp(e) - e - 1`` with
+    ``e = ref - current``, and A is the advantage of the completion, as in ``group_advantages``: the terms of GRPO
+    (arXiv 2402.03300), averaged over the tokens of the batch (arXiv 2503.14476). ``objective`` selects another loss;
+    docs/objectives.md has all formulas, their papers, and the presets of frameworks:
+    ``Objective.preset("trl-1.16:dapo")`` also has TRL's advantages.
 
     Computed in FP32 (in FP64 if current_logps is FP64). If every token is masked, the loss is 0 with zero gradient.
     Values at masked positions change no bit. Right padding and masked completions at the end change none either,
@@ -126,9 +143,17 @@ def grpo_loss(
         loss_type: as in ``Objective``.
         beta: as in ``Objective``.
         clip_eps: >= 0; sets both clip_low and clip_high.
-        extras: rollout ratio, entropy, and offsets of packed sequences.
-        normaliser: what the sums are divided by, if this batch is one of several micro-batches; and the ranks over
-            which the batch is spread, if it has a process_group.
+        extras: rollout ratio and entropy.
+        cu_seqlens: ``[B + 1]`` offsets of packed sequences, int32 or int64. Tensors that are ``[B, T]`` otherwise are
+            then ``[total]``.
+        max_seqlen: T of packed sequences, an integer; by default the longest one, which syncs with a GPU. Required
+            under torch.compile and graph capture.
+        normaliser: what the sums are divided by, if this batch is one of several micro-batches.
+        process_group: a ``ProcessGroup`` of any size, or a ``DeviceMesh`` with one dim. The sequences of its ranks, in
+            the order of ranks, are one batch: groups, advantages, divisors, loss and metrics are those of this batch on
+            every rank, bit for bit what one process returns. The gradient is that of this loss to the rank's own
+            log-probabilities, without a factor of the number of ranks. Ranks may differ in B and T; all else besides
+            the tensors must be equal. Under torch.compile the call breaks the graph.
         return_metrics: return ``LossAndMetrics`` instead of ``GRPOLossOutput``.
         validate: check that a mask that is not bool holds only 0 and 1, and check offsets and counts on a GPU. This
             syncs with the GPU, and is skipped under torch.compile and graph capture. Without the check, every nonzero
@@ -149,25 +174,28 @@ def grpo_loss(
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
     given = (current_logps, old_logps, ref_logps, rewards, completion_mask)
-    extras, normaliser = group("extras", extras, NO_EXTRAS), group("normaliser", normaliser, NO_NORMALISER)
-    if normaliser.process_group is not None:
+    optional, normaliser = (
+        optional_inputs(extras, cu_seqlens, max_seqlen),
+        group("normaliser", normaliser, NO_NORMALISER),
+    )
+    if process_group is not None:
         groups, formula = (samples_per_prompt, group_boundaries), (objective, loss_type, beta, clip_eps)
         options = Options(normaliser, return_metrics, validate)
-        return loss_over_ranks("grpo_loss", given, groups, formula, extras, options, backend)
+        return loss_over_ranks("grpo_loss", process_group, given, groups, formula, optional, options, backend)
     objective = chosen(objective, loss_type, beta, clip_eps)
-    if group_boundaries is None and _may_be_planned(extras, normaliser, completion_mask):
+    if group_boundaries is None and _may_be_planned(optional, normaliser, completion_mask):
         plan = _plan(True, *given, samples_per_prompt, objective, return_metrics, backend)
         if plan is not None:
             return run_planned("grpo_loss", plan, *given)
     options = Options(normaliser, return_metrics, validate)
-    call = rewards_call(*given, samples_per_prompt, group_boundaries, objective, extras, options, backend)
-    no_lost_derivatives("grpo_loss", *given, *extras, *normaliser)
+    call = rewards_call(*given, samples_per_prompt, group_boundaries, objective, optional, options, backend)
+    no_lost_derivatives("grpo_loss", *given, *optional, *normaliser)
     return run(call, backend)
 
 
-def _may_be_planned(extras: Extras, normaliser: Normaliser, mask: object) -> bool:
+def _may_be_planned(optional: OptionalInputs, normaliser: Normaliser, mask: object) -> bool:
     """Return whether a remembered plan may serve the call: no values need a check, and nothing observes its ops."""
-    if extras is not NO_EXTRAS or normaliser is not NO_NORMALISER or getattr(mask, "dtype", None) is not torch.bool:
+    if optional is not NOTHING or normaliser is not NO_NORMALISER or getattr(mask, "dtype", None) is not torch.bool:
         return False
     return not (torch.compiler.is_compiling() or ops_are_observed())
 
@@ -189,7 +217,7 @@ def _plan(
     if not are_plain(*given):
         return None
     # A bool mask has no values to check.
-    how = objective, NO_EXTRAS, Options(NO_NORMALISER, return_metrics, validate=False), backend
+    how = objective, NOTHING, Options(NO_NORMALISER, return_metrics, validate=False), backend
     call = rewards_call(*given, samples_per_prompt, None, *how) if has_rewards else advantages_call(*given, *how)
     return plan_of(call, backend)
 
@@ -245,7 +273,10 @@ def grpo_loss_from_advantages(
     beta: float | None = None,
     clip_eps: float | None = None,
     extras: Extras | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
     normaliser: Normaliser | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
     return_metrics: bool = False,
     validate: bool = True,
     backend: str | None = None,
@@ -264,7 +295,10 @@ def grpo_loss_from_advantages(
         beta: as in ``grpo_loss``.
         clip_eps: as in ``grpo_loss``.
         extras: as in ``grpo_loss``.
+        cu_seqlens: as in ``grpo_loss``.
+        max_seqlen: as in ``grpo_loss``.
         normaliser: as in ``grpo_loss``.
+        process_group: as in ``grpo_loss``.
         return_metrics: as in ``grpo_loss``.
         validate: as in ``grpo_loss``.
         backend: as in ``grpo_loss``.
@@ -279,15 +313,19 @@ def grpo_loss_from_advantages(
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
     given = (current_logps, old_logps, ref_logps, advantages, completion_mask)
-    extras, normaliser = group("extras", extras, NO_EXTRAS), group("normaliser", normaliser, NO_NORMALISER)
-    if normaliser.process_group is not None:
+    optional, normaliser = (
+        optional_inputs(extras, cu_seqlens, max_seqlen),
+        group("normaliser", normaliser, NO_NORMALISER),
+    )
+    if process_group is not None:
         formula, options = (objective, loss_type, beta, clip_eps), Options(normaliser, return_metrics, validate)
-        return loss_over_ranks("grpo_loss_from_advantages", given, None, formula, extras, options, backend)
+        name = "grpo_loss_from_advantages"
+        return loss_over_ranks(name, process_group, given, None, formula, optional, options, backend)
     objective = chosen(objective, loss_type, beta, clip_eps)
-    if _may_be_planned(extras, normaliser, completion_mask):
+    if _may_be_planned(optional, normaliser, completion_mask):
         plan = _plan(False, *given, None, objective, return_metrics, backend)
         if plan is not None:
             return run_planned("grpo_loss_from_advantages", plan, *given)
-    call = advantages_call(*given, objective, extras, Options(normaliser, return_metrics, validate), backend)
-    no_lost_derivatives("grpo_loss_from_advantages", *given, *extras, *normaliser)
+    call = advantages_call(*given, objective, optional, Options(normaliser, return_metrics, validate), backend)
+    no_lost_derivatives("grpo_loss_from_advantages", *given, *optional, *normaliser)
     return run(call, backend)

@@ -10,7 +10,7 @@ from rl_kernels.core import validate as check
 from rl_kernels.grpo_loss.arguments import Layout
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.estimator import Estimator
-from rl_kernels.grpo_loss.extras import Extras
+from rl_kernels.grpo_loss.extras import OptionalInputs
 from rl_kernels.grpo_loss.groups import Groups, groups_of
 from rl_kernels.grpo_loss.objective import Objective
 from rl_kernels.grpo_loss.run import CallOf, Options, Tokens, prepare
@@ -27,13 +27,13 @@ def rewards_call(
     samples_per_prompt: int | None,
     group_boundaries: Sequence[int] | torch.Tensor | None,
     objective: Objective,
-    extras: Extras,
+    optional: OptionalInputs,
     options: Options,
     backend: str | None,
 ) -> LossCall:
     """Check the arguments of ``grpo_loss``."""
     given = (current_logps, old_logps, ref_logps, rewards, mask)
-    call_of = rewards_call_of(*given, objective, extras, options, backend)
+    call_of = rewards_call_of(*given, objective, optional, options, backend)
     groups = groups_of(rewards, samples_per_prompt, group_boundaries, values=options.validate)
     return call_of((rewards.detach(), *groups, None), objective.estimator, objective.eps)
 
@@ -45,15 +45,15 @@ def advantages_call(
     advantages: torch.Tensor,
     mask: torch.Tensor,
     objective: Objective,
-    extras: Extras,
+    optional: OptionalInputs,
     options: Options,
     backend: str | None,
 ) -> LossCall:
     """Check the arguments of ``grpo_loss_from_advantages``."""
-    layout = Layout(current_logps, extras.cu_seqlens, extras.max_seqlen, options.validate)
+    layout = Layout(current_logps, optional.cu_seqlens, optional.max_seqlen, options.validate)
     scores = layout.scores("advantages", advantages)
     check.same_device(current_logps=current_logps, advantages=advantages)
-    tokens = Tokens(old_logps, ref_logps, mask, extras.rollout_ratio, extras.entropy)
+    tokens = Tokens(old_logps, ref_logps, mask, optional.rollout_ratio, optional.entropy)
     call_of = prepare(current_logps, tokens, layout, objective, options)
     check.backend_name(backend)
     return call_of((None, *NO_GROUPS, scores), Estimator(), 0.0)
@@ -66,16 +66,16 @@ def rewards_call_of(
     rewards: torch.Tensor,
     mask: torch.Tensor,
     objective: Objective,
-    extras: Extras,
+    optional: OptionalInputs,
     options: Options,
     backend: str | None,
 ) -> CallOf:
     """Check the arguments of ``grpo_loss`` other than the groups; return a function that builds the call."""
-    layout = Layout(current_logps, extras.cu_seqlens, extras.max_seqlen, options.validate)
+    layout = Layout(current_logps, optional.cu_seqlens, optional.max_seqlen, options.validate)
     check.tensor("rewards", rewards, check.FLOATS, ndim=1)
     check.shape("rewards", rewards, (layout.batch,), "one per sequence of current_logps")
     check.same_device(current_logps=current_logps, rewards=rewards)
-    tokens = Tokens(old_logps, ref_logps, mask, extras.rollout_ratio, extras.entropy)
+    tokens = Tokens(old_logps, ref_logps, mask, optional.rollout_ratio, optional.entropy)
     call_of = prepare(current_logps, tokens, layout, objective, options)
     check.backend_name(backend)
     return call_of

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.torchlib.observed import values_hidden
@@ -15,18 +13,21 @@ from rl_kernels.grpo_loss.plan import FORMS
 
 
 class Extras(NamedTuple):
-    """Optional tensors of a call; new values need no new graph under ``torch.compile``.
+    """OptionalInputs tensors of a call; new values need no new graph under ``torch.compile``.
 
     Attributes:
         rollout_ratio: ``[B]`` or ``[B, T]``, FP32, BF16, FP16 or FP64: probability under the old policy, divided by
             that under the engine that sampled. It multiplies the policy term; in ``vespo`` it is part of the weight.
             ``Objective.rollout_mode`` bounds it.
         entropy: ``[B, T]``, any of those dtypes; used for the metrics only.
-        cu_seqlens: ``[B + 1]`` offsets of packed sequences, int32 or int64. Tensors that are ``[B, T]`` otherwise are
-            then ``[total]``.
-        max_seqlen: T of packed sequences, an integer; by default the longest one, which syncs with a GPU. Required
-            under torch.compile and graph capture.
     """
+
+    rollout_ratio: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+
+
+class OptionalInputs(NamedTuple):
+    """The tensors of a call that may be None, and ``max_seqlen``: ``Extras``, and the layout of packed sequences."""
 
     rollout_ratio: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
@@ -35,7 +36,7 @@ class Extras(NamedTuple):
 
 
 class Normaliser(NamedTuple):
-    """What sums are divided by: a count that is given, so that losses of micro-batches add up, or that of all ranks.
+    """What sums are divided by: a count that is given, so that losses of micro-batches add up.
 
     Attributes:
         num_tokens: a number > 0, or a tensor of no dims on the device of the log-probabilities; only for loss types
@@ -44,17 +45,11 @@ class Normaliser(NamedTuple):
         num_sequences: the same, only for loss types that average over sequences. By default B, which counts masked
             sequences too.
         max_completion_length: an integer >= 1; only for ``dr_grpo``, which divides by it too. By default T.
-        process_group: a ``ProcessGroup`` of any size, or a ``DeviceMesh`` with one dim. The sequences of its
-            ranks, in the order of ranks, are one batch: groups, advantages, divisors, loss and metrics are those of
-            this batch on every rank, bit for bit what one process returns. The gradient is that of this loss to the
-            rank's own log-probabilities, without a factor of the number of ranks. Ranks may differ in B and T; all
-            else besides the tensors must be equal. Under torch.compile the call breaks the graph.
     """
 
     num_tokens: float | torch.Tensor | None = None
     num_sequences: float | torch.Tensor | None = None
     max_completion_length: int | None = None
-    process_group: ProcessGroup | DeviceMesh | None = None
 
 
 class Divisor(NamedTuple):
@@ -67,7 +62,7 @@ class Divisor(NamedTuple):
 
 
 Group = TypeVar("Group", Extras, Normaliser)
-NO_EXTRAS, NO_NORMALISER = Extras(), Normaliser()
+NO_EXTRAS, NO_NORMALISER, NOTHING = Extras(), Normaliser(), OptionalInputs()
 
 
 def group(name: str, value: Group | None, empty: Group) -> Group:
@@ -77,6 +72,14 @@ def group(name: str, value: Group | None, empty: Group) -> Group:
     if not isinstance(value, type(empty)):
         raise TypeError(f"{name}: expected {type(empty).__name__}(...), got {type(value).__name__}")
     return value
+
+
+def optional_inputs(extras: Extras | None, cu_seqlens: torch.Tensor | None, max_seqlen: int | None) -> OptionalInputs:
+    """Return the optional tensors of a call: ``NOTHING`` itself if there are none."""
+    extras = group("extras", extras, NO_EXTRAS)
+    if extras is NO_EXTRAS and cu_seqlens is None and max_seqlen is None:
+        return NOTHING
+    return OptionalInputs(*extras, cu_seqlens, max_seqlen)
 
 
 def divisor_of(loss_type: str, given: Normaliser) -> Divisor:

@@ -45,7 +45,7 @@ class Objective:
     docs/objectives.md has the formula of each loss type; the papers are listed at the top of this module.
 
     Attributes:
-        loss_type: the policy term and how it is averaged. ``bnpo``, ``dapo``, ``ppo``, ``cispo``, ``vespo``,
+        loss_type: the policy term and how it is averaged. ``dapo``, ``bnpo``, ``ppo``, ``cispo``, ``vespo``,
             ``reinforce``: the sum over all tokens divided by a number of tokens. ``grpo``, ``gspo``, ``sapo``: the mean
             over sequences of each sequence's token mean. ``dr_grpo``, ``luspo``: the mean over sequences of each
             sequence's token sum, which ``dr_grpo`` also divides by a length.
@@ -80,7 +80,7 @@ class Objective:
         TypeError, ValueError: an option is out of range or does not apply to this loss type; the message names it.
     """
 
-    loss_type: str = "bnpo"
+    loss_type: str = "dapo"
     beta: float = 0.0
     clip_low: float = CLIP_EPS
     clip_high: float = CLIP_EPS

@@ -18,7 +18,7 @@ from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
 from rl_kernels.core.torchlib.scalars import scalar
 from rl_kernels.grpo_loss.checked import advantages_call, rewards_call_of
 from rl_kernels.grpo_loss.estimator import Estimator
-from rl_kernels.grpo_loss.extras import Extras
+from rl_kernels.grpo_loss.extras import OptionalInputs
 from rl_kernels.grpo_loss.groups import groups_of
 from rl_kernels.grpo_loss.objective import Objective, chosen
 from rl_kernels.grpo_loss.op import OPERATOR, describe, ops
@@ -36,10 +36,11 @@ TOKENS = ("current_logps", "old_logps", "ref_logps")
 @_disable_dynamo
 def loss_over_ranks(
     name: str,
+    process_group: ProcessGroup | DeviceMesh,
     tensors: tuple[Any, Any, Any, Any, Any],
     grouping: Grouping | None,
     formula: tuple[Any, Any, Any, Any],
-    extras: Extras,
+    optional: OptionalInputs,
     options: Options,
     backend: str | None,
 ) -> GRPOLossOutput | LossAndMetrics:
@@ -47,31 +48,32 @@ def loss_over_ranks(
 
     Args:
         name: of the public function.
+        process_group: its ranks, in order, hold the sequences.
         tensors: current_logps, old_logps, ref_logps, rewards or advantages, and the mask, of this rank.
         grouping: how all rewards are grouped; None if advantages are given.
         formula: objective, loss_type, beta and clip_eps, as given.
-        extras: of this rank.
-        options: of the batch; the normaliser has the process_group, whose ranks, in order, hold the sequences.
+        optional: of this rank.
+        options: of the batch.
         backend: as given.
     """
 
     def make() -> tuple[Any, Sizes, Callable[[], dict[str, object]]]:
         objective = chosen(*formula)
         if grouping is None:
-            call = advantages_call(*tensors, objective, extras, options, backend)
+            call = advantages_call(*tensors, objective, optional, options, backend)
         else:
-            call_of = rewards_call_of(*tensors, objective, extras, options, backend)
+            call_of = rewards_call_of(*tensors, objective, optional, options, backend)
             call = call_of((tensors[3].detach(), None, 0, None), objective.estimator, objective.eps)
-        no_lost_derivatives(name, *tensors, *extras, *options.normaliser)
+        no_lost_derivatives(name, *tensors, *optional, *options.normaliser)
         chosen_backend = choose(OPERATOR, describe(call.current_logps), backend).name
 
         def same() -> dict[str, object]:
-            kinds = {**_options(objective, options), **_kinds(tensors, extras), **_groups(grouping)}
+            kinds = {**_options(objective, options), **_kinds(tensors, optional), **_groups(grouping)}
             return {"backend": chosen_backend, **kinds}
 
         return (call, objective, chosen_backend), Sizes(call.batch, call.length), same
 
-    (call, objective, chosen_backend), batch = agreed(name, options.normaliser.process_group, make, options.validate)
+    (call, objective, chosen_backend), batch = agreed(name, process_group, make, options.validate)
     if grouping is not None:
         # The dtype in which one process forms the advantages.
         rewards = call.rewards.to(torch.promote_types(call.rewards.dtype, call.current_logps.dtype))
@@ -130,13 +132,13 @@ def _options(objective: Objective, options: Options) -> dict[str, object]:
     return found | {"return_metrics": options.return_metrics}
 
 
-def _kinds(tensors: tuple[Any, ...], extras: Extras) -> dict[str, object]:
+def _kinds(tensors: tuple[Any, ...], optional: OptionalInputs) -> dict[str, object]:
     """Return the kinds of the tensors: ranks that differ in them would not compute what one process does."""
     current, old, ref, scores, _ = tensors
     found = {name: "None" if x is None else x.dtype for name, x in zip(TOKENS, (current, old, ref), strict=True)}
     found["rewards or advantages"] = f"{scores.dtype}, {scores.ndim} dims"
     for name in ("rollout_ratio", "entropy", "cu_seqlens"):
-        value = getattr(extras, name)
+        value = getattr(optional, name)
         found[name] = "None" if value is None else f"{value.ndim} dims"
     return found
 

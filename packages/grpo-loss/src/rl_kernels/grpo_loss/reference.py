@@ -57,7 +57,7 @@ def grpo_loss_from_advantages(
     advantages: torch.Tensor,
     completion_mask: torch.Tensor,
     *,
-    loss_type: str = "bnpo",
+    loss_type: str = "dapo",
     beta: float = 0.0,
     clip_low: float = 0.2,
     clip_high: float = 0.2,

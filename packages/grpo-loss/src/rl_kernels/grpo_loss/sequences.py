@@ -11,7 +11,7 @@ from rl_kernels.core.saved import are_hooked, save
 from rl_kernels.core.torchlib.derivatives import first_order, may_overwrite, no_lost_derivatives
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.checked import advantages_call
-from rl_kernels.grpo_loss.extras import NO_EXTRAS, NO_NORMALISER, Extras, Normaliser, group
+from rl_kernels.grpo_loss.extras import NO_NORMALISER, Extras, Normaliser, group, optional_inputs
 from rl_kernels.grpo_loss.objective import Objective, chosen
 from rl_kernels.grpo_loss.op import OPERATOR, describe, ops
 from rl_kernels.grpo_loss.run import Options
@@ -29,6 +29,8 @@ def sequence_losses(
     beta: float | None = None,
     clip_eps: float | None = None,
     extras: Extras | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
     normaliser: Normaliser | None = None,
     validate: bool = True,
     backend: str | None = None,
@@ -49,9 +51,11 @@ def sequence_losses(
         loss_type: as in ``Objective``.
         beta: as in ``Objective``.
         clip_eps: >= 0.
-        extras: rollout ratio, and offsets of packed sequences.
-        normaliser: what the sums are divided by; by default what this call counts. Without a process_group: give the
-            counts of all ranks.
+        extras: rollout ratio.
+        cu_seqlens: as in ``grpo_loss``, and so is ``max_seqlen``.
+        max_seqlen: the longest sequence.
+        normaliser: what the sums are divided by; by default what this call counts. Give the counts of all ranks, if
+            there are several.
         validate: check the values of the mask, of offsets, and of a normaliser that is a tensor; on a GPU each of these
             checks syncs.
         backend: name of a backend, ``auto``, or None.
@@ -66,12 +70,13 @@ def sequence_losses(
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
     given = (current_logps, old_logps, ref_logps, advantages, completion_mask)
-    extras, normaliser = group("extras", extras, NO_EXTRAS), group("normaliser", normaliser, NO_NORMALISER)
-    if normaliser.process_group is not None:
-        raise ValueError("normaliser: expected no process_group, give the count of all ranks as a number or a tensor")
+    optional, normaliser = (
+        optional_inputs(extras, cu_seqlens, max_seqlen),
+        group("normaliser", normaliser, NO_NORMALISER),
+    )
     formula, options = chosen(objective, loss_type, beta, clip_eps), Options(normaliser, False, validate)
-    call = advantages_call(*given, formula, extras, options, backend)
-    no_lost_derivatives("sequence_losses", *given, *extras, *normaliser)
+    call = advantages_call(*given, formula, optional, options, backend)
+    no_lost_derivatives("sequence_losses", *given, *optional, *normaliser)
     name = choose(OPERATOR, describe(current_logps), backend).name
     if current_logps.requires_grad and torch.is_grad_enabled():
         found: torch.Tensor = _SequenceLosses.apply(current_logps, tuple(call[1:]), name)

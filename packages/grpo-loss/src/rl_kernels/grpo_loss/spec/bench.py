@@ -69,7 +69,7 @@ def eager(
     samples_per_prompt: int,
     beta: float,
     clip_eps: float = 0.2,
-    loss_type: str = "bnpo",
+    loss_type: str = "dapo",
     importance_level: str = "token",
     kl_correction: bool = False,
 ) -> GRPOLossOutput:

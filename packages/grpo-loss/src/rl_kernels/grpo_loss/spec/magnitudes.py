@@ -38,7 +38,7 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
     if case.function == "group_advantages":
         return {"advantages": a.abs()}
     shape, x = call["current_logps"].shape, _tokens(call, a)
-    beta, form = call.get("beta", 0.0), FORMS[call.get("loss_type", "bnpo")]
+    beta, form = call.get("beta", 0.0), FORMS[call.get("loss_type", "dapo")]
     count = x.mask.sum(1, keepdim=True).clamp(min=1) if form.mean == "sequences" else torch.ones_like(x.mask[:, :1])
     divisor = _divisor(call, x.mask, form.mean)
     policy, slope = _policy(call, x, form.kind)
