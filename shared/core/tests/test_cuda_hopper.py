@@ -12,80 +12,6 @@ from rl_kernels.core.cuda.tensor_map import tensor_map
 MISSING = toolchain.why_no_compiler()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
-BOXES = """
-#include <rl_kernels/tma.cuh>
-using namespace rlk;
-// A box of 64 x 64 comes, is read by all, and leaves with another first number.
-extern "C" __global__ void boxes(const __grid_constant__ TensorMap from, const __grid_constant__ TensorMap to,
-                                 unsigned short* plain, int row, int column) {
-    extern __shared__ char raw[];
-    __shared__ Barrier full;
-    char* box = raw + (-shared_address(raw) & 1023);
-    if (threadIdx.x == 0) {
-        full.init(1);
-        fence_init();
-        full.arrive_expecting(8192);
-        load_box(box, from, row, column, full);
-    }
-    __syncthreads();
-    full.wait(0);
-    for (int i = threadIdx.x; i < 4096; i += blockDim.x)
-        plain[i] = *(const unsigned short*)(box + swizzled<128>(2 * i));
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        *(unsigned short*)box = 0x4200;
-        fence_copies();
-        store_box(to, row, column, box);
-        commit_stores();
-        stores_read<0>();
-    }
-}
-"""
-PRODUCTS = """
-#include <rl_kernels/tma.cuh>
-#include <rl_kernels/warpgroup.cuh>
-#include <rl_kernels/wgmma.cuh>
-using namespace rlk;
-#if DTYPE == 1
-using T = BF16;
-#else
-using T = FP16;
-#endif
-constexpr Major A = LEFT ? MN_MAJOR : K_MAJOR, B = RIGHT ? MN_MAJOR : K_MAJOR;
-// One warpgroup adds the product of two tiles of 64 rows and 64 terms to what out holds; the other one gives registers.
-extern "C" __global__ void __launch_bounds__(256, 1)
-    products(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b, float* out) {
-    extern __shared__ char raw[];
-    __shared__ Barrier full;
-    char *a = raw + (-shared_address(raw) & 1023), *b = a + PIECE;
-    if (threadIdx.x == 0) full.init(1), fence_init();
-    __syncthreads();
-    if (warp_index() >= 4) {
-        give_registers<40>();
-        if (warp_index() == 4 && elected()) {
-            full.arrive_expecting(2 * PIECE);
-            load_box(a, map_a, 0, 0, full);
-            load_box(b, map_b, 0, 0, full);
-        }
-    } else {
-        take_registers<160>();
-        const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
-        float d[32];
-        for (int i = 0; i < 32; ++i) d[i] = out[(row + i / 2 % 2 * 8) * 64 + column + i / 4 * 8 + i % 2];
-        full.wait(0);
-        hold(d);
-        fence_products();
-        for (int step = 0; step < 4; ++step)
-            Products<64>::add<T, A, B>(d, advanced<A>(operand_at<A>(a), step), advanced<B>(operand_at<B>(b), step));
-        commit_products();
-        hold(d);
-        products_done<0>();
-        hold(d);
-        sync_threads(1, WARPGROUP);
-        for (int i = 0; i < 32; ++i) out[(row + i / 2 % 2 * 8) * 64 + column + i / 4 * 8 + i % 2] = d[i];
-    }
-}
-"""
 MAINLOOP = """
 #include <rl_kernels/mainloop.cuh>
 using namespace rlk;
@@ -119,6 +45,64 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
 }
 """
+CHAINS = """
+#include <rl_kernels/mainloop.cuh>
+#include <rl_kernels/products.cuh>
+using namespace rlk;
+#if DTYPE == 1
+using T = BF16;
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#else
+using T = FP16;
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#endif
+__device__ u32 two(const char* tile, int row, int column) {
+    return *(const u32*)(tile + swizzled<128>(row * SWIZZLE + 2 * column));
+}
+// One warpgroup, for 64 rows of a, 64 of b and 64 terms: out[0] with both in shared memory, out[1] with a in registers,
+// out[2] by mma.sync, 16 rows and 8 columns at a time.
+extern "C" __global__ void __launch_bounds__(128, 1)
+    chains(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b, float* out) {
+    extern __shared__ char raw[];
+    __shared__ Barrier full;
+    char *a = raw + (-shared_address(raw) & 1023), *b = a + PIECE;
+    if (threadIdx.x == 0) {
+        full.init(1), fence_init();
+        full.arrive_expecting(2 * PIECE);
+        load_box(a, map_a, 0, 0, full);
+        load_box(b, map_b, 0, 0, full);
+    }
+    __syncthreads();
+    full.wait(0);
+    const Fragment mine;
+    u32 words[4][4];
+    for (int step = 0; step < 4; ++step)
+        for (int i = 0; i < 4; ++i)
+            words[step][i] = two(a, mine.row + i % 2 * 8, 16 * step + mine.column + i / 2 * 8);
+    float d[3][32] = {};
+    issue_rows<T, 64, 64, 64>(a, b, d[0]);
+    products_done<0>();
+    hold(d[0]), hold(d[1]);
+    fence_products();
+    for (int step = 0; step < 4; ++step)
+        Products<64>::add<T, K_MAJOR>(d[1], words[step], advanced<K_MAJOR>(operand_at<K_MAJOR>(b), step));
+    commit_products();
+    products_done<0>();
+    hold(d[1]), keep(words);
+    for (int j = 0; j < 8; ++j)
+        for (int step = 0; step < 4; ++step) {
+            float* x = d[2] + 4 * j;
+            const int row = 8 * j + threadIdx.x % 32 / 4, column = 16 * step + mine.column;
+            asm volatile(MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                         : "+f"(x[0]), "+f"(x[1]), "+f"(x[2]), "+f"(x[3])
+                         : "r"(words[step][0]), "r"(words[step][1]), "r"(words[step][2]), "r"(words[step][3]),
+                           "r"(two(b, row, column)), "r"(two(b, row, column + 8)));
+        }
+    for (int way = 0; way < 3; ++way)
+        for (int i = 0; i < 32; ++i)
+            out[way * 4096 + (mine.row + i / 2 % 2 * 8) * 64 + mine.column + i / 4 * 8 + i % 2] = d[way][i];
+}
+"""
 RELAY = """
 #include <rl_kernels/ptx.cuh>
 using namespace rlk;
@@ -134,13 +118,11 @@ extern "C" __global__ void relay(const int* from, int* to) {
 }
 """
 SOURCES = {
-    "boxes": (BOXES, "TTPii"),
-    "products": (PRODUCTS, "TTP"),
     "mainloop": (MAINLOOP, "TTPi"),
+    "chains": (CHAINS, "TTP"),
     "relay": (RELAY, "PP"),
 }
 HALVES = (torch.bfloat16, torch.float16)
-ROOM = 3 * 8192
 MAJORS = [(left, right) for left in (0, 1) for right in (0, 1)]
 
 
@@ -165,11 +147,10 @@ def load(name, *constants):
 
 
 # BF16 and FP16 differ in the name of an instruction alone, so each is compiled for half of the layouts.
-TILES = [("products", HALVES[sum(both) % 2], *both) for both in MAJORS]
-TILES += [("mainloop", HALVES[1 - sum(both) % 2], *both) for both in MAJORS]
+TILES = [("mainloop", HALVES[sum(both) % 2], *both) for both in MAJORS]
 
 
-@pytest.mark.parametrize("constants", [("boxes",), ("relay",), *TILES], ids=str)
+@pytest.mark.parametrize("constants", [("relay",), *(("chains", dtype) for dtype in HALVES), *TILES], ids=str)
 def test_the_headers_compile_without_a_warning_or_a_spill(constants):
     compiled = compile_program(program(*constants))
     assert not warnings_of(compiled.log)
@@ -178,55 +159,37 @@ def test_the_headers_compile_without_a_warning_or_a_spill(constants):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize(("row", "column"), [(0, 0), (64, 40), (100, 136)])
-def test_boxes_in_and_out_again(row, column):
-    x = torch.randn(150, 168, device="cuda", dtype=torch.float16)
-    out, plain = torch.full_like(x, torch.nan), torch.empty(64, 64, device="cuda", dtype=torch.float16)
-    maps = (tensor_map(value, (64, 64), swizzle=128) for value in (x, out))
-    load("boxes").launch(1, 128, *maps, plain, row, column, shared=ROOM)
-    expected = torch.zeros(64, 64, device="cuda", dtype=torch.float16)
-    part = x[row : row + 64, column : column + 64]
-    expected[: part.shape[0], : part.shape[1]] = part
-    assert torch.equal(plain, expected)
-    changed = torch.full_like(x, torch.nan)
-    changed[row : row + 64, column : column + 64] = part
-    changed[row, column] = 3.0
-    assert torch.equal(out.nan_to_num(7.0), changed.nan_to_num(7.0))
-
-
-def lying(operands, majors):
-    """Return the operands, turned where their major says so. A map holds an address: keep them until the launch."""
-    return [x.t().contiguous() if major else x for x, major in zip(operands, majors, strict=True)]
-
-
-def maps_of(operands):
-    # A map has no empty matrix; none of its boxes is copied then.
-    return [tensor_map(x if x.numel() else x.new_zeros(64, 64), (64, 64), swizzle=128) for x in operands]
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("majors", MAJORS)
-def test_products_of_tiles_that_lie_either_way(dtype, majors):
-    # Small integers: every sum is exact, whatever its order.
-    a, b, start = (torch.randint(-8, 9, (64, 64), device="cuda").to(dtype) for _ in range(3))
-    out, turned = start.float(), lying((a, b), majors)
-    load("products", dtype, *majors).launch(1, 256, *maps_of(turned), out, shared=ROOM)
-    assert torch.equal(out, start.float() + a.float() @ b.float().t())
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("majors", MAJORS)
 def test_mainloop_of_two_consumers_in_turn(dtype, majors):
-    # Small integers, as above. The stages of a tile go round the ring several times, not at all, or end within one.
+    # Sums of small integers are exact. Stages of a tile go round the ring several times, not at all, or end within one.
     for inner in (0, 64, 128, 200, 1024):
         a, b = (torch.randint(-8, 9, (rows, inner), device="cuda").to(dtype) for rows in (128, 64))
-        out, turned = torch.full((128, 64), torch.nan, device="cuda"), lying((a, b), majors)
-        load("mainloop", dtype, *majors).launch(1, 384, *maps_of(turned), out, inner, shared=9 * 8192)
+        out = torch.full((128, 64), torch.nan, device="cuda")
+        # A map holds an address: the operands are kept until the launch.
+        operands = [x.t().contiguous() if major else x for x, major in zip((a, b), majors, strict=True)]
+        # A map has no empty matrix; none of its boxes is copied then.
+        described = (x if x.numel() else x.new_zeros(64, 64) for x in operands)
+        maps = [tensor_map(x, (64, 64), swizzle=128) for x in described]
+        load("mainloop", dtype, *majors).launch(1, 384, *maps, out, inner, shared=9 * 8192)
         assert torch.equal(out, a.float() @ b.float().t()), inner
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_wgmma_of_either_form_and_mma_sync_give_the_bits_of_one_chain(dtype):
+    # Sizes far apart: another order of the sum would give other bits.
+    sizes = torch.exp2(torch.randint(-6, 7, (2, 64, 64), device="cuda").float())
+    a, b = (torch.randn(2, 64, 64, device="cuda") * sizes).to(dtype)
+    out = torch.full((3, 64, 64), torch.nan, device="cuda")
+    maps = [tensor_map(x, (64, 64), swizzle=128) for x in (a, b)]
+    load("chains", dtype).launch(1, 128, *maps, out, shared=3 * 8192)
+    both, registers, warps = out.view(torch.int32)
+    assert torch.equal(both, registers)
+    assert torch.equal(both, warps)
+    backwards = a.flip(1).float() @ b.flip(1).float().t()
+    torch.testing.assert_close(out[0], backwards, rtol=1e-3, atol=1e-2)
 
 
 @pytest.mark.gpu

@@ -1,9 +1,7 @@
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from rl_kernels.core.testing import Draw, chunk, make_synthetic_rl_kernel_batch, pack, pad, permute
+from rl_kernels.core.testing import Draw, chunk, pack, pad, permute
 
 B, T = 4, 5
 
@@ -129,24 +127,3 @@ def test_bad_arguments_are_refused(tensors):
             layout({"x": torch.zeros(4, 5), "y": torch.zeros(4, 6)})
         with pytest.raises(ValueError, match=r"tensors: expected x of shape \[B, T, ...\] like x, got \(4,\)"):
             layout({"x": torch.zeros(4)})
-
-
-@given(data=st.data(), seed=st.integers(0, 1000))
-@settings(max_examples=25, deadline=None)
-def test_layouts_of_a_batch_undo_each_other(data, seed):
-    batch = make_synthetic_rl_kernel_batch(2, data.draw(st.integers(1, 3)), 2, data.draw(st.integers(1, 6)), seed=seed)
-    tensors = batch.per_token()
-    rows, length = batch.token_ids.shape
-    widths = {"left": data.draw(st.integers(0, 3)), "right": data.draw(st.integers(0, 3))}
-    padded = pad(tensors, **widths)
-    permuted = permute(padded.tensors, data.draw(st.permutations(range(rows))))
-    cuts = sorted(data.draw(st.sets(st.integers(1, rows - 1), max_size=3)))
-    chunks = chunk(permuted.tensors, cuts)
-    packed = [pack(part, part["completion_mask"]) for part in chunks.parts]
-    assert sum(len(part.tensors["token_ids"]) for part in packed) == len(batch.valid_indices)
-
-    unpacked = chunks.undo([part.undo(part.tensors) for part in packed])
-    found = padded.undo(permuted.undo(unpacked))
-    # Masked positions of a batch hold 0, so that packing loses nothing.
-    assert_same(found, tensors)
-    assert found["token_ids"].shape == (rows, length)

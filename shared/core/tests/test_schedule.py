@@ -64,7 +64,9 @@ def test_every_product_has_a_schedule_and_few_rows_stream_the_weight() -> None:
         found = [schedule_for(*shape, dtype, GPU) for dtype in (torch.bfloat16, torch.float16)]
         assert found[0] == found[1]
         assert found[0] in TABLE
-    assert schedule_for(1, 4096, 4096, torch.bfloat16, GPU).swapped
+    cuts = {m: schedule_for(m, 4096, 4096, torch.bfloat16, GPU) for m in (*range(1, 66), 4096)}
+    assert all(cut.swapped == (m <= 64) for m, cut in cuts.items())
+    assert all(cut.columns >= m for m, cut in cuts.items() if cut.swapped)
     assert schedule_for(8192, 12288, 4096, torch.bfloat16, GPU).persistent
 
 
@@ -78,7 +80,7 @@ def test_another_architecture_has_one_schedule(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.usefixtures("hopper")
 def test_fp32_loads_one_step_and_takes_large_tiles_where_they_fill_the_chip() -> None:
     found = {shape: schedule_for(*shape, torch.float32, GPU) for shape in SHAPES}
-    assert {cut.inner for cut in found.values()} == {16}
+    assert {(cut.inner, cut.swapped) for cut in found.values()} == {(16, False)}
     assert found[8192, 4096, 8192].rows == 128
     assert schedule_for(8192, 4096, 8192, torch.float32, GPU, spans=True) == ANYWHERE[torch.float32]
     assert found[1000, 64, 16].rows == 64

@@ -167,16 +167,6 @@ def test_rows_have_any_leading_dims_and_batches_any_size():
     assert max(sizes) > 128
 
 
-def test_masked_rows_hold_nan_and_their_temperature_does_not():
-    for variant in TRANSFORMS["masked"](CASE, draw_inputs(), Draw(torch.float32)):
-        inputs = variant.inputs
-        ignored = inputs["ids"] == IGNORED
-        assert ignored.any()
-        assert inputs["ignore_index"] == IGNORED
-        assert torch.equal(inputs["x"].isnan().all(-1), ignored)
-        assert (inputs["temperature"] > 0).all()
-
-
 def test_calls_to_which_a_transform_does_not_apply_are_left_out():
     draw, other = Draw(torch.float32), Case("other", {}, function="toy_other")
     assert list(TRANSFORMS["masked"](CASE, draw_inputs() | {"ignore_index": 3}, draw)) == []

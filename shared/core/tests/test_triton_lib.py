@@ -73,26 +73,6 @@ BASE = BASE[-BASE.data_ptr() % 256 :]
 """Starts at a multiple of 256 bytes."""
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        (BASE[16:32], 7, 0.5, None),
-        (BASE[:16].view(torch.int8), 7, 0.5, None),
-        (BASE[:16], 16, 0.5, None),
-        (BASE[:16], 7, 0.25, None),
-        (BASE[:16], 7, 0.5, BASE[:16]),
-    ],
-    ids=["address", "dtype", "integer", "float", "none"],
-)
-def test_any_other_form_of_an_argument_is_looked_at_by_triton(other, launched):
-    kernel = Kernel(launched, Kernel(launched))
-    launch.launch(kernel, (5,), BASE[:16], 7, 0.5, None, num_warps=4)
-    launch.launch(kernel, (5,), *other, num_warps=4)
-    launch.launch(Kernel(launched, kernel.compiled), (5,), BASE[:16], 7, 0.5, None, num_warps=4)
-    launch.launch(kernel, (5,), BASE[:16], 7, 0.5, None, num_warps=8)
-    assert [compiled is kernel.compiled for compiled, *_ in launched] == [True] * 4
-
-
 @pytest.mark.parametrize(("interpret", "hip", "direct"), [("0", None, False), ("1", None, True), ("0", "6.4", True)])
 def test_the_interpreter_and_rocm_launch_as_triton_does(interpret, hip, direct, run_code):
     ours = "from rl_kernels.core.triton_lib import launch; print(launch.direct, 'triton' in sys.modules)"
