@@ -38,33 +38,9 @@ extern "C" __global__ void turn(const float* x, float* out, int n) {
     for (int i = threadIdx.x; i < n; i += blockDim.x) out[i] = held[n - 1 - i];
 }
 """
-BOX = """
-struct alignas(64) Map { unsigned char bytes[128]; };
-extern "C" __global__ void box(int unused, const __grid_constant__ Map map, float* out, int column, int row) {
-    __shared__ alignas(128) float held[ROWS * COLUMNS];
-    __shared__ alignas(8) unsigned long long barrier;
-    unsigned to = unsigned(__cvta_generic_to_shared(held)), at = unsigned(__cvta_generic_to_shared(&barrier));
-    if (threadIdx.x == 0) {
-        asm volatile("mbarrier.init.shared.b64 [%0], 1;" :: "r"(at));
-        asm volatile("fence.mbarrier_init.release.cluster;");
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(at), "r"(ROWS * COLUMNS * 4));
-        asm volatile(
-            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-            :: "r"(to), "l"(&map), "r"(column), "r"(row), "r"(at) : "memory");
-    }
-    __syncthreads();
-    unsigned done = 0;
-    while (!done)
-        asm volatile(
-            "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
-            : "=r"(done) : "r"(at) : "memory");
-    for (int i = threadIdx.x; i < ROWS * COLUMNS; i += blockDim.x) out[i] = held[i] + 0 * unused;
-}
-"""
 SOURCES = {
     "add": (ADD, "PPqf", (("TIMES", 2),)),
     "turn": (TURN, "PPi", ()),
-    "box": (BOX, "iTPii", (("ROWS", 4), ("COLUMNS", 8))),
 }
 
 
@@ -84,11 +60,6 @@ def load(name, entry="", signature="", **defines):
 def test_the_sources_compile(name):
     program = Program("toy_kernels", f"{name}.cu", "sm_90", SOURCES[name][2])
     assert compile_program(program).cubin
-
-
-def needs(major):
-    if torch.cuda.get_device_capability(0)[0] < major:
-        pytest.skip(f"needs sm_{major}0")
 
 
 def blocks(x):
@@ -128,12 +99,9 @@ def test_as_much_shared_memory_as_there_is():
 
 
 @pytest.mark.gpu
-def test_arguments_that_do_not_fit_launch_nothing():
+def test_sizes_that_do_not_fit_launch_nothing():
     x = torch.zeros(4, device="cuda:0")
     add = load("add")
-    for args in ((x, x, 4), (x, x, 4, 1.0, 5), (x, x, 4.0, 1.0), (x, x, 4, "one")):
-        with pytest.raises(TypeError, match="add: the arguments do not fit 'PPqf'"):
-            add.launch(1, 32, *args)
     with pytest.raises(CudaError, match=r"add: grid \(1, 1, 1\), block 4096, .*: CUDA_ERROR_INVALID_VALUE"):
         add.launch(1, 4096, x, x, 4, 1.0)
     with pytest.raises(CudaError, match=r"add: grid \(0, 1, 1\)"):
@@ -216,19 +184,9 @@ def test_a_device_that_is_not_the_current_one():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("row", "column"), [(0, 0), (3, 8), (8, 16)])
-def test_a_box_of_a_matrix_by_tensor_map(row, column):
-    needs(9)
-    x = torch.randn(10, 20, device="cuda:0")
-    out = torch.full((4, 8), torch.nan, device="cuda:0")
-    load("box").launch(1, 32, 0, tensor_map(x, (4, 8)), out, column, row)
-    padded = torch.nn.functional.pad(x, (0, 8, 0, 4))
-    assert torch.equal(out, padded[row : row + 4, column : column + 8])
-
-
-@pytest.mark.gpu
 def test_a_tensor_map_in_a_thread_that_has_no_context():
-    needs(9)
+    if torch.cuda.get_device_capability(0)[0] < 9:
+        pytest.skip("needs sm_90")
     x, found = torch.randn(10, 20, device="cuda:0"), []
     thread = Thread(target=lambda: found.append(tensor_map(x, (4, 8))))
     thread.start()

@@ -36,37 +36,34 @@ def test_a_signature_has_letters_of_parameters_and_pairs_of_parentheses():
             Signature(text)
 
 
-def test_a_map_lies_where_the_compiler_says():
+def test_a_map_is_packed_by_value_where_the_compiler_says():
+    described = bytes(range(128))
+    buffer = Buffer(Signature("iT"))
+    buffer.fill((5, described))
+    assert read_back(buffer, 192) == struct.pack("i", 5) + bytes(60) + described
+    for wrong in (None, torch.zeros(1), 5):
+        with pytest.raises(struct.error):
+            buffer.fill((5, wrong))
+    # Where a struct begins only the compiler knows.
     signature = Signature("iT(Pi)i", [0, 48, 176, 192])
     assert signature.places == ((0, 4), (48, 128), (176, 16), (192, 4))
-    buffer, described = Buffer(signature), bytes(range(128))
+    buffer = Buffer(signature)
     buffer.fill(signature.numbers((5, described, None, 6, 7)))
-    assert given(buffer, 196) == struct.pack("i", 5) + bytes(44) + described + struct.pack("@PiiI", 0, 6, 0, 7)
+    assert read_back(buffer, 196) == struct.pack("i", 5) + bytes(44) + described + struct.pack("@PiiI", 0, 6, 0, 7)
 
 
 def test_pointers_in_a_struct_are_addresses():
     signature, value = Signature("(iP)P"), torch.zeros(1)
     buffer = Buffer(signature)
     buffer.fill(signature.numbers((5, value, None)))
-    assert given(buffer, 24) == struct.pack("@iPP", 5, value.data_ptr(), 0)
+    assert read_back(buffer, 24) == struct.pack("@iPP", 5, value.data_ptr(), 0)
 
 
-def given(buffer, size):
+def read_back(buffer, size):
     """Read what a launch would read of a buffer."""
     words = (ctypes.c_void_p * 5).from_address(buffer.address)
     assert ctypes.c_size_t.from_address(words[3]).value == size
     return ctypes.string_at(words[1], size)
-
-
-def test_tensor_maps_are_packed_by_value():
-    signature = Signature("iT")
-    buffer = Buffer(signature)
-    described = bytes(range(128))
-    buffer.fill((5, described))
-    assert given(buffer, 192) == struct.pack("i", 5) + bytes(60) + described
-    for wrong in (None, torch.zeros(1), 5):
-        with pytest.raises(struct.error):
-            buffer.fill((5, wrong))
 
 
 X = torch.zeros(5, 64, dtype=torch.bfloat16)

@@ -51,6 +51,10 @@ def test_what_stands_in_a_table(table):
     assert entry("toy_tuned", "sizes", "4", kind=dict[str, int]) == {"BLOCKS": 2}
 
 
+def speed(**changes):
+    return {"all": [{"cut": {"rows": 1}, "start": 1, "steps": [], **changes}]}
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -60,22 +64,13 @@ def test_what_stands_in_a_table(table):
         ({"all": {}}, "all: expected a list, got {}"),
         ({"all": [1]}, "all[0]: expected an object, got 1"),
         ({"all": [{"cut": {}, "start": 1}]}, "all[0]: expected the keys cut, start, steps, got cut, start"),
-        ({"all": [{"cut": {}, "start": 1, "steps": []}]}, "all[0].cut: expected the keys rows, swapped, got none"),
-        (
-            {"all": [{"cut": {"rows": 1, "row": 2}, "start": 1, "steps": []}]},
-            "all[0].cut: expected the keys rows, swapped, got rows, row",
-        ),
-        (
-            {"all": [{"cut": {"rows": "64"}, "start": 1, "steps": []}]},
-            'all[0].cut.rows: expected an integer, got "64"',
-        ),
-        ({"all": [{"cut": {"rows": True}, "start": 1, "steps": []}]}, "all[0].cut.rows: expected an integer, got true"),
-        (
-            {"all": [{"cut": {"rows": 1, "swapped": 1}, "start": 1, "steps": []}]},
-            "all[0].cut.swapped: expected true or false, got 1",
-        ),
-        ({"all": [{"cut": {"rows": 1}, "start": None, "steps": []}]}, "all[0].start: expected a number, got null"),
-        ({"all": [{"cut": {"rows": 1}, "start": 1, "steps": ["a"]}]}, 'all[0].steps[0]: expected a number, got "a"'),
+        (speed(cut={}), "all[0].cut: expected the keys rows, swapped, got none"),
+        (speed(cut={"rows": 1, "row": 2}), "all[0].cut: expected the keys rows, swapped, got rows, row"),
+        (speed(cut={"rows": "64"}), 'all[0].cut.rows: expected an integer, got "64"'),
+        (speed(cut={"rows": True}), "all[0].cut.rows: expected an integer, got true"),
+        (speed(cut={"rows": 1, "swapped": 1}), "all[0].cut.swapped: expected true or false, got 1"),
+        (speed(start=None), "all[0].start: expected a number, got null"),
+        (speed(steps=["a"]), 'all[0].steps[0]: expected a number, got "a"'),
     ],
 )
 def test_a_malformed_table_is_refused_by_name(table, content, words):

@@ -55,7 +55,7 @@ class Played:
 
 @pytest.fixture
 def played(monkeypatch, request):
-    gpu = Played(request.param)
+    gpu = Played(getattr(request, "param", True))
 
     class Event:
         def __init__(self, enable_timing):
@@ -104,14 +104,12 @@ def test_device_time_is_that_of_one_call(played, how, copies):
     assert (len(runs), clock.calls, clock.how) == (copies, copies, how)
 
 
-@pytest.mark.parametrize("played", [True], indirect=True)
 def test_clocks_that_are_low_from_what_ran_before_are_not_timed(played):
     played.slowness = lambda seconds: 2 if seconds < 0.09 else 1
     timing = measure.measure([played.call(0)], GPU, Effort(iters=1, warmup=1)).timing
     assert timing.ms == pytest.approx(CALL_S * 1e3)
 
 
-@pytest.mark.parametrize("played", [True], indirect=True)
 def test_what_is_timed_beside_something_takes_turns_with_it(played):
     played.slowness = lambda seconds: 1 + 10 * seconds
     ours = measure.measure([played.call(0)], GPU, Effort())
@@ -121,7 +119,6 @@ def test_what_is_timed_beside_something_takes_turns_with_it(played):
     assert timing.ms > 1.5 * ours.timing.ms
 
 
-@pytest.mark.parametrize("played", [True], indirect=True)
 def test_iterations_as_asked_for(played, monkeypatch):
     samples = []
     median = measure.statistics.median
@@ -132,7 +129,6 @@ def test_iterations_as_asked_for(played, monkeypatch):
     assert [len(each) for each in samples] == [7, 7]
 
 
-@pytest.mark.parametrize("played", [True], indirect=True)
 def test_launches_and_waits_are_counted_where_they_are_asked_for(played, monkeypatch):
     devices, profiled = torch.autograd.DeviceType, []
     events = [SimpleNamespace(device_type=kind) for kind in (devices.CUDA, devices.CPU, devices.CUDA)]

@@ -22,6 +22,7 @@ def report(*checks, own=3, **settings):
 
 
 THEN = report(check("plain"), check("wrong", passed=False))
+BEFORE = THEN["candidates"][0]["outputs"]
 OWN = "double/native/fp32: own kernels"
 PLAIN, WRONG, MORE = (f"double/native/fp32/accuracy/{case}: output" for case in ("plain", "wrong", "more"))
 
@@ -42,25 +43,16 @@ def nothing(**changes):
             nothing(failed=[f"{PLAIN}: off by 1"]),
         ),
         (report(check("plain")), nothing(vanished=[WRONG])),
-        (report(*THEN["candidates"][0]["outputs"], check("more")), nothing(new=[MORE])),
-        (
-            report(*THEN["candidates"][0]["outputs"], check("more", passed=False, message="off")),
-            nothing(failed=[f"{MORE}: off"]),
-        ),
+        (report(*BEFORE, check("more")), nothing(new=[MORE])),
+        (report(*BEFORE, check("more", passed=False, message="off")), nothing(failed=[f"{MORE}: off"])),
         (
             report(check("plain", max_abs=2.1e-6), check("wrong", passed=False)),
             nothing(grown=[f"{PLAIN}: max_abs 1e-06, now 2.1e-06"]),
         ),
         (report(check("plain", max_abs=2e-6), check("wrong", passed=False)), nothing()),
         (report(check("plain", max_abs=None), check("wrong", passed=False)), nothing()),
-        (
-            report(*THEN["candidates"][0]["outputs"], own=0),
-            nothing(failed=[f"{OWN}: none of its own kernels"]),
-        ),
-        (
-            report(*THEN["candidates"][0]["outputs"], torch="2.14"),
-            nothing(settings=["torch: 2.13, now 2.14"]),
-        ),
+        (report(*BEFORE, own=0), nothing(failed=[f"{OWN}: none of its own kernels"])),
+        (report(*BEFORE, torch="2.14"), nothing(settings=["torch: 2.13, now 2.14"])),
         (
             {**THEN, "chosen": {"batch": 2, "contract_file": "mine.json"}},
             nothing(settings=["batch: None, now 2", "contract_file: None, now mine.json"]),

@@ -35,13 +35,6 @@ def spec(install, doubled, monkeypatch):
     return install(cli, OPERATOR, replace(doubled, illegal=illegal), double=double)
 
 
-def strict(text):
-    def refuse(token):
-        raise AssertionError(f"not strict JSON: {token}")
-
-    return json.loads(text, parse_constant=refuse)
-
-
 @pytest.fixture
 def check(capsys):
     """Return ``check(*flags, status)``: the report of a run that ends with that status."""
@@ -50,7 +43,7 @@ def check(capsys):
         assert cli.main([*flags, "--json", "--device", "cpu"]) == status
         out, err = capsys.readouterr()
         assert not err
-        return strict(out)
+        return json.loads(out, parse_constant=pytest.fail)
 
     return run
 

@@ -113,34 +113,25 @@ def _raise(error):
 
 
 FENCE = "outside the contract's fence|worse than|L2 error"
+# Bugs that any operator can have are the negative controls of ``mutation``, with tests of their own.
 BUGS = {
-    "zeros": ("accuracy", wrong(lambda y: y * 0), FENCE),
-    "sign": ("accuracy", wrong(torch.neg), FENCE),
     "an option ignored": ("accuracy", lambda x, *, scale=1.0: honest(x), FENCE),
     "last column skipped": ("accuracy", lambda x, *, scale=1.0: honest(x[:, :-1], scale=scale), FENCE),
-    "half output": ("accuracy", wrong(torch.Tensor.half), "expected dtype torch.float32, got torch.float16"),
     "integers": ("accuracy", wrong(torch.Tensor.int), "expected dtype torch.float32, got torch.int32"),
     "half precision inside": ("accuracy", lambda x, *, scale=1.0: honest(x.half(), scale=scale).float(), FENCE),
-    "wrong shape": ("accuracy", wrong(lambda y: y[:, None]), r"expected shape \(6,\), got \(6, 1\)"),
     "None": ("accuracy", wrong(lambda y: None), "expected a tensor or a NamedTuple of tensors, got NoneType"),
-    "a dict": ("accuracy", wrong(lambda y: {"output": y}), "got dict"),
     "a plain tuple": ("accuracy", wrong(lambda y: (y,)), "got tuple"),
     "a tuple with a number": ("accuracy", wrong(lambda y: Named(1.0)), "output: expected a tensor"),
     "a result of another name": ("accuracy", wrong(Other), "expected output, got result"),
     "wrong arity": ("accuracy", lambda: None, "raised TypeError: .* unexpected keyword argument 'x'"),
     "an exception": ("accuracy", lambda x, *, scale=1.0: 1 / 0, "forward raised ZeroDivisionError"),
     "an exit": ("accuracy", lambda x, *, scale=1.0: sys.exit(0), "forward raised SystemExit"),
-    "NaN": ("accuracy", wrong(lambda y: y + torch.nan), "NaN or inf in one but not the other: at .0. got nan"),
-    "one element off": ("accuracy", wrong(lambda y: y + 1e-3 * (torch.arange(len(y)) == 1)), r"at \[1\]"),
-    "a stale result": ("accuracy", stale, FENCE),
-    "gradient of zeros": ("gradients", cheating(lambda local, upstream: torch.zeros_like(local)), FENCE),
     "tiny gradient of zeros": (
         "gradients",
         lambda x, *, scale=1.0: honest(x, scale=scale).detach() + 0 * x.sum(),
         FENCE,
     ),
     "gradient for ones only": ("gradients", cheating(lambda local, upstream: local.clone()), FENCE),
-    "gradient sign": ("gradients", cheating(lambda local, upstream: -local * upstream), FENCE),
     "gradient rounded": ("gradients", cheating(lambda local, upstream: (local * upstream).half().float()), FENCE),
     "gradient shape": ("gradients", cheating(lambda local, upstream: local[:1]), "backward raised RuntimeError.*shape"),
     "gradient NaN": ("gradients", cheating(lambda local, upstream: local * torch.nan), "NaN or inf in one"),
@@ -149,11 +140,6 @@ BUGS = {
         "gradients",
         wrong(lambda y: y.detach() + torch.zeros((), requires_grad=True)),
         "no gradient for x",
-    ),
-    "exception in backward": (
-        "gradients",
-        cheating(lambda local, upstream: 1 / 0),
-        "backward raised ZeroDivisionError",
     ),
     "exit in backward": ("gradients", cheating(lambda local, upstream: sys.exit(0)), "backward raised SystemExit"),
     "a mean over the batch": (
@@ -193,11 +179,6 @@ BUGS = {
         "output: detached",
     ),
     "in-place change": ("hygiene", overwriting, "x was changed"),
-    "no validation": (
-        "robustness",
-        lambda x, *, scale=1.0: torch.ones(()) if isinstance(x, str) else honest(x, scale=scale),
-        "nothing was raised",
-    ),
     "vague error": ("robustness", refusing(TypeError("bad")), "expected a message matching 'x: expected a tensor'"),
     "wrong error": ("robustness", refusing(KeyError("x")), "expected TypeError, got KeyError"),
     "exit on bad input": ("robustness", refusing(SystemExit(0)), "expected TypeError, got SystemExit"),
@@ -235,16 +216,7 @@ def test_an_honest_implementation_holds(relation, case):
         assert found or (relation == "robustness" and case is not SPEC.case())
 
 
-QUICK = {
-    "sign",
-    "None",
-    "gradient sign",
-    "detached",
-    "a mean over the batch",
-    "noise",
-    "in-place change",
-    "vague error",
-}
+QUICK = {"None", "detached", "a mean over the batch", "noise", "in-place change", "vague error"}
 
 
 @pytest.mark.parametrize("bug", [pytest.param(bug, marks=[pytest.mark.smoke] * (bug in QUICK)) for bug in BUGS])
@@ -260,8 +232,6 @@ def test_a_bug_is_caught_and_named_and_stops_nothing(bug):
 
 ODD = {
     "a scalar": wrong(torch.sum),
-    "sparse": wrong(torch.Tensor.to_sparse),
-    "on no device": wrong(lambda y: y.to("meta")),
     "complex": wrong(torch.Tensor.cfloat),
     "a shape that changes": wrong(lambda y: y[: next(COUNTER) % 3]),
     "an error that cannot be printed": lambda x, *, scale=1.0: _raise(Unprintable()),

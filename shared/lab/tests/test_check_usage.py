@@ -69,10 +69,8 @@ def test_no_gpu(capsys):
         (["--timeout", "0"], "argument --timeout: expected a finite number > 0, got '0'"),
         (["--timeout", "inf"], "argument --timeout: expected a finite number > 0, got 'inf'"),
         (["--width", "x"], "argument --width: expected an integer >= 1, got 'x'"),
-        (["--width", str(2**70)], "argument --width: expected an integer below 2^31, got"),
         (["--vocab", "3"], "unrecognized arguments: --vocab 3"),
-        (["--relation", "luck"], "invalid choice: 'luck'"),
-        (["--dtype", "fp8"], "invalid choice: 'fp8'"),
+        (["--width", str(2**70)], "argument --width: expected an integer below 2^31, got"),
     ],
 )
 def test_usage(argv, message, capsys):

@@ -183,7 +183,6 @@ def test_targets_of_the_gpus_that_are_here_are_the_default(capsys, monkeypatch):
         (["--op", "double", "--arch", "sm_80a"], "--arch: there are no kernels for sm_80a"),
         (["--out", __file__, "--arch", "sm_80"], "--out: "),
         (["--arch", "sm_80", "--package", "toy"], "--package: kernels are in toy_kernels, got 'toy'"),
-        (["--fast"], "unrecognized arguments: --fast"),
     ],
 )
 def test_bad_arguments(argv, words, capsys, monkeypatch):

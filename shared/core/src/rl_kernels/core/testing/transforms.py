@@ -109,14 +109,6 @@ class Rows:
             name: value[index] * 3 if value.is_floating_point() else value[index] for name, value in self.flat.items()
         }
 
-    def filled(self, count: int, number: float) -> Inputs:
-        """Return filler rows that are computed, all of one number."""
-        rows = {name: value[:1].expand(count, *value.shape[1:]).clone() for name, value in self.flat.items()}
-        for name, value in rows.items():
-            if self.layout.arguments[name] and value.is_floating_point():
-                value.fill_(number)
-        return rows
-
     def shaped(self, label: str, *lead: int) -> Variant:
         """Return the call with its rows in other leading dims; without leading dims, the first row alone."""
         rows = {name: value.reshape(*lead, *value.shape[1:]) if lead else value[0] for name, value in self.flat.items()}
@@ -140,14 +132,15 @@ class Rows:
             label, {**self.inputs, **{name: value.clone() for name, value in rows.items()}}, pick, find, lift
         )
 
-    def nan(self, count: int) -> Inputs:
-        """Return filler rows that are masked and hold NaN."""
+    def filled(self, count: int, number: float, *, masked: bool = False) -> Inputs:
+        """Return filler rows of one number, which are computed unless they are masked."""
         rows = {name: value[:1].expand(count, *value.shape[1:]).clone() for name, value in self.flat.items()}
         for name, value in rows.items():
             # An argument with one number per row, such as a temperature, is checked even in masked rows.
             if self.layout.arguments[name] and value.is_floating_point():
-                value.fill_(torch.nan)
-        rows[self.layout.ids or ""].fill_(IGNORED)
+                value.fill_(number)
+        if masked:
+            rows[self.layout.ids or ""].fill_(IGNORED)
         return rows
 
     def _flatten(self, result: torch.Tensor) -> torch.Tensor:
@@ -227,7 +220,9 @@ def _masked(rows: Rows, draw: Draw) -> Iterator[Variant]:
     if rows.inputs.get("ignore_index") not in (None, IGNORED):
         return
     for where, count, index in _padded(rows):
-        yield rows.variant(f"masked rows of NaN, {where}", index, rows.nan(count), ignore_index=IGNORED)
+        yield rows.variant(
+            f"masked rows of NaN, {where}", index, rows.filled(count, torch.nan, masked=True), ignore_index=IGNORED
+        )
 
 
 def _chunks(rows: Rows, draw: Draw) -> Iterator[Variant]:
