@@ -30,17 +30,8 @@ extern "C" __global__ void everything(float* out, signed char b, short h, int i,
     for (int k = 0; k < 6; ++k) out[k] = float(values[k]);
 }
 """
-TURN = """
-extern "C" __global__ void turn(const float* x, float* out, int n) {
-    extern __shared__ float held[];
-    for (int i = threadIdx.x; i < n; i += blockDim.x) held[i] = x[i];
-    __syncthreads();
-    for (int i = threadIdx.x; i < n; i += blockDim.x) out[i] = held[n - 1 - i];
-}
-"""
 SOURCES = {
     "add": (ADD, "PPqf", (("TIMES", 2),)),
-    "turn": (TURN, "PPi", ()),
 }
 
 
@@ -81,21 +72,6 @@ def test_parameters_of_every_kind():
     assert out.item() == 1
     load("add", "absent", "PP").launch((1,), 1, out, out)
     assert out.item() == 0
-
-
-@pytest.mark.gpu
-def test_as_much_shared_memory_as_there_is():
-    most = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
-    turn = load("turn")
-    for shared in (most, 1024, most):
-        x = torch.randn(shared // 4, device="cuda:0")
-        out = torch.empty_like(x)
-        turn.launch(1, 256, x, out, x.numel(), shared=shared)
-        assert torch.equal(out, x.flip(0))
-    with pytest.raises(
-        CudaError, match=f"turn: {most + 1024} bytes of dynamic shared memory: CUDA_ERROR_INVALID_VALUE"
-    ):
-        turn.launch(1, 256, x, out, 1, shared=most + 1024)
 
 
 @pytest.mark.gpu

@@ -40,24 +40,6 @@ extern "C" __global__ void numbers(const u32* a, const u32* b, float* wide, u32*
 }
 """
 )
-STATES = """
-#include <rl_kernels/softmax.cuh>
-using namespace rlk;
-// One warp: 128 values to each of two stretches, merged.
-extern "C" __global__ void states(const float* x, float* out, float inv, int selected) {
-    const float c = __fmul_rn(inv, LOG2E);
-    State whole = empty();
-    for (int part = 0; part < 2; ++part) {
-        u32 words[4];
-        for (int k = 0; k < 4; ++k) words[k] = __float_as_uint(x[part * 128 + threadIdx.x * 4 + k]);
-        State s = empty();
-        add<true, FP32>(s, words, c);
-        whole = merged<true>(whole, over_warp<true>(s, c), c);
-    }
-    const Statistics found = finished<true>(whole, x[selected], inv, c);
-    if (threadIdx.x == 0) out[0] = found.logp, out[1] = found.lse, out[2] = found.entropy;
-}
-"""
 SOFTCAP = """
 #include <rl_kernels/softcap.cuh>
 using namespace rlk;
@@ -71,7 +53,6 @@ extern "C" __global__ void softcap(const float* x, float* capped, float* slope, 
 """
 SOURCES = {
     "numbers": (NUMBERS, "PPPPPi"),
-    "states": (STATES, "PPfi"),
     "softcap": (SOFTCAP, "PPPffi"),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -91,9 +72,7 @@ def load(name, dtype=torch.float32):
     return kernel(made, name, SOURCES[name][1], torch.device("cuda", 0))
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [*(("numbers", dtype) for dtype in DTYPES), ("states", DTYPES[0]), ("softcap", DTYPES[0])]
-)
+@pytest.mark.parametrize(("name", "dtype"), [*(("numbers", dtype) for dtype in DTYPES), ("softcap", DTYPES[0])])
 def test_the_headers_compile_without_a_warning_or_a_spill(name, dtype):
     compiled = compile_program(program(name, dtype, "sm_90"))
     assert not warnings_of(compiled.log)
@@ -115,34 +94,6 @@ def test_numbers_are_those_of_torch(dtype):
     assert torch.equal(wide, a.float())
     assert torch.equal(back, a)
     assert torch.equal(larger, torch.maximum(a, b))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("scale", [0.0, 1.0, 80.0])
-@pytest.mark.parametrize("inv", [1.0, 0.37])
-def test_states_are_those_of_a_softmax(scale, inv):
-    x = torch.randn(256, device="cuda") * scale
-    x[3], x[200] = -math.inf, -math.inf
-    out = torch.empty(3, device="cuda")
-    load("states").launch(1, 32, x, out, inv, 77)
-    z = x.double() * inv
-    logs = z.log_softmax(0)
-    entropy = -(logs.exp() * logs).nan_to_num(0.0).sum()
-    expected = torch.stack((logs[77], z.logsumexp(0), entropy))
-    torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=2e-6)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("far", [1e6, 1e10, 3e38])
-@pytest.mark.parametrize("inv", [1.0, 0.37])
-def test_states_of_values_far_from_0(far, inv):
-    x = torch.full((256,), -far, device="cuda")
-    x[3], x[77], x[100], x[200] = far, far, -math.inf, far
-    out = torch.empty(3, device="cuda")
-    load("states").launch(1, 32, x, out, inv, 77)
-    three = math.log(3.0)
-    expected = torch.tensor([-three, far * inv + three, three])
-    torch.testing.assert_close(out.cpu(), expected, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.gpu

@@ -103,14 +103,24 @@ def doubled():
 
 
 @pytest.fixture
-def install(make_module, monkeypatch):
+def announce(make_module, monkeypatch):
+    """Return ``announce(command, *operators)``: a command knows these operators of ``toy_pkg`` alone."""
+
+    def register(command, *operators):
+        make_module("toy_pkg.op", **{operator.name: operator for operator in operators})
+        points = {each.name: EntryPoint(each.name, f"toy_pkg.op:{each.name}", GROUP) for each in operators}
+        monkeypatch.setattr(command, "kernel_registry", KernelRegistry(points))
+
+    return register
+
+
+@pytest.fixture
+def install(announce, make_module):
     """Return ``install(command, operator, spec, **functions)``: a command knows that operator alone; gives its spec."""
 
     def register(command, operator, spec, **functions):
         make_module(operator.package, **functions)
-        make_module(f"{operator.package}.op", OPERATOR=operator)
-        point = EntryPoint(operator.name, f"{operator.package}.op:OPERATOR", GROUP)
-        monkeypatch.setattr(command, "kernel_registry", KernelRegistry({operator.name: point}))
+        announce(command, operator)
         return make_module(f"{operator.package}.spec.cases", SPEC=spec)
 
     return register

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from functools import partial
 
 import numpy as np
 import pytest
@@ -161,32 +162,32 @@ CHANGES = {
 }
 
 
+RESTORED = (
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (torch.get_rng_state, torch.set_rng_state),
+    (random.getstate, random.setstate),
+    (np.random.get_state, np.random.set_state),
+    (partial(signal.getsignal, signal.SIGINT), partial(signal.signal, signal.SIGINT)),
+    (lambda: torch.backends.cudnn.allow_tf32, partial(setattr, torch.backends.cudnn, "allow_tf32")),
+    (lambda: None, torch.set_default_device),
+    (lambda: False, torch.set_flush_denormal),
+)
+
+
 @pytest.fixture
 def restored(tmp_path, monkeypatch):
     """Take back whatever a test changes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RL_TOY", "0")
-    threads, precision, handler = (
-        torch.get_num_threads(),
-        torch.get_float32_matmul_precision(),
-        signal.getsignal(signal.SIGINT),
-    )
-    tf32 = torch.backends.cudnn.allow_tf32
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    before = [(write, read()) for read, write in RESTORED]
     yield
-    torch.set_default_device(None)
-    torch.set_num_threads(threads)
-    torch.set_float32_matmul_precision(precision)
-    torch.set_default_dtype(torch.float32)
-    torch.set_grad_enabled(True)
-    torch.autograd.set_detect_anomaly(False)
-    torch.use_deterministic_algorithms(False)
-    torch.set_flush_denormal(False)
-    torch.backends.cudnn.allow_tf32 = tf32
-    signal.signal(signal.SIGINT, handler)
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])
+    for write, value in reversed(before):
+        write(value)
 
 
 @pytest.mark.parametrize("name", CHANGES)

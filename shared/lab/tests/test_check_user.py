@@ -4,14 +4,12 @@ import json
 import re
 import sys
 from dataclasses import replace
-from importlib.metadata import EntryPoint
 from textwrap import dedent
 
 import pytest
 
 from rl_kernels.core.loading import load
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
-from rl_kernels.core.registry import GROUP, KernelRegistry
 from rl_kernels.core.testing import Case, IllegalCall, RowLayout, Spec
 from rl_kernels.lab.check import cli
 
@@ -199,30 +197,22 @@ UNUSABLE = [
 ]
 
 
-@pytest.fixture
-def unusable(file, tmp_path):
-    """Return ``unusable(pattern)``: the candidate with the paths filled in."""
+@pytest.mark.parametrize(("pattern", "message"), UNUSABLE)
+def test_what_cannot_be_found_is_said(pattern, message, file, tmp_path, capsys):
     files = {
         "file": "NUMBER = 1\ndef mine(x): return x",
         "raises": "raise RuntimeError('at import')",
         "exits": "import sys\nsys.exit(0)",
         "wrong": "def mine(:",
     }
-    paths = {name: file(source, f"{name}.py") for name, source in files.items()}
-    return lambda pattern: pattern.format(folder=tmp_path, **paths)
-
-
-@pytest.mark.parametrize(("pattern", "message"), UNUSABLE)
-def test_what_cannot_be_found_is_said(unusable, pattern, message, capsys):
+    target = pattern.format(folder=tmp_path, **{name: file(source, f"{name}.py") for name, source in files.items()})
     with pytest.raises(ValueError, match=re.escape(message)):
-        load(unusable(pattern))
-    assert message in refused(unusable(pattern), capsys)
+        load(target)
+    assert message in refused(target, capsys)
 
 
-def test_several_operators_are_one_too_many(file, capsys, make_module, monkeypatch):
-    make_module("toy_pkg.op", scaled=OPERATOR, other=replace(OPERATOR, name="other"))
-    points = {name: EntryPoint(name, f"toy_pkg.op:{name}", GROUP) for name in ("scaled", "other")}
-    monkeypatch.setattr(cli, "kernel_registry", KernelRegistry(points))
+def test_several_operators_are_one_too_many(file, capsys, announce):
+    announce(cli, OPERATOR, replace(OPERATOR, name="other"))
     both = ("--op", "scaled", "--op", "other")
     assert "say which operator it implements, with --op" in refused(f"{file(HONEST)}:mine", capsys, *both)
     assert "say which operator it implements, with --op" in refused(f"{file(HONEST)}:mine", capsys, "--suite", "quick")

@@ -3,7 +3,6 @@
 import errno
 import os
 import threading
-from importlib.metadata import EntryPoint
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from rl_kernels.core.cuda.program import CompileError, Program, inputs_of
 from rl_kernels.core.cuda.resources import serialized_in
 from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
-from rl_kernels.core.registry import GROUP, KernelRegistry
 from rl_kernels.lab.compile import cli as compile_cli
 
 MISSING = toolchain.why_no_compiler()
@@ -36,15 +34,15 @@ def operator(name, *backends):
 
 
 NATIVE = Backend("native", "toy_pkg.native", {"cpu": INVARIANT})
-TOYS = {
-    "double": operator(
+TOYS = (
+    operator(
         "double",
         cuda_backend("cuda-sm90", "toy_pkg.cuda_sm90", archs="sm_90"),
         cuda_backend("cuda-generic", "toy_pkg.cuda_generic", archs="sm_80+"),
         NATIVE,
     ),
-    "plain": operator("plain", NATIVE),
-}
+    operator("plain", NATIVE),
+)
 
 
 @pytest.fixture
@@ -64,11 +62,9 @@ def offered(make_module):
 
 
 @pytest.fixture(autouse=True)
-def toys(make_module, make_kernels, cubins, offered, monkeypatch):
+def toys(announce, make_module, make_kernels, cubins, offered, monkeypatch):
     make_module("toy_pkg")
-    make_module("toy_pkg.op", **TOYS)
-    points = {name: EntryPoint(name, f"toy_pkg.op:{name}", GROUP) for name in TOYS}
-    monkeypatch.setattr(compile_cli, "kernel_registry", KernelRegistry(points))
+    announce(compile_cli, *TOYS)
     monkeypatch.setenv("COLUMNS", "200")
     return make_kernels("toy_kernels", fine__cu=FINE, warning__cu=WARNING, stack__cu=STACK, wrong__cu="wrong")
 
@@ -102,11 +98,9 @@ def compiler(monkeypatch):
     monkeypatch.setattr(toolchain, "targets", lambda: frozenset({80, 90}))
 
 
-def test_a_program_of_two_operators_is_compiled_once(compiler, make_module, monkeypatch):
+def test_a_program_of_two_operators_is_compiled_once(compiler, announce):
     again = operator("again", cuda_backend("cuda-sm90", "toy_pkg.cuda_sm90", archs="sm_90"))
-    make_module("toy_pkg.op", again=again, **TOYS)
-    points = {name: EntryPoint(name, f"toy_pkg.op:{name}", GROUP) for name in ("again", "double")}
-    monkeypatch.setattr(compile_cli, "kernel_registry", KernelRegistry(points))
+    announce(compile_cli, again, TOYS[0])
     programs = [f"toy_kernels/fine.cu TIMES={times} for sm_90a" for times in (3, 4)]
     for names in (("again", "double"), ("double", "again")):
         options = [word for name in names for word in ("--op", name)]
@@ -199,14 +193,13 @@ def test_bad_arguments(argv, words, capsys, monkeypatch):
     assert said.err.count("\n") == 1
 
 
-def test_nothing_to_compile(capsys, monkeypatch):
+def test_nothing_to_compile(announce, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(toolchain, "bindings_version", lambda: None)
         assert compile_cli.main([]) == 2
     expected = "rl-kernels compile: cuda-bindings is not installed: pip install cuda-bindings\n"
     assert capsys.readouterr().err == expected
-    points = {"plain": EntryPoint("plain", "toy_pkg.op:plain", GROUP)}
-    monkeypatch.setattr(compile_cli, "kernel_registry", KernelRegistry(points))
+    announce(compile_cli, TOYS[1])
     assert compile_cli.main([]) == 2
     assert capsys.readouterr().err == "rl-kernels compile: no installed operator has a CUDA backend\n"
 

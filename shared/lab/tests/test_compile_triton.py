@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 from contextlib import contextmanager
-from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 from rl_kernels.core.commands import cli
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
-from rl_kernels.core.registry import GROUP, KernelRegistry
 from rl_kernels.core.triton_lib.launch import INTERPRETED, triton_backend
 from rl_kernels.core.triton_lib.targets import LEAST, TARGETS, shared_memory_of
 from rl_kernels.lab.compile import ahead, triton
@@ -40,15 +38,10 @@ def used(kernel="one", **given):
 
 
 @pytest.fixture(autouse=True)
-def toys(make_module, monkeypatch):
+def toys(announce, make_module, monkeypatch):
     make_module("toy_pkg")
-    found = {
-        "double": operator("double", triton_backend("toy_pkg.triton.backend"), NATIVE),
-        "plain": operator("plain", NATIVE),
-    }
-    make_module("toy_pkg.op", **found)
-    points = {name: EntryPoint(name, f"toy_pkg.op:{name}", GROUP) for name in found}
-    monkeypatch.setattr(triton, "kernel_registry", KernelRegistry(points))
+    double = operator("double", triton_backend("toy_pkg.triton.backend"), NATIVE)
+    announce(triton, double, operator("plain", NATIVE))
     monkeypatch.setattr(triton, "why_not", lambda: None)
     monkeypatch.setenv("COLUMNS", "200")
 
