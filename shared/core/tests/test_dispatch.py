@@ -26,14 +26,7 @@ def make_operator(*backends, name="grpo_loss", describe=Call.of):
 OPERATOR = make_operator(FUSED, QUICK, NATIVE, PLAIN)
 
 
-@pytest.fixture(autouse=True)
-def clean(monkeypatch):
-    """Hold each test apart from the environment that the suite runs in, and see that it leaves nothing behind."""
-    monkeypatch.setattr(dispatch, "_environment", {})
-    monkeypatch.setattr(dispatch, "_strict", False)
-    yield
-    assert dispatch._blocks == ()
-    assert dispatch._logs == dispatch._logs_of_choices == []
+pytestmark = pytest.mark.usefixtures("clean_dispatch")
 
 
 @pytest.mark.smoke

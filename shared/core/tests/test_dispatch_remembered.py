@@ -7,12 +7,7 @@ from rl_kernels.core import dispatch
 from rl_kernels.core.dispatch import choose, record_dispatch, use_backend
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 
-
-@pytest.fixture(autouse=True)
-def clean(monkeypatch):
-    """Hold each test apart from the environment that the suite runs in."""
-    monkeypatch.setattr(dispatch, "_environment", {})
-    monkeypatch.setattr(dispatch, "_strict", False)
+pytestmark = pytest.mark.usefixtures("clean_dispatch")
 
 
 @pytest.fixture

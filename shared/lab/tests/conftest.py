@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.registry import GROUP, KernelRegistry
 from rl_kernels.core.testing import Case, RowLayout, Spec
 from rl_kernels.lab.check.candidate import Candidate
@@ -102,6 +103,16 @@ def doubled():
     )
 
 
+@pytest.fixture(scope="session")
+def double_operator():
+    """The operator that doubles, with a backend for a GPU and one for the CPU."""
+    backends = (
+        Backend("cuda-sm90", "toy_pkg.cuda", {"cuda": INVARIANT}),
+        Backend("native", "toy_pkg.native", {"cpu": INVARIANT}),
+    )
+    return Operator("double", "toy_pkg", "twice", ("N",), frozenset({"N"}), {}, {}, backends, lambda x, **_: Call.of(x))
+
+
 @pytest.fixture
 def announce(make_module, monkeypatch):
     """Return ``announce(command, *operators)``: a command knows these operators of ``toy_pkg`` alone."""
@@ -159,17 +170,18 @@ def definition(x, weight):
 
 
 class Product(torch.autograd.Function):
-    """The definition with what its backward pass needs; tests write that pass."""
+    """The definition with what its backward pass needs."""
 
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(weight)
         return definition(x, weight)
 
-    @classmethod
-    def apply_by_name(cls, x, weight):
-        """Call it with its arguments by name, which ``apply`` does not take."""
-        return cls.apply(x, weight)
+
+def differentiated(backward, forward=Product.forward):
+    """Return the product with this backward pass, as a function that takes its arguments by name."""
+    function = type("Spoilt", (Product,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+    return lambda x, weight: function.apply(x, weight)
 
 
 @pytest.fixture(scope="session")
@@ -192,7 +204,7 @@ def product():
         transforms={},
         illegal=(),
     )
-    return SimpleNamespace(definition=definition, spec=spec, saving=Product)
+    return SimpleNamespace(definition=definition, spec=spec, differentiated=differentiated)
 
 
 @pytest.fixture

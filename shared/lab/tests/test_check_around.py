@@ -78,27 +78,22 @@ def test_what_autocast_casts_is_said_by_the_operator(definition, failed):
 
 
 def test_a_backward_pass_inside_autocast_shows(product, failed):
-    class Inside(product.saving):
-        @staticmethod
-        def backward(ctx, grad):
-            return grad[:, None] @ ctx.saved_tensors[0][None, :], None
+    def backward(ctx, grad):
+        return grad[:, None] @ ctx.saved_tensors[0][None, :], None
 
-    found = failed(Inside.apply_by_name)
+    found = failed(product.differentiated(backward))
     assert found.keys() == {f"gradient:x, autocast{dtype}, backward inside" for dtype in ("", " to FP16")}
 
 
 def test_a_dtype_that_autocast_was_not_asked_for_shows(product, failed):
-    class Cast(product.saving):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(weight)
-            return (x.bfloat16() @ weight.bfloat16()) if torch.is_autocast_enabled("cpu") else x @ weight
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return (x.bfloat16() @ weight.bfloat16()) if torch.is_autocast_enabled("cpu") else x @ weight
 
-        @staticmethod
-        def backward(ctx, grad):
-            return grad[:, None].float() * ctx.saved_tensors[0].to(grad.dtype).float(), None
+    def backward(ctx, grad):
+        return grad[:, None].float() * ctx.saved_tensors[0].to(grad.dtype).float(), None
 
-    found = failed(Cast.apply_by_name, autocast=CAST)
+    found = failed(product.differentiated(backward, forward), autocast=CAST)
     assert "output, autocast to FP16" in found
     assert "output, autocast" not in found
 

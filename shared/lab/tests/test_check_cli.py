@@ -9,16 +9,9 @@ from importlib.resources import files
 import pytest
 import torch
 
-from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.testing import Case, IllegalCall, given
 from rl_kernels.lab.check import cli, compare
 from rl_kernels.lab.check.cell import Cell
-
-BACKENDS = (
-    Backend("cuda-sm90", "toy_pkg.cuda", {"cuda": INVARIANT}),
-    Backend("native", "toy_pkg.native", {"cpu": INVARIANT}),
-)
-OPERATOR = Operator("double", "toy_pkg", "twice", ("N",), frozenset({"N"}), {}, {}, BACKENDS, lambda x, **_: Call.of(x))
 
 
 def double(x, *, backend=None):
@@ -28,11 +21,11 @@ def double(x, *, backend=None):
 
 
 @pytest.fixture(autouse=True)
-def spec(install, doubled, monkeypatch):
+def spec(install, double_operator, doubled, monkeypatch):
     """The module of the toy's spec."""
     monkeypatch.setattr(double, "factor", 2.0, raising=False)
     illegal = (IllegalCall("text", given(x="1"), TypeError, "x: expected a tensor"),)
-    return install(cli, OPERATOR, replace(doubled, illegal=illegal), double=double)
+    return install(cli, double_operator, replace(doubled, illegal=illegal), double=double)
 
 
 @pytest.fixture

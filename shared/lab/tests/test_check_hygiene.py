@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -227,12 +228,8 @@ BUGS = {
 }
 
 
-class Toy:
-    name = "toy"
-
-
 def records(function, name):
-    candidate = Candidate("toy", Toy, lambda _, kwargs: function(**kwargs))
+    candidate = Candidate("toy", SimpleNamespace(name="toy"), lambda _, kwargs: function(**kwargs))
     return list(hold(Cell(candidate, SPEC, SPEC.case(name), Setting("fp32", torch.device("cpu"), "cpu")), "hygiene"))
 
 

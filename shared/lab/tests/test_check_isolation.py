@@ -10,18 +10,14 @@ import pytest
 import torch
 
 from rl_kernels.core.loading import load
-from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.lab.check import cli, compare, launches
 from rl_kernels.lab.check.isolation import remote
 from rl_kernels.lab.check.isolation.remote import Worker
 
-BACKENDS = (Backend("native", "toy_pkg.native", {"cpu": INVARIANT}),)
-OPERATOR = Operator("double", "toy_pkg", "", ("N",), frozenset({"N"}), {}, {}, BACKENDS, lambda x, **_: Call.of(x))
-
 
 @pytest.fixture(autouse=True)
-def toy(install, doubled):
-    install(cli, OPERATOR, replace(doubled, transforms={}), double=lambda x, *, backend=None: 2 * x)
+def toy(install, double_operator, doubled):
+    install(cli, double_operator, replace(doubled, transforms={}), double=lambda x, *, backend=None: 2 * x)
 
 
 @pytest.fixture

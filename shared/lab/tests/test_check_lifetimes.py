@@ -71,58 +71,41 @@ def test_a_parameter_that_is_kept_by_version_shows_where_it_is_written_through_d
 
 
 def test_an_upstream_gradient_that_is_written_into_is_named(product, failed):
-    class Scales(product.saving):
-        @staticmethod
-        def backward(ctx, grad):
-            return grad.mul_(2)[:, None] * ctx.saved_tensors[0] / 2, None
+    def backward(ctx, grad):
+        return grad.mul_(2)[:, None] * ctx.saved_tensors[0] / 2, None
 
-    assert failed(Scales.apply_by_name) == {"run": "backward wrote into the upstream gradient of output"}
+    assert failed(product.differentiated(backward)) == {"run": "backward wrote into the upstream gradient of output"}
 
 
 def test_a_gradient_that_is_handed_out_twice_shows(product, failed):
-    class Keeps(product.saving):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.gradient = weight.expand(x.shape).clone()
-            return product.definition(x, weight)
+    def forward(ctx, x, weight):
+        ctx.gradient = weight.expand(x.shape).clone()
+        return product.definition(x, weight)
 
-        @staticmethod
-        def backward(ctx, grad):
-            return ctx.gradient, None
-
-    assert "backward again" in failed(Keeps.apply_by_name, references={"": Keeps.apply_by_name})
+    keeps = product.differentiated(lambda ctx, grad: (ctx.gradient, None), forward)
+    assert "backward again" in failed(keeps, references={"": keeps})
 
 
 def test_what_an_attribute_keeps_for_the_backward_pass_shows_where_it_is_written(product, failed):
-    class Unversioned(product.saving):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.weight = weight
-            return product.definition(x, weight)
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        return product.definition(x, weight)
 
-        @staticmethod
-        def backward(ctx, grad):
-            return grad[:, None] * ctx.weight, None
-
-    assert failed(Unversioned.apply_by_name).keys() == {"weight written before backward"}
+    unversioned = product.differentiated(lambda ctx, grad: (grad[:, None] * ctx.weight, None), forward)
+    assert failed(unversioned).keys() == {"weight written before backward"}
 
 
 def test_a_ring_of_what_is_kept_for_backward_passes_shows(product, failed):
     ring, calls = {}, [0]
 
-    class Ring(product.saving):
-        @staticmethod
-        def forward(ctx, x, weight):
-            calls[0] += 1
-            ctx.place = calls[0] % 256
-            ring[ctx.place] = weight.clone()
-            return product.definition(x, weight)
+    def forward(ctx, x, weight):
+        calls[0] += 1
+        ctx.place = calls[0] % 256
+        ring[ctx.place] = weight.clone()
+        return product.definition(x, weight)
 
-        @staticmethod
-        def backward(ctx, grad):
-            return grad[:, None] * ring[ctx.place], None
-
-    assert failed(Ring.apply_by_name).keys() >= {"300 calls pending"}
+    kept_in_a_ring = product.differentiated(lambda ctx, grad: (grad[:, None] * ring[ctx.place], None), forward)
+    assert failed(kept_in_a_ring).keys() >= {"300 calls pending"}
 
 
 @pytest.mark.parametrize("length", [2, 3, 24, 48])

@@ -4,6 +4,7 @@ import itertools
 import re
 import sys
 from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -185,12 +186,8 @@ BUGS = {
 }
 
 
-class Toy:
-    name = "toy"
-
-
 def cell(function, case=None, **setting):
-    candidate = Candidate("toy", Toy, lambda name, kwargs: function(**kwargs))
+    candidate = Candidate("toy", SimpleNamespace(name="toy"), lambda name, kwargs: function(**kwargs))
     return Cell(candidate, SPEC, case or SPEC.case(), Setting("fp32", torch.device("cpu"), "cpu", **setting))
 
 

@@ -1,6 +1,7 @@
 """Many runs of one call: what changes a bit is counted, what does not is not."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,10 +24,6 @@ SPEC = Spec(
 )
 
 
-class Toy:
-    name = "toy"
-
-
 class Script(OtherStream):
     """Is busy or not as it is told, and notes what it is asked to hold."""
 
@@ -43,7 +40,7 @@ class Script(OtherStream):
 
 
 def runs_of(function):
-    candidate = Candidate("toy", Toy, lambda name, inputs: function(**inputs))
+    candidate = Candidate("toy", SimpleNamespace(name="toy"), lambda name, inputs: function(**inputs))
     return Cell(candidate, SPEC, SPEC.cases[0], Setting("fp32", CPU, "cpu"))
 
 

@@ -4,6 +4,7 @@ The toy is a linear layer whose masked outputs are 0.
 """
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,13 +80,9 @@ def linear(edit=lambda up: up, adds=None, function=Linear):
     return lambda x, weight, ids, *, ignore_index=None: function.apply(x, weight, ids == ignore_index, edit, adds)
 
 
-class Toy:
-    name = "toy"
-
-
-def records(function, name="plain", backend=None, spec=SPEC):
-    candidate = Candidate("toy", Toy, lambda _, kwargs: function(**kwargs), backend=backend)
-    cell = Cell(candidate, spec, spec.case(name), Setting("fp32", torch.device("cpu"), "cpu"))
+def records(function, name="plain", backend=None, spec=SPEC, dtype="fp32"):
+    candidate = Candidate("toy", SimpleNamespace(name="toy"), lambda _, kwargs: function(**kwargs), backend=backend)
+    cell = Cell(candidate, spec, spec.case(name), Setting(dtype, torch.device("cpu"), "cpu"))
     return list(hold(cell, "gradients"))
 
 
@@ -190,10 +187,6 @@ class ForwardRight(Linear):
         return Linear.forward(ctx, x, weight, masked, edit, adds)
 
 
-def tolerance_of(found, item):
-    return next(each.tolerance for each in found if isinstance(each, Check) and each.item == item)
-
-
 @pytest.mark.parametrize(
     ("function", "double", "forward"),
     [
@@ -204,10 +197,9 @@ def tolerance_of(found, item):
     ],
 )
 def test_other_derivatives_are_refused_or_right(function, double, forward):
-    found = records(function)
-    assert all(each.passed for each in found if isinstance(each, Check))
-    assert tolerance_of(found, "double backward") == double
-    assert tolerance_of(found, "forward mode") == forward
+    checks = {each.item: each for each in records(function) if isinstance(each, Check)}
+    assert all(each.passed for each in checks.values())
+    assert (checks["double backward"].tolerance, checks["forward mode"].tolerance) == (double, forward)
 
 
 @pytest.mark.parametrize(("function", "item"), [(SilentZeros, "double backward"), (ForwardZeros, "forward mode")])
@@ -308,8 +300,7 @@ def test_a_gradient_that_is_rounded_before_it_is_added_shows(dtype):
         return linear(adds=adds_rounded)(x.float(), wide, ids, ignore_index=ignore_index).to(x.dtype)
 
     spec = Spec(**{**vars(SPEC), "cases": (Case("plain", {"rows": 5, "width": 8, "outs": 9}),)})
-    candidate = Candidate("toy", Toy, lambda _, kwargs: call(**kwargs), backend="toy")
-    found = hold(Cell(candidate, spec, spec.case(), Setting("bf16", torch.device("cpu"), "cpu")), "gradients")
+    found = records(call, backend="toy", spec=spec, dtype="bf16")
     digits = {each.item: each.comparison.message for each in found if each.item == f"{MAIN}, digits"}
     rounded = "the gradient was rounded to bf16 before it was added"
     assert digits == {f"{MAIN}, digits": rounded if dtype == torch.bfloat16 else ""}

@@ -8,14 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.lab.check import cli
 
-BACKENDS = (
-    Backend("cuda-sm90", "toy_pkg.cuda", {"cuda": INVARIANT}),
-    Backend("native", "toy_pkg.native", {"cpu": INVARIANT}),
-)
-OPERATOR = Operator("double", "toy_pkg", "twice", ("N",), frozenset({"N"}), {}, {}, BACKENDS, lambda x, **_: Call.of(x))
 CONTRACT = files("rl_kernels.core").joinpath("tolerance_contract.json").read_text("utf-8")
 NO_CONTRACT = "is not a tolerance contract"
 ON_CPU = ["--device", "cpu"]
@@ -23,8 +17,8 @@ REPLAY = ["--replay", "double/auto/fp32/accuracy/plain"]
 
 
 @pytest.fixture(autouse=True)
-def toy(install, doubled):
-    install(cli, OPERATOR, doubled, double=lambda x, *, backend=None: 2 * x)
+def toy(install, double_operator, doubled):
+    install(cli, double_operator, doubled, double=lambda x, *, backend=None: 2 * x)
 
 
 def refused(argv, capsys):
@@ -77,8 +71,8 @@ def test_usage(argv, message, capsys):
     assert message in refused(argv, capsys)
 
 
-def test_help_says_what_every_argument_is():
-    actions = cli.parser([OPERATOR])._actions
+def test_help_says_what_every_argument_is(double_operator):
+    actions = cli.parser([double_operator])._actions
     assert not [action.dest for action in actions if not action.help]
 
 

@@ -27,8 +27,6 @@ from rl_kernels.core.testing.parameters import parameters_of, signature_of
 
 MOST_THREADS, MOST_SHARED = 1024, 227 << 10
 """Threads and bytes of shared memory that a block may have on Hopper."""
-MOST_BLOCKS = (1 << 31, 1 << 16, 1 << 16)
-"""Exclusive limits of the blocks along each dimension of a grid."""
 COPIED = 16
 """Alignment, in bytes, of addresses, rows and boxes of a tensor map."""
 LONGEST = 256
@@ -186,8 +184,7 @@ def tensor_map(
 def _check(launch: Launch) -> None:
     """Check a launch against the limits of the hardware, and its pointers against the types in the source."""
     name = launch.entry
-    for blocks, most in zip(launch.grid, MOST_BLOCKS, strict=True):
-        assert 0 < blocks < most, f"{name}: grid out of range: {launch.grid}"
+    check_grid(name, launch.grid)
     assert 0 < launch.block <= MOST_THREADS, f"{name}: {launch.block} threads"
     assert launch.block % 32 == 0, f"{name}: {launch.block} threads: not a multiple of 32"
     assert 0 <= launch.shared <= MOST_SHARED, f"{name}: {launch.shared} bytes of shared memory"
@@ -198,6 +195,12 @@ def _check(launch: Launch) -> None:
         assert value.dtype == parameter.points_to, f"{name}: {parameter.name} points to {value.dtype}"
         # A kernel gets no strides for a pointer with a type: it reads element i at offset i.
         assert value.is_contiguous(), f"{name}: {parameter.name} has strides {value.stride()}"
+
+
+def check_grid(name: str, grid: tuple[int, int, int]) -> None:
+    """Check the blocks of a launch along each dimension against the limits of the hardware."""
+    for blocks, most in zip(grid, (1 << 31, 1 << 16, 1 << 16), strict=True):
+        assert 0 < blocks < most, f"{name}: grid out of range: {grid}"
 
 
 def strided(base: torch.Tensor, shape: tuple[int, int], strides: tuple[int, int]) -> torch.Tensor:

@@ -22,8 +22,8 @@ from unittest.mock import patch
 
 import torch
 
-MOST_BLOCKS = (1 << 31, 1 << 16, 1 << 16)
-"""Exclusive limits of the programs along each dimension of a grid."""
+from rl_kernels.core.testing.launches import check_grid
+
 STREAM = 7
 """The current stream of the first simulated GPU; GPU i has stream 7 + i."""
 ALIGNED = 16
@@ -140,8 +140,7 @@ class TritonRecorder:
 
     def launched(self, launch: TritonLaunch) -> None:
         """Check a launch, and run its stand-in."""
-        for programs, most in zip(launch.grid, MOST_BLOCKS, strict=True):
-            assert 0 < programs < most, f"{launch.name}: grid out of range: {launch.grid}"
+        check_grid(launch.name, launch.grid)
         assert launch.options["num_warps"] in (1, 2, 4, 8, 16), f"{launch.name}: {launch.options}"
         for value in launch.arguments.values():
             if isinstance(value, Descriptor):
