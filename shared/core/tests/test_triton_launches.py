@@ -114,7 +114,9 @@ def hold_launches(plant: Plant) -> None:
         def second(x, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
             """Stand for another one."""
 
-        numbers = torch.zeros(64)
+        memory = torch.zeros(128)
+        # From a multiple of 256 bytes on.
+        numbers = memory[-memory.data_ptr() // 4 % 64 :][:64]
         boxes = [Descriptor(numbers.view(8, 8), [8, 8], [8, 1], [rows, 8]) for rows in (4, 8)]
         calls: list[tuple[Any, ...]] = [
             (kernel, (grid,), x, n, block, warps)
