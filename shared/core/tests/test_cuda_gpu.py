@@ -1,7 +1,4 @@
-"""Kernels on a GPU: launched where and when PyTorch is, with all that a launch can ask for.
-
-That each source compiles is tested without a GPU too.
-"""
+"""Kernels on a GPU: launched where and when PyTorch is, with all that a launch can ask for."""
 
 from threading import Thread
 
@@ -30,27 +27,21 @@ extern "C" __global__ void everything(float* out, signed char b, short h, int i,
     for (int k = 0; k < 6; ++k) out[k] = float(values[k]);
 }
 """
-SOURCES = {
-    "add": (ADD, "PPqf", (("TIMES", 2),)),
-}
 
 
 @pytest.fixture(autouse=True)
 def sources(make_sources):
-    make_sources("toy_kernels", **{f"{name}__cu": text for name, (text, *_) in SOURCES.items()})
+    make_sources("toy_kernels", add__cu=ADD)
 
 
-def load(name, entry="", signature="", **defines):
-    _, usual, constants = SOURCES[name]
+def load(entry="add", signature="PPqf", times=2):
     arch = target_of(arch_of("cuda", 0), exact=False)
-    program = Program("toy_kernels", f"{name}.cu", arch, tuple(defines.items()) or constants)
-    return kernel(program, entry or name, signature or usual, torch.device("cuda", 0))
+    program = Program("toy_kernels", "add.cu", arch, (("TIMES", times),))
+    return kernel(program, entry, signature, torch.device("cuda", 0))
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_the_sources_compile(name):
-    program = Program("toy_kernels", f"{name}.cu", "sm_90", SOURCES[name][2])
-    assert compile_program(program).cubin
+def test_the_source_compiles():
+    assert compile_program(Program("toy_kernels", "add.cu", "sm_90", (("TIMES", 2),))).cubin
 
 
 def blocks(x):
@@ -61,23 +52,23 @@ def blocks(x):
 def test_parameters_of_every_kind():
     x = torch.randn(1000, device="cuda:0")
     out = torch.full_like(x, torch.nan)
-    load("add").launch(blocks(x), 128, x, out, x.numel(), 1.5)
+    load().launch(blocks(x), 128, x, out, x.numel(), 1.5)
     assert torch.equal(out, x + 3)
     out = torch.empty(6, device="cuda:0")
-    load("add", "everything", "Pbhiqfd").launch(1, 1, out, -3, 300, -(2**20), 2**40, 0.5, 0.25)
+    load("everything", "Pbhiqfd").launch(1, 1, out, -3, 300, -(2**20), 2**40, 0.5, 0.25)
     assert out.tolist() == [-3, 300, -(2**20), 2**40, 0.5, 0.25]
     # None is a null pointer.
     out = torch.zeros(1, device="cuda:0")
-    load("add", "absent", "PP").launch((1, 1, 1), 1, None, out)
+    load("absent", "PP").launch((1, 1, 1), 1, None, out)
     assert out.item() == 1
-    load("add", "absent", "PP").launch((1,), 1, out, out)
+    load("absent", "PP").launch((1,), 1, out, out)
     assert out.item() == 0
 
 
 @pytest.mark.gpu
 def test_sizes_that_do_not_fit_launch_nothing():
     x = torch.zeros(4, device="cuda:0")
-    add = load("add")
+    add = load()
     with pytest.raises(CudaError, match=r"add: grid \(1, 1, 1\), block 4096, .*: CUDA_ERROR_INVALID_VALUE"):
         add.launch(1, 4096, x, x, 4, 1.0)
     with pytest.raises(CudaError, match=r"add: grid \(0, 1, 1\)"):
@@ -90,15 +81,15 @@ def test_sizes_that_do_not_fit_launch_nothing():
 def test_a_signature_or_an_entry_that_the_kernel_does_not_have():
     for signature in ("PPq", "PPqfi", "PPif", "PPqd", "PPff"):
         with pytest.raises(ValueError, match=r"signature: .* add has \[\(0, 8\), \(8, 8\), \(16, 8\), \(24, 4\)\]"):
-            load("add", signature=signature)
+            load(signature=signature)
     with pytest.raises(CudaError, match="subtract: CUDA_ERROR_NOT_FOUND"):
-        load("add", "subtract")
+        load("subtract")
 
 
 @pytest.mark.gpu
 def test_the_current_stream_is_the_one():
     x, out = (torch.zeros(1000, device="cuda:0") for _ in range(2))
-    add = load("add")
+    add = load()
     add.launch(blocks(x), 128, x, out, x.numel(), 0.0)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -117,7 +108,7 @@ def test_in_a_graph_even_if_it_is_loaded_while_it_is_captured():
     x, out = (torch.zeros(1000, device="cuda:0") for _ in range(2))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        load("add", TIMES=3).launch(blocks(x), 128, x, out, x.numel(), 1.0)
+        load(times=3).launch(blocks(x), 128, x, out, x.numel(), 1.0)
     for value in (1.0, 2.0):
         x.fill_(value)
         graph.replay()
@@ -133,7 +124,7 @@ def test_many_threads_launch_at_once():
     def work(number):
         try:
             for _ in range(200):
-                load("add").launch(blocks(x), 128, x, outs[number], x.numel(), float(number))
+                load().launch(blocks(x), 128, x, outs[number], x.numel(), float(number))
         except Exception as error:
             failed.append(error)
 

@@ -15,7 +15,8 @@ from rl_kernels.core.operator import arch_of
 MISSING = toolchain.why_no_compiler()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
-CHOOSE = """
+NUMBERS = """
+#include <rl_kernels/number.cuh>
 using namespace rlk;
 #if DTYPE == 0
 using T = FP32;
@@ -24,11 +25,6 @@ using T = BF16;
 #else
 using T = FP16;
 #endif
-"""
-NUMBERS = (
-    "#include <rl_kernels/number.cuh>\n"
-    + CHOOSE
-    + """
 extern "C" __global__ void numbers(const u32* a, const u32* b, float* wide, u32* back, u32* larger, int words) {
     for (int i = threadIdx.x; i < words; i += blockDim.x) {
         T::unpack(a[i], wide + i * PER_WORD<T>);
@@ -39,7 +35,6 @@ extern "C" __global__ void numbers(const u32* a, const u32* b, float* wide, u32*
     }
 }
 """
-)
 SOFTCAP = """
 #include <rl_kernels/softcap.cuh>
 using namespace rlk;
@@ -51,25 +46,21 @@ extern "C" __global__ void softcap(const float* x, float* capped, float* slope, 
     }
 }
 """
-SOURCES = {
-    "numbers": (NUMBERS, "PPPPPi"),
-    "softcap": (SOFTCAP, "PPPffi"),
-}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(autouse=True)
 def sources(make_sources):
-    make_sources("toy_kernels", **{f"{name}__cu": text for name, (text, _) in SOURCES.items()})
+    make_sources("toy_kernels", numbers__cu=NUMBERS, softcap__cu=SOFTCAP)
 
 
 def program(name, dtype, arch):
     return Program("toy_kernels", f"{name}.cu", arch, (("DTYPE", DTYPES.index(dtype)),))
 
 
-def load(name, dtype=torch.float32):
+def load(name, signature, dtype=torch.float32):
     made = program(name, dtype, target_of(arch_of("cuda", 0), exact=False))
-    return kernel(made, name, SOURCES[name][1], torch.device("cuda", 0))
+    return kernel(made, name, signature, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*(("numbers", dtype) for dtype in DTYPES), ("softcap", DTYPES[0])])
@@ -90,7 +81,7 @@ def test_numbers_are_those_of_torch(dtype):
     b = a.flip(0).contiguous()
     words = a.numel() * a.itemsize // 4
     wide, back, larger = torch.empty(a.numel(), device="cuda"), torch.empty_like(a), torch.empty_like(a)
-    load("numbers", dtype).launch(1, 256, a, b, wide, back, larger, words)
+    load("numbers", "PPPPPi", dtype).launch(1, 256, a, b, wide, back, larger, words)
     assert torch.equal(wide, a.float())
     assert torch.equal(back, a)
     assert torch.equal(larger, torch.maximum(a, b))
@@ -102,7 +93,7 @@ def test_capped_logits_and_their_slope(cap, scale):
     sizes = torch.logspace(-8, 4, 5000, device="cuda")
     x = torch.cat((sizes, -sizes, torch.tensor([0.0, -math.inf, math.inf, math.nan], device="cuda")))
     capped, slope = torch.empty_like(x), torch.empty_like(x)
-    load("softcap").launch(1, 256, x, capped, slope, cap, scale, len(x))
+    load("softcap", "PPPffi").launch(1, 256, x, capped, slope, cap, scale, len(x))
     t = (x.double() * scale / cap).tanh()
     torch.testing.assert_close(capped.double(), cap * t, rtol=5e-7, atol=0, equal_nan=True)
     torch.testing.assert_close(slope.double(), scale * (1 - t.square()), rtol=0, atol=5e-7 * scale, equal_nan=True)
