@@ -42,7 +42,7 @@ from rl_kernels.demo import task
 from rl_kernels.demo.model import make
 from rl_kernels.demo.task import Settings
 from rl_kernels.demo.train import Record, Trainer
-from rl_kernels.demo.ways import OURS, Batch, Numerics, Ours, Stock, sample, training_logps
+from rl_kernels.demo.ways import Batch, Ours, Stock, sample, training_logps
 from rl_kernels.lab.bench.environment import environment
 
 FP8 = torch.float8_e4m3fn
@@ -78,26 +78,26 @@ class Recomputing(Trainer):
     @torch.no_grad()
     def scored(self, batch: Batch) -> Batch:
         """Return a rollout with its rewards, and log-probs of the policy as it trains."""
-        return super().scored(batch)._replace(old=training_logps(self.model, batch, self.way))
+        return super().scored(batch)._replace(old=training_logps(self.model, batch, self.own))
 
 
-PLAIN, FP8_ROLLOUT = Plain(), Numerics(Fp8(), "BF16")
+PLAIN = Plain("FP32")
 
 
 class Way(NamedTuple):
     """How a run samples and trains, and its trainer."""
 
-    rollout: Numerics
-    training: Stock
+    rollout: Stock
+    training: type[Stock]
     trainer: type[Trainer] = Trainer
 
 
 WAYS = {
-    "rl-kernels": Way(Numerics(OURS, "FP32"), OURS),
-    "plain FP32": Way(Numerics(PLAIN, "FP32"), PLAIN),
-    "BF16 rollout": Way(Numerics(PLAIN, "BF16"), PLAIN),
-    "FP8 rollout": Way(FP8_ROLLOUT, PLAIN),
-    "FP8, recomputed": Way(FP8_ROLLOUT, PLAIN, Recomputing),
+    "rl-kernels": Way(Ours("FP32"), Ours),
+    "plain FP32": Way(PLAIN, Plain),
+    "BF16 rollout": Way(Plain("BF16"), Plain),
+    "FP8 rollout": Way(Fp8("BF16"), Plain),
+    "FP8, recomputed": Way(Fp8("BF16"), Plain, Recomputing),
 }
 MEASURES = "reward", "solved", "kl", "largest", "clipped_at_once"
 

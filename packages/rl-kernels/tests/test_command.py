@@ -2,7 +2,7 @@
 
 import importlib.util
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ from rl_kernels.demo import cli, report
 from rl_kernels.demo.report import Verdict, judged
 from rl_kernels.demo.task import CPU, GPU
 from rl_kernels.demo.train import Trainer
-from rl_kernels.demo.ways import OURS, Numerics
+from rl_kernels.demo.ways import Ours
 
-OURS_BF16 = Numerics(OURS, "BF16").name
+OURS_BF16 = Ours("BF16").name
 
 
 def refuse(constant):
@@ -37,9 +37,9 @@ def test_a_short_run_is_judged_by_its_bits_and_says_what_to_try_next(small, tmp_
     assert document["settings"]["seed"] == 3
     ((_, steps),), cases = document["runs"].items(), document["comparison"]
     verdict = judged(steps, cases, CPU.steps)
-    assert (document["verdict"], verdict.passed, verdict.enough) == (asdict(verdict), True, False)
+    assert (document["verdict"], verdict.passed, verdict.record["enough"]) == (verdict.record, True, False)
     assert steps[0]["watched"].keys() == {each.name for each in cli.WATCHED}
-    for each in (*cli.WATCHED, Numerics(OURS, "FP32")):
+    for each in (*cli.WATCHED, Ours("FP32")):
         assert [case["sequences"] for case in cases if case["numerics"] == each.name] == [32, 1]
     # Which dtype of stock PyTorch differs depends on the CPU.
     assert sum(case["gap"]["mismatches"] for case in cases if case["numerics"].startswith("stock")) > 0
@@ -60,8 +60,8 @@ def test_both_runs_of_a_llama_are_recorded_and_ours_is_judged(llama, tmp_path, c
     assert [list(step["watched"]) for step in stock] == [["stock PyTorch, FP32"], []]
     assert min(stock[0]["mismatches"], stock[0]["watched"]["stock PyTorch, FP32"]["mismatches"]) > 0
     # The stock run's numbers never decide.
-    assert verdict.compared == sum(step["tokens"] for step in ours) + ours[0]["tokens"]
-    assert verdict.mismatches == 0
+    assert verdict.record["compared"] == sum(step["tokens"] for step in ours) + ours[0]["tokens"]
+    assert verdict.record["mismatches"] == 0
     trained, watched = (document["backends"][f"rl-kernels, {dtype}"].keys() for dtype in ("BF16", "FP32"))
     assert watched == trained - {"grpo_loss"}
     assert "log-probs that differ in any bit, FP32    0  " in capsys.readouterr().out
@@ -97,18 +97,18 @@ def test_a_machine_that_cannot_run_the_llama_ends_in_one_line_and_status_2(tmp_p
     def too_old(*_):
         raise BackendUnavailable("backend: too\nold")
 
-    monkeypatch.setattr(cli, "unusable", lambda given: None)
+    monkeypatch.setattr(cli, "unusable", lambda arguments: None)
     monkeypatch.setattr(cli, "run", too_old)
     ends(["--device", "cuda", "--out", str(tmp_path)], "--device: backend: too old", capsys)
 
 
 @pytest.mark.smoke
 def test_the_exit_status_tells_the_verdict(tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "unusable", lambda given: None)
+    monkeypatch.setattr(cli, "unusable", lambda arguments: None)
     for device, settings in (("cpu", CPU), ("cuda", GPU)):
-        for last, mismatches, status in ((0.9, 0, 0), (0.9, 1, 1), (0.5, 0, 1)):
-            asked, verdict = [], Verdict(0.2, last, 10, mismatches, True)
-            monkeypatch.setattr(cli, "run", lambda *given, to=asked, found=verdict: to.append(given[:2]) or found)
+        for passed, status in ((True, 0), (False, 1)):
+            asked, verdict = [], Verdict({}, passed, "")
+            monkeypatch.setattr(cli, "run", lambda *call, to=asked, result=verdict: to.append(call[:2]) or result)
             argv = ["--device", device, "--steps", "7", "--seed", "5", "--out", str(tmp_path)]
             assert cli.main(argv) == status
             assert asked == [(replace(settings, steps=7, seed=5), device)]
@@ -148,9 +148,10 @@ def test_one_token_of_ours_that_differs_fails():
     """In training, in what is watched beside it, and at the end."""
     for changes, at_the_end in (({"mismatches": 1}, 0), ({"watched": watched(1)}, 0), ({}, 1)):
         last = metrics(20, **{"watched": watched(0), **changes})
-        found = judged([*RISING[:-1], last], [case(OURS_BF16, at_the_end)], 20)
-        assert (found.compared, found.mismatches, found.risen, found.passed) == (220, 1, True, False)
-        assert "FAILED  log-probs through the operators that differ: 1 of 220" in found.told(20)
+        verdict = judged([*RISING[:-1], last], [case(OURS_BF16, at_the_end)], 20)
+        assert (verdict.record["compared"], verdict.record["mismatches"], verdict.passed) == (220, 1, False)
+        assert verdict.text.startswith("ok      reward risen by at least 0.5: ")
+        assert "FAILED  log-probs through the operators that differ: 1 of 220" in verdict.text
         assert not judged([last], [case(OURS_BF16, at_the_end)], 20).passed
 
 
@@ -190,8 +191,8 @@ def test_the_table_of_steps_has_a_row_for_each_tenth(monkeypatch, capsys):
 @pytest.mark.gpu
 def test_not_one_bit_differs_on_a_gpu(tmp_path):
     verdict = cli.run(replace(GPU, steps=2, measure_every=1), "cuda", tmp_path)
-    assert verdict.compared > 0
-    assert verdict.mismatches == 0
+    assert verdict.record["compared"] > 0
+    assert verdict.record["mismatches"] == 0
     ours, stock = recorded(tmp_path)["runs"].values()
     for step in ours:
         assert step["kl"] == step["largest"] == step["watched"]["rl-kernels, FP32"]["largest"] == 0
@@ -204,7 +205,7 @@ def test_a_run_is_repeated_bit_for_bit_on_a_gpu():
     """Weights after some steps, of the embedding too, whose gradient PyTorch adds up in an order that varies."""
 
     def weights():
-        trainer = Trainer(replace(GPU, steps=4, layers=4), OURS, "cuda")
+        trainer = Trainer(replace(GPU, steps=4, layers=4), Ours, "cuda")
         for step in range(1, 5):
             trainer.step(step)
         return [weight.clone() for weight in trainer.masters]

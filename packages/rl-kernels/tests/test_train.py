@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_kernels.demo.train import Trainer, different
-from rl_kernels.demo.ways import IGNORE, OURS, STOCK, Numerics, Ours, Stock, decoded_logps, training_logps
+from rl_kernels.core.testing import bits_of
+from rl_kernels.demo.train import Trainer
+from rl_kernels.demo.ways import IGNORE, Ours, Stock, decoded_logps, training_logps
 
 OPERATORS = {"det_gemm", "grpo_loss", "linear_logp", "rms_norm"}
 
@@ -18,6 +19,10 @@ class Plain(Stock):
     loss = Ours.loss
 
 
+def same_bits(one, other):
+    return torch.equal(bits_of(one), bits_of(other))
+
+
 def run(trainer):
     return [trainer.step(step) for step in range(1, trainer.settings.steps + 1)]
 
@@ -25,7 +30,7 @@ def run(trainer):
 @pytest.fixture(scope="module")
 def trained(settings):
     """Return a trainer of weights that move a lot, its steps, and the reference's weights before."""
-    watched = [Numerics(OURS, "BF16"), Numerics(STOCK, "FP32"), Numerics(STOCK, "BF16"), Numerics(OURS, "FP32")]
+    watched = [Ours("BF16"), Stock("FP32"), Stock("BF16"), Ours("FP32")]
     settings = replace(settings, measure_every=2, epochs=3, learning_rate=0.05, beta=0.1)
     trainer = Trainer(settings, watched=watched)
     before = [weight.clone() for weight in trainer.reference.parameters()]
@@ -72,22 +77,22 @@ def test_log_probs_do_not_depend_on_batch_padding_or_cache(trained):
     trainer, *_ = trained
     batch = trainer.sample()
     with torch.no_grad():
-        together = training_logps(trainer.model, batch, OURS)
+        together = training_logps(trainer.model, batch, trainer.own)
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            assert not different(together, batch.logps).any()
-            assert not different(together, decoded_logps(trainer.model, batch, OURS, trainer.settings)).any()
+            assert same_bits(together, batch.logps)
+            assert same_bits(together, decoded_logps(trainer.model, batch, trainer.own, trainer.settings))
             for row in (slice(0, 1), slice(13, 14), slice(2, 9)):
                 alone = batch.rows(row)
-                assert not different(training_logps(trainer.model, alone, OURS), together[row]).any()
-                decoded = decoded_logps(trainer.model, alone, OURS, trainer.settings)
-                assert not different(decoded, together[row]).any()
+                assert same_bits(training_logps(trainer.model, alone, trainer.own), together[row])
+                decoded = decoded_logps(trainer.model, alone, trainer.own, trainer.settings)
+                assert same_bits(decoded, together[row])
         torch.set_num_threads(1)
         garbage = batch.tokens.clone()
         for row, mask in enumerate(batch.mask):
             garbage[row, int(mask.nonzero().max()) + 2 :] = 7
         assert not torch.equal(garbage, batch.tokens)
-        assert not different(training_logps(trainer.model, batch._replace(tokens=garbage), OURS), together).any()
+        assert same_bits(training_logps(trainer.model, batch._replace(tokens=garbage), trainer.own), together)
         cut = trainer.model(batch.tokens[3:7, :-3])
         assert torch.equal(cut, trainer.model(batch.tokens)[3:7, :-3])
 
@@ -120,8 +125,8 @@ def test_micro_batches_are_parts_of_one_batch_and_add_up(small, monkeypatch):
 
 
 def test_stock_differs_and_counts_so(settings):
-    watched = [Numerics(STOCK, "FP32"), Numerics(STOCK, "BF16")]
-    for step in run(Trainer(replace(settings, beta=0.0, steps=2), STOCK, watched=watched)):
+    watched = [Stock("FP32"), Stock("BF16")]
+    for step in run(Trainer(replace(settings, beta=0.0, steps=2), Stock, watched=watched)):
         for found in [step, *step["watched"].values()]:
             assert (found["mismatches"] > 0) == (found["kl"] > 0) == (found["largest"] > 0)
             assert found["ratios_off"] <= found["mismatches"] <= found["tokens"] == step["tokens"]
@@ -132,13 +137,13 @@ def test_stock_differs_and_counts_so(settings):
 @pytest.mark.smoke
 def test_both_ways_compute_the_same_function_and_gradient(small):
     results, batch = [], Trainer(small).sample()
-    for way in (OURS, STOCK):
+    for way in (Ours, Stock):
         trainer = Trainer(replace(small, beta=0.0), way)
-        logps = training_logps(trainer.model, batch, way)
+        logps = training_logps(trainer.model, batch, trainer.own)
         (logps * torch.linspace(-1, 1, logps.shape[1])).sum().backward()
         results.append((logps.detach(), [weight.grad for weight in trainer.model.parameters()]))
     (logps, gradients), (stock_logps, stock_gradients) = results
-    assert not different(logps, batch.logps).any()
+    assert same_bits(logps, batch.logps)
     torch.testing.assert_close(logps, stock_logps, rtol=0, atol=1e-5)
     for gradient, stock in zip(gradients, stock_gradients, strict=True):
         torch.testing.assert_close(gradient, stock, rtol=1e-3, atol=1e-4 * float(stock.abs().max()))
@@ -153,20 +158,20 @@ def test_tokens_that_were_changed_are_counted(small):
             # In the passes over the whole batch alone.
             return found + change if found.ndim == 2 else found
 
-    step = Trainer(small, Off()).step(1)
+    step = Trainer(small, Off).step(1)
     assert (step["mismatches"], step["ratios_off"]) == (5, 5)
     assert step["kl"] == pytest.approx(5 * 0.5e-6 / step["tokens"], rel=0.01)
 
 
 def test_a_rollout_in_other_numerics_is_clipped_before_any_update(small):
-    step = Trainer(replace(small, clip_eps=1e-5), Plain(), rollout=Numerics(STOCK, "BF16")).step(1)
+    step = Trainer(replace(small, clip_eps=1e-5), Plain, rollout=Stock("BF16")).step(1)
     assert step["mismatches"] > 0
     assert step["clipped_at_once"] > 0.1
 
 
 @pytest.mark.smoke
 def test_updates_are_kept_that_bf16_would_lose_and_gradients_clipped(small):
-    trainer = Trainer(replace(small, dtype="BF16", beta=0.0), STOCK)
+    trainer = Trainer(replace(small, dtype="BF16", beta=0.0), Stock)
     before = copy.deepcopy(trainer.masters)
     for step in range(30):
         for weight in trainer.model.parameters():

@@ -15,10 +15,9 @@ import torch
 from rl_kernels.core import BackendUnavailable
 from rl_kernels.core.command import Parser, count, location, table, write_json
 from rl_kernels.demo import parallel, plot, report
-from rl_kernels.demo.report import Verdict, judged
 from rl_kernels.demo.task import CPU, GPU, Settings
 from rl_kernels.demo.train import Record, Trainer
-from rl_kernels.demo.ways import OURS, STOCK, Numerics
+from rl_kernels.demo.ways import Ours, Stock
 from rl_kernels.lab.bench.environment import environment
 
 DESCRIPTION = """Train a small transformer with GRPO on the CPU, through the operators, and compare the log-probs of
@@ -26,8 +25,7 @@ rollout and training bit by bit. With --device cuda the model is a Llama of 104 
 second time in stock PyTorch beside it. With --parallel, under torchrun, it trains over ranks and again in one process,
 and compares the weights. Exit status 1 if one bit differs, or if the reward has not clearly risen in the default number
 of steps or more; a shorter run only shows it."""
-WATCHED = (Numerics(STOCK, "BF16"), Numerics(STOCK, "FP32"), Numerics(OURS, "BF16"))
-"""Measured beside the training of the small policy in FP32."""
+WATCHED = (Stock("BF16"), Stock("FP32"), Ours("BF16"))  # beside the training of the small policy in FP32
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,66 +38,69 @@ def main(argv: Sequence[str]) -> int:
     default = f"of training ({CPU.steps}, on a GPU {GPU.steps}, with --parallel {parallel.STEPS})"
     parser.add_argument("--steps", type=count(1, 31), help=default)
     parser.add_argument("--seed", type=count(0, 63), default=CPU.seed, help="of weights and draws (%(default)s)")
-    given = parser.parse_args(argv)
-    if reason := unusable(given):
+    arguments = parser.parse_args(argv)
+    if reason := unusable(arguments):
         parser.error(reason)
-    settings = GPU if given.device == "cuda" else CPU
-    steps = given.steps or (parallel.STEPS if given.parallel else settings.steps)
-    settings = replace(settings, seed=given.seed, steps=steps)
+    settings = GPU if arguments.device == "cuda" else CPU
+    steps = arguments.steps or (parallel.STEPS if arguments.parallel else settings.steps)
+    settings = replace(settings, seed=arguments.seed, steps=steps)
     if not settings.llama:
         # With products this small, threads wait for each other longer than they work.
         torch.set_num_threads(1)
     try:
-        if given.parallel:
-            return 0 if parallel.run(settings, given.parallel) else 1
-        return 0 if run(settings, given.device, given.out).passed else 1
+        if arguments.parallel:
+            return 0 if parallel.run(settings, arguments.parallel) else 1
+        return 0 if run(settings, arguments.device, arguments.out).passed else 1
     except BackendUnavailable as error:
         parser.error(f"--device: {' '.join(str(error).split())}")
 
 
-def unusable(given: argparse.Namespace) -> str | None:
+def unusable(arguments: argparse.Namespace) -> str | None:
     """Say which argument cannot be used here, and why; make the folder, before time is spent on training."""
-    if given.parallel:
-        on_cpu = given.device == "cpu"
-        reason = parallel.why_not(given.parallel) if on_cpu else "expected --device cpu; it shows bits, not speed"
-        return reason and f"--parallel: {reason}"
-    if given.device == "cuda" and find_spec("transformers") is None:
+    cuda, out = arguments.device == "cuda", arguments.out
+    if arguments.parallel:
+        allowed, ranks = parallel.RANKS[arguments.parallel], os.environ.get("WORLD_SIZE")
+        expected = f"expected one of {', '.join(map(str, allowed))} ranks with {arguments.parallel}"
+        if cuda:
+            return "--parallel: expected --device cpu; it shows bits, not speed"
+        if ranks is None:
+            return "--parallel: start it with torchrun --nproc-per-node 2 -m rl_kernels.demo --parallel ..."
+        return None if int(ranks) in allowed else f"--parallel: {expected}, got {ranks}"
+    if cuda and find_spec("transformers") is None:
         return "--device: transformers is not installed: pip install transformers"
-    if given.device == "cuda" and not torch.cuda.is_available():
+    if cuda and not torch.cuda.is_available():
         return "--device: this PyTorch sees no GPU: install a build of it for yours, or leave the option out"
     try:
-        given.out.mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        return f"--out: cannot write to {given.out}: {error.strerror}"
-    return None if os.access(given.out, os.W_OK) else f"--out: cannot write to {given.out}: permission denied"
+        return f"--out: cannot write to {out}: {error.strerror}"
+    return None if os.access(out, os.W_OK) else f"--out: cannot write to {out}: permission denied"
 
 
-def run(settings: Settings, device: str, out: Path) -> Verdict:
+def run(settings: Settings, device: str, out: Path) -> report.Verdict:
     """Train, compare, print, and write ``curves.png`` and ``run.json`` into ``out``.
 
     A Llama is trained twice, by ours and in stock PyTorch; the small policy once, and compared further at the end.
     """
-    start, runs, cases = time.perf_counter(), dict[str, list[Record]](), list[Record]()
-    backends, parameters = dict[str, dict[str, str]](), 0
-    for way in (OURS, STOCK) if settings.llama else (OURS,):
-        trainer = Trainer(settings, way, device, watched=[Numerics(way, "FP32")] if settings.llama else WATCHED)
+    start, runs, backends = time.perf_counter(), dict[str, list[Record]](), dict[str, dict[str, str]]()
+    for way in (Ours, Stock) if settings.llama else (Ours,):
+        trainer = Trainer(settings, way, device, watched=[way("FP32")] if settings.llama else WATCHED)
         parameters = sum(weight.numel() for weight in trainer.model.parameters())
         batch = f"{settings.prompts} prompts x {settings.samples_per_prompt} samples a step"
-        print(f"GRPO, {way.name}: {parameters:,} parameters, random weights at first, {batch}.")
+        print(f"GRPO, {way.way}: {parameters:,} parameters, random weights at first, {batch}.")
         print("4192= asks for 1249, the digits in ascending order.\n")
-        runs[way.name] = report.train(trainer)
+        runs[way.way] = report.train(trainer)
         backends |= trainer.backends
-        cases += [] if settings.llama else compared(trainer)
-    needed = (GPU if settings.llama else CPU).steps
-    verdict = judged(runs[OURS.name], cases, needed)
+    cases = [] if settings.llama else compared(trainer)
+    verdict = report.judged(runs[Ours.way], cases, (GPU if settings.llama else CPU).steps)
     where = environment(torch.device(device), ("rl-kernels", "transformers"))
-    document = {"model": {"parameters": parameters}, "environment": where, "settings": asdict(settings)}
-    document |= {"backends": backends, "verdict": asdict(verdict), "comparison": cases, "runs": runs}
+    document: Record = {"model": {"parameters": parameters}, "environment": where, "settings": asdict(settings)}
+    document |= {"backends": backends, "verdict": verdict.record, "comparison": cases, "runs": runs}
     write_json(out / "run.json", document)
     plot.draw(document, out / "curves.png")
     twice = ("the same run twice", *runs, report.QUOTIENT)
     print(table(twice, report.side_by_side(runs)) if settings.llama else report.comparison(cases))
-    print(f"\n{verdict.told(needed)}")
+    print(f"\n{verdict.text}")
     print(f"{out / 'curves.png'}, {out / 'run.json'} written; {time.perf_counter() - start:.0f} s\n{report.NEXT}")
     return verdict
 

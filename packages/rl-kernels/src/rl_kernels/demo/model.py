@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from rl_kernels.demo.task import Settings
 
-DTYPES = {"FP32": torch.float32, "BF16": torch.bfloat16}
-
 
 def make(settings: Settings, device: torch.device, dtype: str) -> Any:
     """Return a policy with the random weights of the seed, the same for all dtypes but for rounding."""
     torch.manual_seed(settings.seed)
+    of = {"FP32": torch.float32, "BF16": torch.bfloat16}[dtype]
     with torch.device(device):
-        return Llama(settings, DTYPES[dtype]) if settings.llama else Policy(settings).to(DTYPES[dtype])
+        return Llama(settings, of) if settings.llama else Policy(settings).to(of)
 
 
 class Llama(nn.Module):

@@ -25,16 +25,13 @@ STYLE: Any = {
 
 
 class Line(NamedTuple):
-    """One way to compute: its name, colour and width, the steps that measured it, and what each found.
-
-    The width is of a line that is 0 in every step: two of them, one on the other, are both seen if one is thinner.
-    """
+    """One way to compute, and what was measured of it."""
 
     label: str
     colour: str
-    width: float
+    width: float  # if it is 0 in every step: two such lines, one on the other, are both seen if one is thinner
     steps: Sequence[int]
-    found: Sequence[Record]
+    gaps: Sequence[Record]
 
 
 @rc_context(STYLE)
@@ -44,62 +41,59 @@ def draw(document: Record, path: Path) -> None:
     figure = Figure(figsize=(15, 8), layout="constrained")
     (bits, ratio, kl), (reward, clock, time) = figure.subplots(2, 3)
     lines = sorted(_lines(runs), key=lambda line: (not line.label.startswith("stock"), line.label))
-    zero_and_powers(bits, lines, [[100 * each["mismatches"] / each["tokens"] for each in line.found] for line in lines])
+    zero_and_powers(bits, lines, [[100 * gap["mismatches"] / gap["tokens"] for gap in line.gaps] for line in lines])
     bits.set(title="Tokens whose log-prob differs in any bit", ylabel="% of tokens")
-    zero_and_powers(ratio, lines, [[each["largest"] for each in line.found] for line in lines])
+    zero_and_powers(ratio, lines, [[gap["largest"] for gap in line.gaps] for line in lines])
     ratio.set(title="Largest |ratio − 1|, before any update")
-    zero_and_powers(kl, lines, [[each["kl"] for each in line.found] for line in lines])
+    zero_and_powers(kl, lines, [[gap["kl"] for gap in line.gaps] for line in lines])
     kl.set(title="KL from rollout to training, same weights", ylabel="nats per token")
     for (name, steps), colour, place in zip(runs.items(), (TEAL, RED), (0, 0.4), strict=False):
         warm = steps[1:] or steps
-        curve(reward, [each["step"] for each in steps], [each["reward"] for each in steps], colour, name)
-        curve(
-            clock, list(accumulate(each["seconds"] for each in warm)), [each["reward"] for each in warm], colour, name
-        )
-        heights = [1000 * median(each[f"{part}_seconds"] for each in warm) for part in ("rollout", "update")]
-        bars = time.bar([place, 1 + place], heights, 0.38, color=colour)
-        time.bar_label(bars, fmt="%.0f", padding=2)
+        curve(reward, [step["step"] for step in steps], [step["reward"] for step in steps], colour, name)
+        seconds = list(accumulate(step["seconds"] for step in warm))
+        curve(clock, seconds, [step["reward"] for step in warm], colour, name)
+        heights = [1000 * median(step[f"{part}_seconds"] for step in warm) for part in ("rollout", "update")]
+        time.bar_label(time.bar([place, 1 + place], heights, 0.38, color=colour), fmt="%.0f", padding=2)
     reward.set(title="Reward", ylim=(-0.03, 1.03))
     reward.legend(loc="lower right")
     clock.set(title="Reward over time", xlabel="seconds, the first step left out", ylim=(-0.03, 1.03), xlim=(0, None))
-    time.set(
-        title="Time a step, median", ylabel="ms", ymargin=0.12, xticks=(0.2, 1.2), xticklabels=("rollout", "update")
-    )
+    time.set(title="Time a step, median", ylabel="ms", ymargin=0.12)
+    time.set_xticks((0.2, 1.2), ("rollout", "update"))
     for axes in (bits, ratio, kl, reward):
         axes.set(xlabel="step", xlim=(1, max(2, *map(len, runs.values()))))
     figure.legend(*bits.get_legend_handles_labels(), loc="outside upper left", ncols=2)
-    what = f"{'Llama' if len(runs) > 1 else 'transformer'} of {size:,} parameters"
-    figure.suptitle(f"GRPO on a {what}, with random weights at first", x=0.99, ha="right", size="medium")
+    model = f"{'Llama' if len(runs) > 1 else 'transformer'} of {size:,} parameters"
+    figure.suptitle(f"GRPO on a {model}, with random weights at first", x=0.99, ha="right", size="medium")
     save(figure, path)
 
 
 def _lines(runs: Mapping[str, Sequence[Record]]) -> Iterator[Line]:
     for name, steps in runs.items():
-        watched = list(dict.fromkeys(key for step in steps for key in step["watched"]))
+        watched = dict.fromkeys(key for step in steps for key in step["watched"])
         # What trains is measured in every step, in the dtype that is not watched.
         own = f"{name}, {'FP32' if f'{name}, BF16' in watched else 'BF16'}"
-        for key in [*watched, own]:
-            found = {step["step"]: step if key == own else step["watched"].get(key) for step in steps}
-            found = {step: gap for step, gap in found.items() if gap is not None}
-            counts = (sum(gap[count] for gap in found.values()) for count in ("mismatches", "tokens"))
-            label = "{}: {:,} of {:,} tokens differ".format(key, *counts)
-            yield Line(label, *LOOKS.get(key, (BLUE, 2.5)), list(found), list(found.values()))
+        for key in (*watched, own):
+            gaps = {step["step"]: {**step["watched"], own: step}.get(key) for step in steps}
+            gaps = {step: gap for step, gap in gaps.items() if gap is not None}
+            differ, tokens = (sum(gap[count] for gap in gaps.values()) for count in ("mismatches", "tokens"))
+            label = f"{key}: {differ:,} of {tokens:,} tokens differ"
+            yield Line(label, *LOOKS.get(key, (BLUE, 2.5)), list(gaps), list(gaps.values()))
 
 
 def zero_and_powers(axes: Axes, lines: Sequence[Line], values: Sequence[Sequence[float]]) -> None:
     """Draw on a scale that is linear from 0 to the power of ten below all other values: 0 has a place of its own."""
-    for line, each in zip(lines, values, strict=True):
-        if any(each):
-            curve(axes, line.steps, each, line.colour, line.label)
+    for line, heights in zip(lines, values, strict=True):
+        if any(heights):
+            curve(axes, line.steps, heights, line.colour, line.label)
         else:
-            axes.plot(line.steps, each, color=line.colour, linewidth=line.width, label=line.label, clip_on=False)
-    found = [value for each in values for value in each if value > 0]
-    if found:
-        least = 10.0 ** math.floor(math.log10(min(found)))
+            axes.plot(line.steps, heights, color=line.colour, linewidth=line.width, label=line.label, clip_on=False)
+    positive = [height for heights in values for height in heights if height > 0]
+    if positive:
+        least = 10.0 ** math.floor(math.log10(min(positive)))
         axes.set_yscale("symlog", linthresh=least)
         axes.minorticks_off()
         axes.locator_params(axis="y", numticks=7)
-        axes.set_ylim(-0.15 * least, 3 * max(found))
+        axes.set_ylim(-0.15 * least, 3 * max(positive))
 
 
 def curve(axes: Axes, steps: Sequence[float], values: Sequence[float], colour: str, label: str) -> None:

@@ -10,7 +10,6 @@ import random
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ class Settings:
         return [self.characters.index(character) for character in text]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text up to the first end."""
-        return "".join(self.characters[token] for token in takewhile(lambda token: token != self.end, tokens))
+        """Return the characters of tokens; the end has none, nor has what is no token."""
+        return "".join(self.characters[token] for token in tokens if 0 <= token < self.end)
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 1: it rises, then falls in a line to a tenth."""

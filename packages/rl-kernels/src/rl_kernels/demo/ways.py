@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from rl_kernels.demo.model import Policy, ordered_attention
@@ -14,8 +16,7 @@ from rl_kernels.det_gemm import det_gemm
 from rl_kernels.grpo_loss import Normaliser, grpo_loss
 from rl_kernels.models import head_logp, invariant
 
-IGNORE = -100
-"""Target of a position whose next token was given, or is padding."""
+IGNORE = -100  # target of a position whose next token is part of the prompt, or padding
 
 
 class Batch(NamedTuple):
@@ -39,10 +40,17 @@ class Batch(NamedTuple):
         return Batch(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
 class Stock:
-    """Stock PyTorch: the model as it comes, and the formulas as they are written."""
+    """Stock PyTorch: the model as it comes, in a dtype, and the formulas as they are written."""
 
-    name, short = "stock PyTorch", "stock"
+    dtype: str = "FP32"
+    way, short = "stock PyTorch", "stock"
+
+    @property
+    def name(self) -> str:
+        """As records call it."""
+        return f"{self.way}, {self.dtype}"
 
     def take(self, model: nn.Module) -> None:
         """Let the model compute in this way from now on."""
@@ -58,11 +66,10 @@ class Stock:
         ids = (scores - noise.log()).argmax(-1)
         return ids, scores.gather(-1, ids[:, None])[:, 0]
 
-    def logps(self, head: Any, hidden: Tensor, targets: Tensor) -> Tensor:
+    def logps(self, head: Any, hidden: Tensor, targets: Tensor) -> Any:
         """Return the log-probabilities of targets, FP32, 0 where they are ``IGNORE``."""
-        kept = targets != IGNORE
-        scores = head(hidden).float().log_softmax(-1)
-        return torch.where(kept, scores.gather(-1, torch.where(kept, targets, 0)[..., None])[..., 0], 0.0)
+        scores = head(hidden).float().log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+        return torch.where(targets == IGNORE, 0.0, scores)
 
     def loss(self, current: Tensor, batch: Batch, settings: Settings, tokens: Tensor | None) -> Tensor:
         """Return GRPO's clipped loss, divided by the sampled tokens of the batch, or by ``tokens``."""
@@ -78,7 +85,7 @@ class Stock:
 class Ours(Stock):
     """The operators: a batch-invariant model, log-probabilities from hidden states, the fused loss."""
 
-    name, short = "rl-kernels", "ours"
+    way, short = "rl-kernels", "ours"
 
     def take(self, model: nn.Module) -> None:  # noqa: D102
         invariant(model, strict=True)
@@ -89,31 +96,13 @@ class Ours(Stock):
         ids = (det_gemm(hidden, head.weight.t(), out_dtype=torch.float32) - noise.log()).argmax(-1)
         return ids, self.logps(head, hidden, ids)
 
-    def logps(self, head: Any, hidden: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
-        found = head_logp(head, hidden, targets, ignore_index=IGNORE, validate=False)
-        assert isinstance(found, Tensor)  # statistics come only when asked for
-        return found
+    def logps(self, head: Any, hidden: Tensor, targets: Tensor) -> Any:  # noqa: D102
+        return head_logp(head, hidden, targets, ignore_index=IGNORE, validate=False)
 
     def loss(self, current: Tensor, batch: Batch, settings: Settings, tokens: Tensor | None) -> Tensor:  # noqa: D102
-        options: dict[str, Any] = {"samples_per_prompt": settings.samples_per_prompt, "clip_eps": settings.clip_eps}
-        options |= {} if batch.reference is None else {"beta": settings.beta}
-        options |= {} if tokens is None else {"normaliser": Normaliser(num_tokens=tokens)}
+        options: Any = {name: getattr(settings, name) for name in ("samples_per_prompt", "clip_eps", "beta")}
+        options["normaliser"] = None if tokens is None else Normaliser(num_tokens=tokens)
         return grpo_loss(current, batch.old, batch.reference, batch.rewards, batch.mask, **options).loss
-
-
-OURS, STOCK = Ours(), Stock()
-
-
-class Numerics(NamedTuple):
-    """A way to compute, and a dtype."""
-
-    way: Stock
-    dtype: str
-
-    @property
-    def name(self) -> str:
-        """As reports call it."""
-        return f"{self.way.name}, {self.dtype}"
 
 
 @torch.no_grad()
@@ -125,32 +114,30 @@ def sample(model: Any, prompts: Sequence[str], way: Stock, settings: Settings, d
     """
     # A prompt has an equals sign, an answer an end.
     longest, device = settings.longest + 1, draws.device
-    given = [settings.encode(prompt) for prompt in prompts[mine]]
-    rows = [[*ids, *[settings.end] * (2 * longest - len(ids))] for ids in given]
-    tokens, lengths = torch.tensor(rows, device=device), torch.tensor([[len(ids)] for ids in given], device=device)
+    rows = [settings.encode(prompt) for prompt in prompts[mine]]
+    lengths = torch.tensor([[len(row)] for row in rows], device=device)
+    tokens = torch.tensor([row + [settings.end] * (2 * longest - len(row)) for row in rows], device=device)
     after = torch.arange(1, 2 * longest, device=device)
     is_open = (lengths <= after) & (after < lengths + longest)
     targets, logps = torch.full_like(tokens[:, 1:], IGNORE), torch.zeros(is_open.shape, device=device)
-    ended = torch.zeros_like(is_open[:, 0])
     for place, hidden in _decoded(model, tokens, settings):
         noise = torch.empty(len(prompts), settings.end + 1, device=device).exponential_(generator=draws)
         drawn, logp = way.draw(model.head, hidden, noise[mine])
-        sampled = is_open[:, place] & ~ended
+        sampled = is_open[:, place]
         targets[:, place] = torch.where(sampled, drawn, IGNORE)
         logps[:, place] = torch.where(sampled, logp, 0.0)
         tokens[:, place + 1] = torch.where(sampled, drawn, tokens[:, place + 1])
-        ended |= sampled & (drawn == settings.end)
-    answers = [settings.decode(token for token in row if token != IGNORE) for row in targets.tolist()]
+        is_open[:, place + 1 :] &= (targets[:, place] != settings.end)[:, None]
+    answers = [settings.decode(row) for row in targets.tolist()]
     return Batch(tokens, targets, logps, list(zip(prompts[mine], answers, strict=True)))
 
 
 @torch.no_grad()
 def decoded_logps(model: Any, batch: Batch, way: Stock, settings: Settings) -> Tensor:
     """Return ``[B, T - 1]`` log-probabilities of a rollout's tokens, fed to the model as ``sample`` fed them."""
-    logps = torch.zeros_like(batch.logps)
-    for place, hidden in _decoded(model, batch.tokens, settings):
-        logps[:, place] = way.logps(model.head, hidden, batch.targets[:, place])
-    return logps
+    places = _decoded(model, batch.tokens, settings)
+    logps = [way.logps(model.head, hidden, batch.targets[:, place]) for place, hidden in places]
+    return F.pad(torch.stack(logps, 1), (settings.shortest, 0))
 
 
 def _decoded(model: Any, tokens: Tensor, settings: Settings) -> Iterator[tuple[int, Tensor]]:
