@@ -70,7 +70,7 @@ def test_processes_find_what_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
 @torch.no_grad()
 def test_fp8_rounds_the_weights_of_the_layers_alone() -> None:
     policy, rounded = (tool.make(tool.Settings(), torch.device("cpu"), dtype) for dtype in ("FP32", "BF16"))
-    tool.FP8_ROLLOUT.way.load(rounded, list(policy.parameters()))
+    tool.Fp8().load(rounded, list(policy.parameters()))
     found = dict(rounded.named_parameters())
     for name, weight in policy.named_parameters():
         off = float((found[name].float() - weight).abs().max() / weight.abs().max())

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from rl_kernels.core.testing import IllegalCall, Inputs, edited, given
+from rl_kernels.core.testing import IllegalCall, Inputs, edited, given, illegal_backends, with_main_grad
+from rl_kernels.core.testing.illegal import Row
 from rl_kernels.core.testing.spec import Change
 
 
@@ -32,22 +33,13 @@ def _expanded_buffer(call: Inputs) -> Inputs:
     return {**call, "a": a, "accumulate_into": out}
 
 
-def _main_grad(edit: Callable[[torch.Tensor], object]) -> Change:
-    def change(call: Inputs) -> Inputs:
-        weight = call["weight"].clone()
-        weight.main_grad = edit(torch.zeros(weight.shape, device=weight.device))
-        return {**call, "weight": weight}
-
-    return change
-
-
 def _all_on_meta(call: Inputs) -> Inputs:
     return {name: _elsewhere(value) if isinstance(value, torch.Tensor) else value for name, value in call.items()}
 
 
 def _operand(name: str, case: str, second: bool) -> Iterator[IllegalCall]:
     """Yield the mistakes of any matrix operand, and those of an operand that must match the one before it."""
-    bad: list[tuple[str, Change, type[Exception], str]] = [
+    bad: list[Row] = [
         ("not a tensor", given(**{name: [[1.0]]}), TypeError, "expected a tensor, got list"),
         ("of integers", edited(name, torch.Tensor.int), TypeError, "expected dtype"),
         ("of FP64", edited(name, torch.Tensor.double), TypeError, "expected dtype"),
@@ -67,13 +59,12 @@ def _operand(name: str, case: str, second: bool) -> Iterator[IllegalCall]:
     )
 
 
-def _illegal(case: str, *calls: tuple[str, Change, type[Exception], str]) -> list[IllegalCall]:
+def _illegal(case: str, *calls: Row) -> list[IllegalCall]:
     return [IllegalCall(f"{case}: {what}", change, error, match, case) for what, change, error, match in calls]
 
 
 OPTIONS = (
-    ("unknown backend", given(backend="no-such"), ValueError, "backend: det_gemm has no backend 'no-such'"),
-    ("backend not a name", given(backend=3), TypeError, "backend: expected a name"),
+    *illegal_backends("det_gemm"),
     ("all where no backend runs", _all_on_meta, ValueError, "backend: .* on meta"),
 )
 SEGMENTS = (
@@ -98,6 +89,15 @@ OUT_DTYPE = (
     ("out_dtype FP64", given(out_dtype=torch.float64), ValueError, "out_dtype: expected one of"),
     ("out_dtype text", given(out_dtype="float32"), ValueError, "out_dtype: expected one of"),
 )
+MAIN_GRADS = tuple(
+    (f"main_grad {what}", with_main_grad("weight", make), error, f"main_grad: expected {match}")
+    for what, make, error, match in (
+        ("not a tensor", lambda _: [0.0], TypeError, "a tensor"),
+        ("of BF16", torch.Tensor.bfloat16, TypeError, "dtype"),
+        ("of another shape", lambda buffer: buffer[None], ValueError, "shape"),
+        ("elsewhere", _elsewhere, ValueError, "device"),
+    )
+)
 ILLEGAL = (
     *_operand("a", "plain", second=False),
     *_operand("b", "plain", second=True),
@@ -114,10 +114,7 @@ ILLEGAL = (
         ("bias of two dims", edited("bias", lambda bias: bias[None]), ValueError, "bias: expected 1 dims"),
         ("bias of another N", edited("bias", lambda bias: bias[1:]), ValueError, "bias: expected shape"),
         ("bias elsewhere", edited("bias", _elsewhere), ValueError, "bias: expected device"),
-        ("main_grad not a tensor", _main_grad(lambda _: [0.0]), TypeError, "main_grad: expected a tensor"),
-        ("main_grad of BF16", _main_grad(torch.Tensor.bfloat16), TypeError, "main_grad: expected dtype"),
-        ("main_grad of another shape", _main_grad(lambda out: out[None]), ValueError, "main_grad: expected shape"),
-        ("main_grad elsewhere", _main_grad(_elsewhere), ValueError, "main_grad: expected device"),
+        *MAIN_GRADS,
         *SEGMENTS,
         *JOINED,
         *OPTIONS,

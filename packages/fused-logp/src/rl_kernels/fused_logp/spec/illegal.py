@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from rl_kernels.core.testing import IllegalCall, Inputs, edited, given, illegal_ids, illegal_temperatures
+from rl_kernels.core.testing import IllegalCall, Inputs, edited, given
+from rl_kernels.core.testing.illegal import Row, illegal_backends, illegal_ids, illegal_temperatures
 from rl_kernels.core.testing.spec import Change
 
 
@@ -20,7 +21,7 @@ def _two_rows(make: Callable[[torch.Tensor], Inputs]) -> Change:
     return change
 
 
-def _rows() -> Iterator[tuple[str, Change, type[Exception], str]]:
+def _rows() -> Iterator[Row]:
     """Yield the fields of the calls that are this operator's own."""
     own, far = "expected elements with storage of their own", torch.tensor([10**6])
     yield "logits not a tensor", given(logits=[1.0]), TypeError, "logits: expected a tensor"
@@ -39,8 +40,7 @@ def _rows() -> Iterator[tuple[str, Change, type[Exception], str]]:
     shared = _two_rows(lambda logits: {"logits": logits[:1].expand(2, 3), "inplace_backward": True})
     yield "rows that share storage, overwritten", shared, ValueError, f"inplace_backward: logits: {own}"
     yield "unknown output_dtype", given(output_dtype=torch.int32), ValueError, "output_dtype: expected one of"
-    yield "unknown backend", given(backend="no-such"), ValueError, "backend: fused_logp has no backend"
-    yield "backend not a name", given(backend=3), TypeError, "backend: expected a name"
+    yield from illegal_backends("fused_logp")
 
 
 ILLEGAL = (

@@ -14,7 +14,7 @@ from rl_kernels.core.testing import (
     RowLayout,
     Variant,
     as_int32,
-    one_nan,
+    bad_ids,
     options,
     temperature_as_tensor,
 )
@@ -62,24 +62,6 @@ def indexed(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
         yield Variant(how, {**call, **changed, "out": out}, kept)
 
 
-def bad_ids(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Give the first and the last row an unchecked id out of range: they become NaN, the others keep their bits."""
-    if "row_indices" in call:
-        return
-    shape, vocab = call["token_ids"].shape, call["logits"].shape[-1]
-    bad = torch.zeros(shape, dtype=torch.bool, device=draw.device)
-    bad.view(-1)[[0, -1]] = True
-
-    def with_nan(name: str, result: torch.Tensor) -> torch.Tensor | None:
-        if name not in ("logp", "gradient:logits"):
-            return None
-        return one_nan(name, result.masked_fill(bad if result.ndim == bad.ndim else bad[..., None], torch.nan))
-
-    for value in (vocab, -1):
-        ids = call["token_ids"].masked_fill(bad, value)
-        yield Variant(f"id {value}", {**call, "token_ids": ids, "validate": False}, with_nan, one_nan)
-
-
 TRANSFORMS = {
     **ROWS.transforms(),
     "indexed": indexed,
@@ -91,4 +73,5 @@ TRANSFORMS = {
         unchecked={"validate": False},
     ),
 }
-HYGIENE = {**ROWS.hygiene(), "bad ids": bad_ids}
+BAD_IDS = bad_ids("token_ids", lambda call: call["logits"].shape[-1], ("logp", "gradient:logits"))
+HYGIENE = {**ROWS.hygiene(), "bad ids": BAD_IDS}

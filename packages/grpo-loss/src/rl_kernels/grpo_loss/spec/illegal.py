@@ -7,11 +7,9 @@ from collections.abc import Callable
 import torch
 
 from rl_kernels.core.testing import IllegalCall, edited, given
+from rl_kernels.core.testing.illegal import Row, illegal_backends, illegal_numbers
 from rl_kernels.core.testing.spec import Change, Inputs
 from rl_kernels.grpo_loss.spec import illegal_objectives
-
-Row = tuple[str, Change, type[Exception], str]
-"""Name, change of a good call, exception, message."""
 
 
 def _tensor(name: str, *, optional: bool = False, dtype: torch.dtype = torch.int64) -> list[Row]:
@@ -38,18 +36,9 @@ def _tokens(name: str, *, optional: bool = False, dtype: torch.dtype = torch.int
     ]
 
 
-def _number(name: str, bound: str, *too_small: float, optional: bool = False) -> list[Row]:
-    wrong = f"{name}: expected "
-    rows: list[Row] = [
-        (f"{name} {value}", given(**{name: value}), ValueError, f"{wrong}a number {bound}") for value in too_small
-    ]
-    for value in (torch.nan, torch.inf):
-        rows.append((f"{name} {value}", given(**{name: value}), ValueError, f"{wrong}a finite number"))
-    for label, value in (("beyond FP32", 1e39), ("beyond FP64", 10**400)):
-        rows.append((f"{name} {label}", given(**{name: value}), ValueError, f"{wrong}a number within"))
-    for other in ("1", True, torch.tensor(1.0), *(() if optional else (None,))):
-        rows.append((f"{name} {other!r}", given(**{name: other}), TypeError, f"{wrong}a number"))
-    return rows
+def _number(name: str, bound: str, *outside: float, optional: bool = False) -> list[Row]:
+    beyond = f"{name} beyond FP32", given(**{name: 1e39}), ValueError, f"{name}: expected a number within"
+    return [*illegal_numbers(name, bound, *outside, optional=optional), beyond]
 
 
 def _grouped(samples_per_prompt: object = None, group_boundaries: object = None) -> Change:
@@ -110,13 +99,6 @@ def _groups() -> list[Row]:
     return rows
 
 
-def _backend() -> list[Row]:
-    return [
-        ("unknown backend", given(backend="no-such"), ValueError, "backend: grpo_loss has no backend"),
-        ("backend not a name", given(backend=3), TypeError, "backend: expected a name"),
-    ]
-
-
 def _mask_of(value: float, dtype: torch.dtype) -> Row:
     change = edited("completion_mask", lambda mask: torch.full_like(mask, value, dtype=dtype))
     return f"mask of {value}", change, ValueError, "completion_mask: expected values 0 and 1, got"
@@ -139,7 +121,7 @@ LOSS: list[Row] = [
     *_number("clip_eps", ">= 0", -0.1, optional=True),
     *_number("beta", ">= 0", -0.1, optional=True),
     *illegal_objectives.LOSS,
-    *_backend(),
+    *illegal_backends("grpo_loss"),
 ]
 REWARDS: list[Row] = [
     ("rewards of two dims", edited("rewards", lambda x: x[None]), ValueError, "rewards: expected 1 dims"),
@@ -161,7 +143,7 @@ TABLES: dict[str, list[Row]] = {
         *REWARDS,
         ("rewards a list", given(rewards=[1.0] * 8), TypeError, "rewards: expected a tensor"),
         ("rewards of integers", edited("rewards", torch.Tensor.int), TypeError, "rewards: expected dtype"),
-        *_backend(),
+        *illegal_backends("grpo_loss"),
     ],
 }
 ILLEGAL = tuple(

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 
 from rl_kernels.core.testing import given
+from rl_kernels.core.testing.illegal import Row
 from rl_kernels.core.testing.spec import Change, Inputs
-
-Row = tuple[str, Change, type[Exception], str]
-"""Name, change of a good call, exception, message."""
 
 
 def _value(match: str, **options: Any) -> Row:

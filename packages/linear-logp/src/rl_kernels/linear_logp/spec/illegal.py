@@ -6,36 +6,22 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from rl_kernels.core.testing import IllegalCall, Inputs, edited, given, illegal_ids, illegal_temperatures
+from rl_kernels.core.testing import IllegalCall, edited, given
+from rl_kernels.core.testing.illegal import (
+    Row,
+    illegal_backends,
+    illegal_ids,
+    illegal_numbers,
+    illegal_temperatures,
+    with_main_grad,
+)
 from rl_kernels.core.testing.spec import Change
 
-Row = tuple[str, Change, type[Exception], str]
-"""The fields of an ``IllegalCall``."""
 WEIGHT, MAIN_GRAD = "lm_head_weight", "lm_head_weight.main_grad"
 
 
 def _bias(make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     return lambda call: {**call, "bias": make(call[WEIGHT][:, 0])}
-
-
-def _main_grad(make: Callable[[torch.Tensor], object]) -> Change:
-    def change(call: Inputs) -> Inputs:
-        weight = call[WEIGHT].detach().clone().requires_grad_()
-        weight.main_grad = make(weight.detach())
-        return {**call, WEIGHT: weight}
-
-    return change
-
-
-def _numbers(name: str, bound: str, *outside: float) -> Iterator[Row]:
-    """Yield the illegal values of a number argument."""
-    for x in outside:
-        yield f"{name} of {x}", given(**{name: x}), ValueError, f"{name}: expected a number {bound}"
-    for x in (torch.nan, torch.inf):
-        yield f"{name} of {x}", given(**{name: x}), ValueError, f"{name}: expected a finite number"
-    yield f"{name} beyond FP64", given(**{name: 10**400}), ValueError, f"{name}: expected a number within"
-    for value in ("1", True, None, torch.tensor(1.0)):
-        yield f"{name} {value!r}", given(**{name: value}), TypeError, f"{name}: expected a number"
 
 
 def _integers(name: str, expected: str, *outside: int) -> Iterator[Row]:
@@ -70,9 +56,9 @@ def _operands() -> Iterator[Row]:
     yield "bias of two dims", _bias(lambda x: x[None]), ValueError, "bias: expected 1 dims"
     yield "bias of another dtype", _bias(_other), TypeError, "bias: expected dtype"
     yield "bias elsewhere", _bias(_elsewhere), ValueError, "bias: expected device"
-    yield "main_grad of FP64", _main_grad(torch.Tensor.double), TypeError, f"{MAIN_GRAD}: expected dtype"
-    yield "main_grad cut off", _main_grad(lambda x: x[1:].float()), ValueError, f"{MAIN_GRAD}: expected shape"
-    yield "main_grad elsewhere", _main_grad(lambda x: x.float().to("meta")), ValueError, f"{MAIN_GRAD}: expected device"
+    yield "main_grad of FP64", with_main_grad(WEIGHT, torch.Tensor.double), TypeError, f"{MAIN_GRAD}: expected dtype"
+    yield "main_grad cut off", with_main_grad(WEIGHT, lambda x: x[1:]), ValueError, f"{MAIN_GRAD}: expected shape"
+    yield "main_grad elsewhere", with_main_grad(WEIGHT, _elsewhere), ValueError, f"{MAIN_GRAD}: expected device"
 
 
 def _options() -> Iterator[Row]:
@@ -84,15 +70,14 @@ def _options() -> Iterator[Row]:
     yield from _integers("vocab_start", "0 where", 1024)
     yield from _integers("vocab_size", "", 10**6)
     yield "a group's name", given(process_group="tp"), TypeError, "process_group: expected a ProcessGroup"
-    yield from _numbers("softcap", ">= 0", -1.0)
-    yield from _numbers("logit_scale", "> 0", 0.0, -0.5, 1e-50)
+    yield from illegal_numbers("softcap", ">= 0", -1.0)
+    yield from illegal_numbers("logit_scale", "> 0", 0.0, -0.5, 1e-50)
     yield "softcap of 1e-50", given(softcap=1e-50), ValueError, "softcap: expected a number > 0"
     apart = "logit_scale / softcap: expected a number within"
     yield "softcap and logit_scale apart", given(softcap=1e-30, logit_scale=1e30), ValueError, apart
     apart = "temperature / logit_scale: expected a number > 0"
     yield "temperature and logit_scale apart", given(temperature=1e-30, logit_scale=1e30), ValueError, apart
-    yield "unknown backend", given(backend="no-such"), ValueError, "backend: linear_logp has no backend"
-    yield "backend not a name", given(backend=3), TypeError, "backend: expected a name"
+    yield from illegal_backends("linear_logp")
 
 
 ILLEGAL = (

@@ -15,7 +15,7 @@ from rl_kernels.core.testing import (
     RowLayout,
     Variant,
     as_int32,
-    one_nan,
+    bad_ids,
     options,
     temperature_as_tensor,
 )
@@ -52,24 +52,6 @@ def appended(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
         yield Variant(f"{rows} ignored rows appended", {**call, **changed, "ignore_index": ignored}, kept, first, lift)
 
 
-def bad_ids(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Give the first and the last row an unchecked id out of range: NaN in them and in sums over rows only."""
-    shape, vocab = call["target_ids"].shape, len(call["lm_head_weight"])
-    bad = torch.zeros(shape, dtype=torch.bool, device=draw.device)
-    bad.view(-1)[[0, -1]] = True
-
-    def with_nan(name: str, result: torch.Tensor) -> torch.Tensor | None:
-        if name in WEIGHTS:
-            return torch.full_like(result, torch.nan)
-        if name not in ("logp", "gradient:hidden"):
-            return None
-        return one_nan(name, result.masked_fill(bad if result.ndim == bad.ndim else bad[..., None], torch.nan))
-
-    for value in (vocab, -1):
-        ids = call["target_ids"].masked_fill(bad, value)
-        yield Variant(f"id {value}", {**call, "target_ids": ids, "validate": False}, with_nan, one_nan)
-
-
 def nan_weight(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     """Put NaN into the weight: the results and gradients of ignored rows stay 0."""
     if "ignore_index" not in call:
@@ -102,4 +84,5 @@ TRANSFORMS = {
         unchecked={"validate": False},
     ),
 }
-HYGIENE = {**ROWS.hygiene(), "appended": appended, "bad ids": bad_ids, "weight of NaN": nan_weight}
+BAD_IDS = bad_ids("target_ids", lambda call: len(call["lm_head_weight"]), ("logp", "gradient:hidden"), WEIGHTS)
+HYGIENE = {**ROWS.hygiene(), "appended": appended, "bad ids": BAD_IDS, "weight of NaN": nan_weight}

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from rl_kernels.core.testing import IllegalCall, Inputs, edited, given
-from rl_kernels.core.testing.spec import Change
+from rl_kernels.core.testing import IllegalCall, edited, given, illegal_backends, with_main_grad
 
-
-def _buffer(make: Callable[[torch.Tensor], object]) -> Change:
-    """Return a change that gives the weight a ``main_grad``."""
-
-    def change(call: Inputs) -> Inputs:
-        weight = call["weight"].clone()
-        weight.main_grad = make(weight)
-        return {**call, "weight": weight}
-
-    return change
-
-
+BF16 = with_main_grad("weight", torch.Tensor.bfloat16)
+CUT = with_main_grad("weight", lambda buffer: buffer[1:])
 SHORT = edited("x", lambda x: x[..., :-1])
 RESIDUAL = "residual: expected"
 ILLEGAL = (
@@ -48,9 +35,7 @@ ILLEGAL = (
     IllegalCall("offset NaN", given(offset=float("nan")), ValueError, "offset: expected a finite number"),
     IllegalCall("offset a tensor", given(offset=torch.ones(())), TypeError, "offset: expected a number"),
     IllegalCall("cast_first a number", given(cast_first=1), TypeError, "cast_first: expected a bool"),
-    IllegalCall("buffer in BF16", _buffer(torch.Tensor.bfloat16), TypeError, r"weight\.main_grad: expected dtype"),
-    IllegalCall(
-        "buffer too short", _buffer(lambda w: torch.zeros(len(w) - 1)), ValueError, r"weight\.main_grad: expected"
-    ),
-    IllegalCall("unknown backend", given(backend="no-such"), ValueError, "backend: rms_norm has no backend"),
+    IllegalCall("buffer in BF16", BF16, TypeError, r"weight\.main_grad: expected dtype"),
+    IllegalCall("buffer too short", CUT, ValueError, r"weight\.main_grad: expected"),
+    *(IllegalCall(*row) for row in illegal_backends("rms_norm")),
 )

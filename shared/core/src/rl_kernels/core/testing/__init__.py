@@ -2,7 +2,7 @@
 
 from rl_kernels.core.testing.batch import RLBatch, make_synthetic_rl_kernel_batch
 from rl_kernels.core.testing.draw import Draw
-from rl_kernels.core.testing.illegal import illegal_ids, illegal_temperatures
+from rl_kernels.core.testing.illegal import illegal_backends, illegal_ids, illegal_temperatures, with_main_grad
 from rl_kernels.core.testing.layouts import Chunks, Layout, Packed, chunk, pack, pad, permute
 from rl_kernels.core.testing.references import (
     INTEGERS,
@@ -33,7 +33,7 @@ from rl_kernels.core.testing.transforms import (
     IGNORED,
     RowLayout,
     as_int32,
-    one_nan,
+    bad_ids,
     options,
     temperature_as_tensor,
 )
@@ -56,6 +56,7 @@ __all__ = [
     "Transform",
     "Variant",
     "as_int32",
+    "bad_ids",
     "bits_of",
     "chunk",
     "drift",
@@ -63,13 +64,13 @@ __all__ = [
     "far",
     "function_of",
     "given",
+    "illegal_backends",
     "illegal_ids",
     "illegal_temperatures",
     "lying",
     "make_synthetic_rl_kernel_batch",
     "masked_mean",
     "masked_sum",
-    "one_nan",
     "options",
     "pack",
     "pad",
@@ -81,4 +82,5 @@ __all__ = [
     "spec_of",
     "temperature_as_tensor",
     "torch_threads",
+    "with_main_grad",
 ]

@@ -1,4 +1,4 @@
-"""Illegal calls shared by operators that take token ids."""
+"""Illegal calls that operators share: token ids, temperatures, numbers, gradient buffers, backends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,38 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from rl_kernels.core.testing.spec import Change, IllegalCall, edited, given
+from rl_kernels.core.testing.spec import Change, IllegalCall, Inputs, edited, given
+
+Row = tuple[str, Change, type[Exception], str]
+"""Name, change of a good call, exception, and part of its message: the fields of an ``IllegalCall``."""
+
+
+def illegal_backends(operator: str) -> Iterator[Row]:
+    """Yield calls with a bad ``backend``."""
+    yield "unknown backend", given(backend="no-such"), ValueError, f"backend: {operator} has no backend 'no-such'"
+    yield "backend not a name", given(backend=3), TypeError, "backend: expected a name"
+
+
+def illegal_numbers(name: str, bound: str, *outside: float, optional: bool = False) -> Iterator[Row]:
+    """Yield bad values of a number argument: ``outside`` its bound, not finite, beyond FP64, of other types."""
+    for value in outside:
+        yield f"{name} {value}", given(**{name: value}), ValueError, f"{name}: expected a number {bound}"
+    for value in (torch.nan, torch.inf):
+        yield f"{name} {value}", given(**{name: value}), ValueError, f"{name}: expected a finite number"
+    yield f"{name} beyond FP64", given(**{name: 10**400}), ValueError, f"{name}: expected a number within"
+    for other in ("1", True, torch.tensor(1.0), *(() if optional else (None,))):
+        yield f"{name} {other!r}", given(**{name: other}), TypeError, f"{name}: expected a number"
+
+
+def with_main_grad(name: str, make: Callable[[torch.Tensor], object]) -> Change:
+    """Return a change that gives a weight the ``main_grad`` that ``make`` returns for zeros of its shape in FP32."""
+
+    def change(call: Inputs) -> Inputs:
+        weight = call[name].detach().clone().requires_grad_()
+        weight.main_grad = make(torch.zeros(weight.shape, device=weight.device))
+        return {**call, name: weight}
+
+    return change
 
 
 def illegal_ids(name: str) -> Iterator[IllegalCall]:

@@ -6,7 +6,7 @@ operator. Each variant keeps the original rows among others, and compares exactl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -268,6 +268,34 @@ def as_int32(*names: str) -> Transform:
         if len(given) > 1:
             for name in given:
                 yield Variant(f"int32 {name}", {**inputs, name: inputs[name].int()})
+
+    return variants
+
+
+def bad_ids(
+    ids: str, vocabulary: Callable[[Inputs], int], rows: Container[str], sums: Container[str] = ()
+) -> Transform:
+    """Return a transform that gives the first and the last row an unchecked id out of range.
+
+    Results with ``rows`` are NaN there and keep their bits elsewhere; ``sums`` over rows are NaN; others are left out.
+    """
+
+    def variants(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
+        if "row_indices" in inputs:
+            return
+        bad = torch.zeros(inputs[ids].shape, dtype=torch.bool, device=draw.device)
+        bad.view(-1)[[0, -1]] = True
+
+        def with_nan(name: str, result: torch.Tensor) -> torch.Tensor | None:
+            if name in sums:
+                return torch.full_like(result, torch.nan)
+            if name not in rows:
+                return None
+            return one_nan(name, result.masked_fill(bad if result.ndim == bad.ndim else bad[..., None], torch.nan))
+
+        for value in (vocabulary(inputs), -1):
+            changed = {ids: inputs[ids].masked_fill(bad, value), "validate": False}
+            yield Variant(f"id {value}", {**inputs, **changed}, with_nan, one_nan)
 
     return variants
 
