@@ -14,9 +14,9 @@ from rl_kernels.demo.task import Settings
 def make(settings: Settings, device: torch.device, dtype: str) -> Any:
     """Return a policy with the random weights of the seed, the same for all dtypes but for rounding."""
     torch.manual_seed(settings.seed)
-    of = {"FP32": torch.float32, "BF16": torch.bfloat16}[dtype]
+    precision = {"FP32": torch.float32, "BF16": torch.bfloat16}[dtype]
     with torch.device(device):
-        return Llama(settings, of) if settings.llama else Policy(settings).to(of)
+        return Llama(settings, precision) if settings.llama else Policy(settings).to(precision)
 
 
 class Llama(nn.Module):

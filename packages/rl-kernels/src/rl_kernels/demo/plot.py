@@ -73,11 +73,11 @@ def _lines(runs: Mapping[str, Sequence[Record]]) -> Iterator[Line]:
         # What trains is measured in every step, in the dtype that is not watched.
         own = f"{name}, {'FP32' if f'{name}, BF16' in watched else 'BF16'}"
         for key in (*watched, own):
-            gaps = {step["step"]: {**step["watched"], own: step}.get(key) for step in steps}
-            gaps = {step: gap for step, gap in gaps.items() if gap is not None}
-            differ, tokens = (sum(gap[count] for gap in gaps.values()) for count in ("mismatches", "tokens"))
+            measured = [step for step in steps if key in {own, *step["watched"]}]
+            gaps = [step if key == own else step["watched"][key] for step in measured]
+            differ, tokens = (sum(gap[count] for gap in gaps) for count in ("mismatches", "tokens"))
             label = f"{key}: {differ:,} of {tokens:,} tokens differ"
-            yield Line(label, *LOOKS.get(key, (BLUE, 2.5)), list(gaps), list(gaps.values()))
+            yield Line(label, *LOOKS.get(key, (BLUE, 2.5)), [step["step"] for step in measured], gaps)
 
 
 def zero_and_powers(axes: Axes, lines: Sequence[Line], values: Sequence[Sequence[float]]) -> None:

@@ -52,20 +52,20 @@ def judged(ours: Sequence[Record], cases: Sequence[Record], needed: int) -> Verd
 
 def train(trainer: Trainer) -> list[Record]:
     """Take all steps of a trainer; print a table of them, a progress bar below it, and some answers."""
-    history, row = list[Record](), list[Record]()
+    history, latest = list[Record](), list[Record]()
     numerics = "".join(f"{each.short} {each.dtype}".rjust(11) for each in (*trainer.watched, trainer.own))
     print(f"step  reward  solved{numerics}       KL  ms: rollout  update")
     for step in track(range(1, trainer.settings.steps + 1), "training"):
         history.append(trainer.step(step))
-        row.append(history[-1])
+        latest.append(history[-1])
         if step % -(-trainer.settings.steps // ROWS) and step < trainer.settings.steps:
             continue
-        gaps = [[each["watched"][way.name] for each in row if each["watched"]] for way in trainer.watched]
-        shares = "".join((share(each) if each else "").rjust(11) for each in (*gaps, row))
-        rates = f"{mean('reward', row):8.3f}{mean('solved', row):8.0%}{shares}{small(mean('kl', row)):>9}"
-        times = f"{1000 * mean('rollout_seconds', row):13,.0f}{1000 * mean('update_seconds', row):8,.0f}"
+        gaps = [[each["watched"][way.name] for each in latest if each["watched"]] for way in trainer.watched]
+        shares = "".join((share(each) if each else "").rjust(11) for each in (*gaps, latest))
+        rates = f"{mean('reward', latest):8.3f}{mean('solved', latest):8.0%}{shares}{small(mean('kl', latest)):>9}"
+        times = f"{1000 * mean('rollout_seconds', latest):13,.0f}{1000 * mean('update_seconds', latest):8,.0f}"
         print(f"{step:4}{rates}{times}")
-        row = []
+        latest = []
     answers = [(*pair, f"{reward:.2f}") for *pair, reward in trainer.answers[:: -(-len(trainer.answers) // SHOWN)]]
     print(f"{CAPTION} {trainer.settings.measure_every}.\n\n{table(('prompt', 'answer', 'reward'), answers)}\n")
     return history

@@ -65,8 +65,8 @@ class Trainer:
         self.settings, self.own, self.device = settings, way(settings.dtype), torch.device(device)
         self.parts, self.group, self.draws = parts, group, random.Random(settings.seed)
         self.watched, self.sampler, self.clips = watched, rollout or self.own, cut is None
-        everyone = {self.own, self.sampler, *watched}
-        self.models = {each: make(settings, self.device, each.dtype) for each in everyone}
+        numerics = {self.own, self.sampler, *watched}
+        self.models = {each: make(settings, self.device, each.dtype) for each in numerics}
         self.model = self.models[self.own]
         if cut is not None:
             cut(self.model)

@@ -63,7 +63,7 @@ def _illegal(case: str, *calls: Row) -> list[IllegalCall]:
     return [IllegalCall(f"{case}: {what}", change, error, match, case) for what, change, error, match in calls]
 
 
-OPTIONS = (
+OPTIONS: tuple[Row, ...] = (
     *illegal_backends("det_gemm"),
     ("all where no backend runs", _all_on_meta, ValueError, "backend: .* on meta"),
 )
@@ -89,7 +89,7 @@ OUT_DTYPE = (
     ("out_dtype FP64", given(out_dtype=torch.float64), ValueError, "out_dtype: expected one of"),
     ("out_dtype text", given(out_dtype="float32"), ValueError, "out_dtype: expected one of"),
 )
-MAIN_GRADS = tuple(
+MAIN_GRADS: tuple[Row, ...] = tuple(
     (f"main_grad {what}", with_main_grad("weight", make), error, f"main_grad: expected {match}")
     for what, make, error, match in (
         ("not a tensor", lambda _: [0.0], TypeError, "a tensor"),
