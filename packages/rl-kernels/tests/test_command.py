@@ -102,6 +102,15 @@ def test_a_machine_that_cannot_run_the_llama_ends_in_one_line_and_status_2(tmp_p
     ends(["--device", "cuda", "--out", str(tmp_path)], "--device: backend: too old", capsys)
 
 
+def test_ranks_that_cannot_train_end_in_one_line_and_status_2(capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    ends(["--parallel", "tp"], "start it with torchrun --nproc-per-node 2 -m rl_kernels.demo", capsys)
+    ends(["--parallel", "dp", "--device", "cuda"], "--parallel: expected --device cpu", capsys)
+    for way, ranks in (("tp", "8"), ("tp", "3"), ("dp", "3"), ("dp", "16")):
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+        ends(["--parallel", way], f"ranks with {way}, got {ranks}", capsys)
+
+
 @pytest.mark.smoke
 def test_the_exit_status_tells_the_verdict(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "unusable", lambda arguments: None)
