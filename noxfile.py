@@ -244,13 +244,14 @@ def mutation(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, formatting, import boundaries and the Markdown files."""
-    session.install(*PINNED, "ruff", "import-linter", "pymarkdownlnt")
+    """Check style, formatting, import boundaries, spelling and the Markdown files."""
+    session.install(*PINNED, "ruff", "import-linter", "codespell", "pymarkdownlnt")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("lint-imports", "--no-cache", env={"PYTHONPATH": source_path()})
     markdown = session.run("git", "ls-files", "*.md", external=True, silent=True).split()
     session.run("pymarkdown", "scan", *markdown)
+    session.run("codespell", *session.run("git", "ls-files", external=True, silent=True).split())
 
 
 @nox.session(**BORROWING)

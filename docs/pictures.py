@@ -12,11 +12,11 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rl_kernels.lab.bench.plot import BLUE, COLOURS, draw, save
+from rl_kernels.lab.bench.plot import BLUE, COLORS, draw, save
 from rl_kernels.lab.bench.record import read
 
 NAMED = re.compile(r"<!-- picture of (\S+)\.json: (.+) -->")
-RED, GIB = COLOURS[3], 1024
+RED, GIB = COLORS[3], 1024
 HEAD, PRODUCT = "linear_logp", "gemm"
 
 
@@ -62,7 +62,7 @@ def _panel(axes: Axes, shape: str, ways: Mapping[str, tuple[float, float, float]
     for way, (_, ms, mib) in ways.items():
         # The product alone is no log-probability: a line below which no forward pass comes.
         if way == PRODUCT:
-            axes.axhline(ms, color="grey", linestyle=":", label="product of the logits alone")
+            axes.axhline(ms, color="gray", linestyle=":", label="product of the logits alone")
         elif not _is_plain(way) and not way.endswith("main_grad"):
             axes.plot(mib / GIB, ms, "s", color=BLUE if way.startswith(HEAD) else RED)
             axes.annotate(way, (mib / GIB, ms), textcoords="offset points", xytext=(6, 3), fontsize=9)

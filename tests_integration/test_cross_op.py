@@ -11,7 +11,7 @@ import torch
 from rl_kernels.core.testing import make_synthetic_rl_kernel_batch
 from rl_kernels.fused_logp import fused_logp
 from rl_kernels.fused_logp.reference import fused_logp as logps_in_fp64
-from rl_kernels.grpo_loss import Normaliser, grpo_loss
+from rl_kernels.grpo_loss import Normalizer, grpo_loss
 from rl_kernels.grpo_loss.reference import grpo_loss as loss_in_fp64
 from rl_kernels.lab.check.compare import bits
 
@@ -58,7 +58,7 @@ def test_a_batch_is_exact_and_a_prompt_alone_has_its_bits(device, dtype, most):
     batch = replace(batch, old_logps=near + 0.1 * batch.old_logps.sin(), ref_logps=near + 0.1 * batch.ref_logps.cos())
     leaf = logits.to(dtype).requires_grad_()
     exact = leaf.detach().double().requires_grad_()
-    count = {"normaliser": Normaliser(num_tokens=batch.completion_mask.sum())}
+    count = {"normalizer": Normalizer(num_tokens=batch.completion_mask.sum())}
     output = through_operators(leaf, batch, **count)
     expected = through_operators(exact, batch, operators=(logps_in_fp64, loss_in_fp64)).loss
     torch.testing.assert_close(output.loss.double(), expected, atol=1e-6, rtol=1e-5)

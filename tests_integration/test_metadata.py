@@ -18,11 +18,11 @@ LICENSE = (ROOT / "LICENSE").read_bytes()
 
 
 def read(wheel: Path) -> tuple[Message, dict[str, bytes]]:
-    """Return the METADATA of a wheel, and its licence files."""
+    """Return the METADATA of a wheel, and its license files."""
     with zipfile.ZipFile(wheel) as packed:
         (name,) = (name for name in packed.namelist() if name.endswith(".dist-info/METADATA"))
-        licences = {each: packed.read(each) for each in packed.namelist() if "/licenses/" in each}
-        return Parser().parsestr(packed.read(name).decode()), licences
+        licenses = {each: packed.read(each) for each in packed.namelist() if "/licenses/" in each}
+        return Parser().parsestr(packed.read(name).decode()), licenses
 
 
 def test_every_package_has_what_the_tool_writes() -> None:
@@ -109,13 +109,13 @@ def test_bump_writes_pins_citation_and_changelog() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", PROJECTS, ids=lambda folder: folder.name)
-def test_wheel_tells_licence_and_kind(folder: Path, wheels: Path) -> None:
+def test_wheel_tells_license_and_kind(folder: Path, wheels: Path) -> None:
     name = folder.name if folder.name == "rl-kernels" else f"rl-kernels-{folder.name}"
     (wheel,) = wheels.glob(f"{name.replace('-', '_')}-[0-9]*.whl")
-    told, licences = read(wheel)
+    told, licenses = read(wheel)
     assert told["License-Expression"] == "Apache-2.0"
     assert told.get_all("License-File") == ["LICENSE"]
-    assert list(licences.values()) == [LICENSE]
+    assert list(licenses.values()) == [LICENSE]
     assert told.get_all("Classifier") == tool.CLASSIFIERS
     assert sorted(told["Keywords"].split(",")) == sorted(tool.KEYWORDS)
     assert (told.get_all("Project-URL") or []) == [f"Repository, {tool.REPOSITORY}"][: bool(tool.REPOSITORY)]

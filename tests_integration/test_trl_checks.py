@@ -151,7 +151,7 @@ def test_dtypes_that_meet_under_autocast_alone(trainer_of: Made, tmp_path: Path)
 def test_a_learnt_prompt_is_refused_with_invariant(trainer_of: Made, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     trainer = trainer_of(tmp_path, peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
-    with pytest.raises(ValueError, match=r"^peft_config: expected no learnt prompt with invariant"):
+    with pytest.raises(ValueError, match=r"^peft_config: expected no learned prompt with invariant"):
         trl_client.use_in(trainer, invariant=True)
     trl_client.use_in(trainer)
 

@@ -123,7 +123,7 @@ class Runner:
             parser().error(str(error))
         return [keyed[name] for name in self.record.left(list(keyed))]
 
-    def summarise(self, facts: dict[str, Any], planned: int) -> bool:
+    def summarize(self, facts: dict[str, Any], planned: int) -> bool:
         """Write the summary of the steps so far; return whether all planned steps have ended and passed."""
         with self._one_writer:
             passed = len(self.ended) == planned and all(step["passed"] for step in self.ended)
@@ -200,13 +200,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run(step: Step) -> None:
         runner.run(step)
-        runner.summarise(facts, len(steps))
+        runner.summarize(facts, len(steps))
 
     with ThreadPoolExecutor(given.jobs) as pool:
         for group in GROUPS:
             # Groups do not overlap, so benchmarks run alone.
             list(pool.map(run, [step for step in steps if step.group == group]))
-    return 0 if runner.summarise(facts, len(steps)) else 1
+    return 0 if runner.summarize(facts, len(steps)) else 1
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.testing import IGNORED
-from rl_kernels.grpo_loss import Normaliser, group_advantages, grpo_loss, sequence_losses
+from rl_kernels.grpo_loss import Normalizer, group_advantages, grpo_loss, sequence_losses
 from rl_kernels.grpo_loss.spec.bench import eager as eager_loss
 from rl_kernels.lab.bench.arena import DeviceDraw
 from rl_kernels.lab.check.guard import Results
@@ -98,13 +98,13 @@ class Policy:
     def chunks(self, batch: Batch) -> torch.Tensor:
         """Take a step that forms loss and gradients of the head in chunks of sequences."""
         advantages = group_advantages(batch.rewards, samples_per_prompt=self.given.samples)
-        normaliser = Normaliser(num_tokens=batch.mask.sum())
+        normalizer = Normalizer(num_tokens=batch.mask.sum())
 
         def losses(logps: torch.Tensor, chunk: Chunk) -> torch.Tensor:
             tensors = (batch.old, batch.ref, advantages, batch.mask)
             part = (value[chunk.sequences] for value in tensors)
             # Checking the count would wait for the GPU in every chunk.
-            return sequence_losses(logps, *part, beta=BETA, normaliser=normaliser, validate=False)
+            return sequence_losses(logps, *part, beta=BETA, normalizer=normalizer, validate=False)
 
         options = {"ignore_index": IGNORED, "backend": self.given.backend}
         hidden, weight = self._hidden(batch.ids), self.model.lm_head.weight

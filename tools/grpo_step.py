@@ -1,7 +1,7 @@
 """A GRPO step of transformers' Llama, eager and through the operators: `python tools/grpo_step.py` on a GPU.
 
 The model has random weights and, by default, the sizes of Llama 3.2 1B with four of its layers. A step is the forward
-pass through its body, the log-probabilities of the tokens, the GRPO loss and the backward pass, without an optimiser.
+pass through its body, the log-probabilities of the tokens, the GRPO loss and the backward pass, without an optimizer.
 Both ways share the body, the tokens and the positions. `eager` holds all logits, takes their log-softmax in FP32 and
 the loss in plain PyTorch, as the benchmarks of the two operators define it. Ours is `linear_logp`, which ignores tokens
 outside of completions, and `grpo_loss`, which masks them. The two are compared before either is timed, and the
@@ -12,7 +12,7 @@ in chunks (`linear_logp_loss` with `sequence_losses`).
 Peak extra memory is the most that a step allocates at once beyond parameters, gradients and inputs, which exist before
 it: activations, logits or workspace, and each new gradient until it is added to its buffer. The largest batch is the
 largest number of whole groups whose step runs twice under a limit of all memory that PyTorch reserves; parameters,
-gradients and inputs count, but there is no optimiser.
+gradients and inputs count, but there is no optimizer.
 
 Exit status: 1 if the two disagree or the planted fault is not detected; nothing is timed then. 2 if nothing could run.
 """

@@ -1,4 +1,4 @@
-"""Give all packages the same metadata and licence file: `python tools/metadata.py`.
+"""Give all packages the same metadata and license file: `python tools/metadata.py`.
 
 The address of the repository and a contact are not settled. Once they are, set them here and run this; until then no
 wheel names an address.

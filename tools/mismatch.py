@@ -8,7 +8,7 @@ The policy, task and training of `rl-kernels demo`, for several seeds in each of
 - BF16 rollout: sampled from a BF16 copy in plain PyTorch, as an inference engine would, trained in plain FP32. The old
   log-probs of the ratio are those of the rollout.
 - FP8 rollout: the same, where the weights of the copy's layers, not its head, are rounded to FP8 (e4m3, one scale a
-  weight), as a quantised engine does.
+  weight), as a quantized engine does.
 - FP8, recomputed: the same rollout, but the old log-probs are computed again by a training pass, as trainers do that
   take only tokens from the engine. The ratio then says nothing of the mismatch, and starts at 1.
 

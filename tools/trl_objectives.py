@@ -126,7 +126,7 @@ def _size_of_terms(trainer: Any, logps: torch.Tensor, inputs: dict[str, Any]) ->
         *tensors,
         objective=trl_client.objective(trainer),
         extras=Extras(rollout_ratio=trl_client.rollout_ratio(trainer, inputs)),
-        normaliser=trl_client.normaliser(trainer, inputs, mask),
+        normalizer=trl_client.normalizer(trainer, inputs, mask),
     ).loss.abs()
 
 

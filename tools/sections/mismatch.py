@@ -17,7 +17,7 @@ from rl_kernels.demo.plot import BLUE, GREEN, ORANGE, RED, Line
 from rl_kernels.lab.bench.plot import save
 from rl_kernels.lab.bench.report import as_table
 
-COLOURS = (BLUE, ORANGE, RED, "#7d3c98", GREEN)
+COLORS = (BLUE, ORANGE, RED, "#7d3c98", GREEN)
 WIDTHS = (6.0, 2.0, 2.0, 2.0, 2.0)
 """Of lines at 0, which is the first."""
 
@@ -60,7 +60,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     runs = document["runs"]
     names = list(dict.fromkeys(each["way"] for each in runs))
     steps = runs[0]["steps"]
-    lines = [Line(*look, steps, ()) for look in zip(names, COLOURS, WIDTHS, strict=True)]
+    lines = [Line(*look, steps, ()) for look in zip(names, COLORS, WIDTHS, strict=True)]
     figure = Figure(figsize=(14, 7), layout="constrained")
     grid = figure.add_gridspec(2, 2, width_ratios=(1, 1.2), height_ratios=(1.3, 1))
     kl, ratio, reward, evaluated = (figure.add_subplot(grid[place]) for place in ((0, 0), (1, 0), (0, 1), (1, 1)))
@@ -86,8 +86,8 @@ def _over(
 def _reward(axes: Axes, lines: Sequence[Line], runs: Sequence[Mapping[str, Any]]) -> None:
     for line in lines:
         least, mean, most = (_over(runs, line.label, "reward", taken) for taken in (min, fmean, max))
-        axes.fill_between(line.steps, least, most, color=line.colour, alpha=0.12, linewidth=0)
-        axes.plot(line.steps, mean, color=line.colour, linewidth=2)
+        axes.fill_between(line.steps, least, most, color=line.color, alpha=0.12, linewidth=0)
+        axes.plot(line.steps, mean, color=line.color, linewidth=2)
     seeds = sum(each["way"] == lines[0].label for each in runs)
     axes.set(title=f"Reward: mean and range of {seeds} seeds", ylim=(-0.03, 1.03))
 
@@ -96,7 +96,7 @@ def _evaluated(axes: Axes, lines: Sequence[Line], runs: Sequence[Mapping[str, An
     """Draw a dot a seed, and a line at their mean."""
     for place, line in enumerate(lines):
         found = [each["evaluated"] for each in runs if each["way"] == line.label]
-        axes.plot([place] * len(found), found, "o", color=line.colour, alpha=0.6)
-        axes.hlines(fmean(found), place - 0.3, place + 0.3, color=line.colour, linewidth=2)
+        axes.plot([place] * len(found), found, "o", color=line.color, alpha=0.6)
+        axes.hlines(fmean(found), place - 0.3, place + 0.3, color=line.color, linewidth=2)
     axes.set_xticks(range(len(lines)), [line.label for line in lines])
     axes.set(title="Reward of the trained policies, all sampled in plain FP32")

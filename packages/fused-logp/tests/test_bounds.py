@@ -35,7 +35,7 @@ def test_bounds_of_near_certain_rows(dtype, backend):
         logits, ids = near_certain(vocab, dtype, gap, offset)
         ids[0], logits[1], logits[2, 0], logits[3, ids[3]] = -100, -torch.inf, torch.nan, torch.finfo(dtype).max
         given = {"temperature": scale, "ignore_index": -100, "return_stats": True}
-        found = fused_logp(logits, ids, output_dtype=torch.float32, backend=backend, **given)
+        found = fused_logp(logits, ids, out_dtype=torch.float32, backend=backend, **given)
         expected = reference(logits.double(), ids, **given)
         for name, sign in (("logp", -1), ("entropy", 1)):
             value, gold = getattr(found, name), getattr(expected, name).float()

@@ -52,5 +52,5 @@ def test_a_forced_backend_is_guarded_and_a_bad_shape_raises():
     with use_backend(fused_logp="no-such"), pytest.raises(Exception, match="no backend 'no-such'"):
         call(logits, ids)
     call(logits, ids)
-    with pytest.raises(Exception, match="token_ids: expected shape"):
+    with pytest.raises(Exception, match="target_ids: expected shape"):
         call(logits, ids[:2])

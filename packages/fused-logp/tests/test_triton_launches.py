@@ -27,7 +27,7 @@ BUGS = (
         "(grad_logsumexp, grad_logp, grad_entropy)",
     ),
     Bug("segments rounded down", "segments = ceil_div(vocab, kernels", "segments = max(1, vocab // kernels"),
-    Bug("strided ids read as if contiguous", "token_ids.contiguous()", "token_ids"),
+    Bug("strided ids read as if contiguous", "target_ids.contiguous()", "target_ids"),
 )
 SEGMENT = 8192
 Plant = Callable[[], AbstractContextManager[None]]

@@ -11,7 +11,7 @@ import torch
 from rl_kernels.core.dispatch import record_dispatch
 from rl_kernels.core.testing import Case, Draw, function_of, spec_of
 from rl_kernels.core.testing.planted import Bug, Mutants
-from rl_kernels.grpo_loss import Normaliser, sequence_losses
+from rl_kernels.grpo_loss import Normalizer, sequence_losses
 from rl_kernels.grpo_loss.op import OPERATOR, ops
 from rl_kernels.lab.check.conformance import Conformance
 from rl_kernels.lab.check.relations.integration import RawCalls
@@ -36,7 +36,7 @@ PLANTED = (
         (
             Bug(
                 "one-pass variance",
-                "sums(centred.square())",
+                "sums(centered.square())",
                 "(sums(r.square()) - sums(r).square() / size)",
             ),
             Bug("upper bound 0.01 % too wide", "1 + n.clip_high) * down", "1 + 1.0001 * n.clip_high) * down"),
@@ -140,8 +140,8 @@ def test_k3_and_its_gradient_are_accurate_from_tiny_to_large_e_and_never_negativ
     # Beside a log-probability of 0, and of -1, where ref - current is rounded.
     for current in (torch.zeros_like(e), -torch.ones_like(e)):
         leaf, ref = current.requires_grad_(), current.detach() + e
-        count, mask = Normaliser(num_tokens=1), torch.ones_like(e, dtype=torch.bool)
-        found = sequence_losses(leaf, None, ref, torch.zeros(len(e)), mask, beta=1.0, normaliser=count)
+        count, mask = Normalizer(num_tokens=1), torch.ones_like(e, dtype=torch.bool)
+        found = sequence_losses(leaf, None, ref, torch.zeros(len(e)), mask, beta=1.0, normalizer=count)
         (grad,) = torch.autograd.grad(found.sum(), leaf)
         for difference, kl, slope in zip(
             (ref - current).flatten().tolist(), found.tolist(), grad.flatten(), strict=True

@@ -14,7 +14,7 @@ from rl_kernels.grpo_loss import (
     Extras,
     GRPOLossOutput,
     LossAndMetrics,
-    Normaliser,
+    Normalizer,
     Objective,
     api,
     group_advantages,
@@ -89,8 +89,8 @@ def test_one_graph_for_all_values_of_a_tensor_and_of_an_objective_made_inside() 
 
     def step(count: torch.Tensor, entropy: torch.Tensor) -> LossAndMetrics:
         made = Objective(loss_type="dapo", clip_high=0.28)
-        extras, normaliser = Extras(entropy=entropy), Normaliser(num_tokens=count)
-        options = {"objective": made, "extras": extras, "normaliser": normaliser}
+        extras, normalizer = Extras(entropy=entropy), Normalizer(num_tokens=count)
+        options = {"objective": made, "extras": extras, "normalizer": normalizer}
         return grpo_loss(**call, samples_per_prompt=3, **options, return_metrics=True)
 
     compiled = _compiled(step)
@@ -137,5 +137,5 @@ def test_raw_ops_for_ranks_pass_opcheck(packed: bool, monkeypatch: pytest.Monkey
     assert sums.shape == (14 if packed else 3, 6)
     torch.library.opcheck(raw.grpo_loss_sums.default, (*arguments, "native"))
     torch.library.opcheck(raw.grpo_loss_sums_grad.default, (*arguments, "native"))
-    options = (checked.normaliser, checked.length, checked.numbers, checked.plan, "native")
+    options = (checked.normalizer, checked.length, checked.numbers, checked.plan, "native")
     torch.library.opcheck(raw.grpo_loss_combine.default, (sums, *options))

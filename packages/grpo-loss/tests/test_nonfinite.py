@@ -11,7 +11,7 @@ import torch
 
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import Draw, function_of
-from rl_kernels.grpo_loss import METRICS, Extras, Normaliser, Objective, api, grpo_loss, reference, sequence_losses
+from rl_kernels.grpo_loss import METRICS, Extras, Normalizer, Objective, api, grpo_loss, reference, sequence_losses
 from rl_kernels.grpo_loss.op import OPERATOR
 from rl_kernels.grpo_loss.plan import FORMS
 
@@ -117,9 +117,9 @@ def test_masked_gradient_is_zero_for_any_upstream(backend: str) -> None:
 ZEROS: tuple[Any, ...] = (0, 0.0, torch.tensor(0), torch.tensor(0.0, dtype=torch.float64), torch.tensor(0.0).bfloat16())
 
 
-def count_of(loss_type: str, value: Any) -> Normaliser:
+def count_of(loss_type: str, value: Any) -> Normalizer:
     name = "num_tokens" if FORMS[loss_type].mean == "tokens" else "num_sequences"
-    return Normaliser(**{name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value})
+    return Normalizer(**{name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value})
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -130,7 +130,7 @@ def test_no_active_token_and_a_count_of_0_give_0(loss_type: str, backend: str) -
     for shape, zero in product(((3, 4), (0, 4), (3, 0)), ZEROS if backend == "native" else ZEROS[2:3]):
         tokens, rows = torch.full(shape, torch.nan, device=DEVICE), torch.full(shape[:1], torch.nan, device=DEVICE)
         given = tokens.clone().requires_grad_(), tokens, tokens, rows, torch.zeros(shape, device=DEVICE).bool()
-        options |= {"extras": Extras(rollout_ratio=rows, entropy=tokens), "normaliser": count_of(loss_type, zero)}
+        options |= {"extras": Extras(rollout_ratio=rows, entropy=tokens), "normalizer": count_of(loss_type, zero)}
         output, metrics = api.grpo_loss_from_advantages(*given, **options, return_metrics=True)
         losses = sequence_losses(*given, **options)
         (output.loss + losses.sum()).backward()
@@ -139,7 +139,7 @@ def test_no_active_token_and_a_count_of_0_give_0(loss_type: str, backend: str) -
     # Packed, with rewards.
     current = torch.full((5,), torch.nan, device=DEVICE, requires_grad=True)
     mask, rewards = torch.zeros(5, dtype=torch.bool, device=DEVICE), torch.rand(2, device=DEVICE)
-    options |= {"objective": Objective(loss_type=loss_type), "normaliser": count_of(loss_type, mask.sum())}
+    options |= {"objective": Objective(loss_type=loss_type), "normalizer": count_of(loss_type, mask.sum())}
     options |= {"extras": None, "cu_seqlens": torch.tensor([0, 0, 5], device=DEVICE)}
     loss = grpo_loss(current, None, None, rewards, mask, samples_per_prompt=2, **options).loss
     loss.backward()
@@ -150,18 +150,18 @@ def test_no_active_token_and_a_count_of_0_give_0(loss_type: str, backend: str) -
 @pytest.mark.parametrize("wrong", [-5, math.nan, math.inf, 0])
 def test_wrong_counts_are_refused_and_without_validate_not_read(wrong: float) -> None:
     given = (torch.zeros(2, 3), None, None, torch.ones(2), torch.tensor([[True, False, False]] * 2))
-    count = Normaliser(num_tokens=torch.tensor(wrong))
+    count = Normalizer(num_tokens=torch.tensor(wrong))
     for function in (api.grpo_loss_from_advantages, sequence_losses):
         with pytest.raises(ValueError, match="num_tokens: expected a"):
-            function(*given, normaliser=count)
-        function(*given, normaliser=count, validate=False)
+            function(*given, normalizer=count)
+        function(*given, normalizer=count, validate=False)
 
 
 def test_a_share_of_the_tokens_may_be_below_1_as_number_and_tensor() -> None:
     # One token, of two ranks: TRL divides by the tokens of a rank on average.
     given = (torch.zeros(1, 1), None, None, torch.ones(1), torch.ones(1, 1, dtype=torch.bool))
     for half in (0.5, torch.tensor(0.5)):
-        assert api.grpo_loss_from_advantages(*given, normaliser=Normaliser(num_tokens=half)).loss == -2
+        assert api.grpo_loss_from_advantages(*given, normalizer=Normalizer(num_tokens=half)).loss == -2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

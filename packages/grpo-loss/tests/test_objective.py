@@ -1,4 +1,4 @@
-"""``Objective``, ``Extras`` and ``Normaliser``: checked when they are made, frozen, and what a call makes of them."""
+"""``Objective``, ``Extras`` and ``Normalizer``: checked when they are made, frozen, and what a call makes of them."""
 
 from __future__ import annotations
 

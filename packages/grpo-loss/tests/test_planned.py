@@ -12,7 +12,7 @@ import torch
 from rl_kernels.core import dispatch, record_dispatch
 from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.core.testing.triton_launches import TritonRecorder
-from rl_kernels.grpo_loss import Normaliser, api, grpo_loss, grpo_loss_from_advantages
+from rl_kernels.grpo_loss import Normalizer, api, grpo_loss, grpo_loss_from_advantages
 from rl_kernels.grpo_loss.backends.native import backend as native
 
 MODULES = tuple(f"rl_kernels.grpo_loss.backends.triton.{name}" for name in ("planned", "backend"))
@@ -73,7 +73,7 @@ def calls():
         rewarded(*arguments(0, 9)),
         rewarded(*given, loss_type="cispo"),
         rewarded(*given, return_metrics=True),
-        rewarded(*given, normaliser=Normaliser(num_tokens=torch.ones(()))),
+        rewarded(*given, normalizer=Normalizer(num_tokens=torch.ones(()))),
     ]
     return planned, others
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import Draw, bits_of
 from rl_kernels.core.testing.planted import Bug, planted
-from rl_kernels.grpo_loss import Extras, Normaliser, Objective
+from rl_kernels.grpo_loss import Extras, Normalizer, Objective
 from rl_kernels.grpo_loss.op import OPERATOR
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,11 +110,11 @@ def calls() -> dict[str, dict[str, Any]]:
     found["long"] = drawn(4100, batch=4, beta=0.1, loss_type="grpo")
     found["fp64"], found["bf16"] = (drawn(dtype=dtype, beta=0.1) for dtype in (torch.float64, torch.bfloat16))
     found["on policy"] = {**drawn(), "old_logps": None, "ref_logps": None}
-    found["tokens counted"] = {**drawn(), "normaliser": Normaliser(num_tokens=count)}
-    counted = Normaliser(num_sequences=7, max_completion_length=33)
-    found["sequences counted"] = {**drawn(loss_type="dr_grpo"), "normaliser": counted}
+    found["tokens counted"] = {**drawn(), "normalizer": Normalizer(num_tokens=count)}
+    counted = Normalizer(num_sequences=7, max_completion_length=33)
+    found["sequences counted"] = {**drawn(loss_type="dr_grpo"), "normalizer": counted}
     # Of all ranks no token is active, and that is what was counted.
-    found["masked"] = {**drawn(loss_type="grpo"), "normaliser": Normaliser(num_sequences=0 * count.long())}
+    found["masked"] = {**drawn(loss_type="grpo"), "normalizer": Normalizer(num_sequences=0 * count.long())}
     found["masked"]["completion_mask"] = torch.zeros_like(found["masked"]["completion_mask"])
     extras = Extras(rollout_ratio=draw.uniform(0.5, 2.0, BATCH), entropy=draw.normal(BATCH, LENGTH))
     found["entropy, rollout"] = {**drawn(**ROLLOUT), "extras": extras}

@@ -15,7 +15,7 @@ from rl_kernels.core.testing import Draw, bits_of
 from rl_kernels.core.testing.ranks import run_ranks
 from rl_kernels.grpo_loss import (
     LossAndMetrics,
-    Normaliser,
+    Normalizer,
     Objective,
     group_advantages,
     grpo_loss,
@@ -31,7 +31,7 @@ LOSSES: tuple[dict[str, Any], ...] = (
     {"group_boundaries": [0, 1, 6, 8], "return_metrics": True},
     {"group_boundaries": torch.tensor([0, 3, 8]), "objective": Objective(advantage_estimator="batch", skip_nan=True)},
     {"samples_per_prompt": 8, "loss_type": "gspo", "beta": 0.1, "return_metrics": True},
-    {"samples_per_prompt": 2, "loss_type": "vespo", "normaliser": Normaliser(num_tokens=torch.tensor(91))},
+    {"samples_per_prompt": 2, "loss_type": "vespo", "normalizer": Normalizer(num_tokens=torch.tensor(91))},
 )
 
 
@@ -139,7 +139,7 @@ def bad_calls(call: dict[str, Any], rank: int) -> dict[str, dict[str, Any]]:
             "current_logps": call["current_logps"].bfloat16() if on_one else call["current_logps"]
         },
         f"ValueError: old_logps: {differs} torch.float32, None": {"old_logps": None if on_one else call["old_logps"]},
-        f"ValueError: num_tokens: {differs} 3, 4": {"normaliser": Normaliser(num_tokens=3 + on_one)},
+        f"ValueError: num_tokens: {differs} 3, 4": {"normalizer": Normalizer(num_tokens=3 + on_one)},
         f"ValueError: return_metrics: {differs} False, True": {"return_metrics": on_one},
         "ValueError: backend: grpo_loss has no backend": {"backend": "nonesuch" if on_one else None},
     }

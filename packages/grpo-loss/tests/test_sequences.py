@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from rl_kernels.core.testing import Draw, bits_of
-from rl_kernels.grpo_loss import Normaliser, Objective, grpo_loss_from_advantages, sequence_losses
+from rl_kernels.grpo_loss import Normalizer, Objective, grpo_loss_from_advantages, sequence_losses
 
 B, T = 7, 45
 OBJECTIVES: tuple[dict[str, Any], ...] = (
-    {"normaliser": Normaliser(num_tokens=100.0)},
-    {"beta": 0.04, "normaliser": Normaliser(num_tokens=77)},
-    {"objective": Objective(loss_type="grpo", beta=0.1), "normaliser": Normaliser(num_sequences=12)},
-    {"objective": Objective(loss_type="dr_grpo"), "normaliser": Normaliser(num_sequences=5, max_completion_length=64)},
-    {"objective": Objective(importance_level="sequence"), "normaliser": Normaliser(num_tokens=100)},
+    {"normalizer": Normalizer(num_tokens=100.0)},
+    {"beta": 0.04, "normalizer": Normalizer(num_tokens=77)},
+    {"objective": Objective(loss_type="grpo", beta=0.1), "normalizer": Normalizer(num_sequences=12)},
+    {"objective": Objective(loss_type="dr_grpo"), "normalizer": Normalizer(num_sequences=5, max_completion_length=64)},
+    {"objective": Objective(importance_level="sequence"), "normalizer": Normalizer(num_tokens=100)},
     {},
 )
 BACKENDS = [
@@ -95,4 +95,4 @@ def test_dtypes_and_errors() -> None:
     with pytest.raises(ValueError, match="advantages: expected"):
         sequence_losses(*call[:3], call[3][:2], call[4])
     with pytest.raises(ValueError, match="num_sequences: expected None"):
-        sequence_losses(*call, normaliser=Normaliser(num_sequences=3))
+        sequence_losses(*call, normalizer=Normalizer(num_sequences=3))

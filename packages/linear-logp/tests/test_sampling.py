@@ -127,7 +127,7 @@ def made() -> tuple[LinearLogits, torch.Tensor]:
 def test_ids_out_of_range() -> None:
     found, ids = made()
     ids[1], ids[2] = 90, -1
-    with pytest.raises(ValueError, match="token_ids"):
+    with pytest.raises(ValueError, match="target_ids"):
         found.logp(ids)
     assert found.logp(ids, validate=False).isnan().tolist() == [False, True, True, False]
 
@@ -182,7 +182,7 @@ def test_log_probabilities_of_some_logits() -> None:
 def test_wrong_arguments_are_named() -> None:
     found, ids = made()
     for wrong, error in ((ids[:2], ValueError), (ids.float(), TypeError), (ids.to("meta"), ValueError)):
-        with pytest.raises(error, match="token_ids"):
+        with pytest.raises(error, match="target_ids"):
             found.logp(wrong)
     hidden, weight, bias, _ = drawn((4, 16, 90), torch.float32)
     for given, error, match in (

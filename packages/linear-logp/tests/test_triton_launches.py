@@ -28,7 +28,7 @@ MODULES = (
     *(f"{BACKEND}.backward", f"{BACKEND}.backend"),
 )
 BUGS = (
-    Bug("dH added to uninitialised memory", "weight, out, continues=continues", "weight, out, continues=True"),
+    Bug("dH added to uninitialized memory", "weight, out, continues=continues", "weight, out, continues=True"),
     Bug("strided temperatures read as if contiguous", "temperature.contiguous()", "temperature"),
     Bug("last rows are not finished", "(ceil_div(count, kernels.ROWS.value),)", "(count // kernels.ROWS.value or 1,)"),
     Bug("gradient counted from column 0", "block.start,\n", "0,\n"),

@@ -128,7 +128,7 @@ def test_log_softmax(dtype, width, torch_threads):
     assert torch.log_softmax(x, 1).is_contiguous()
     assert torch.equal(torch.log_softmax(x, 2, out=torch.empty(0, dtype=dtype)), whole)
     ids = torch.full((4, 3), width - 1)
-    chosen = fused_logp(x, ids, output_dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    chosen = fused_logp(x, ids, out_dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     assert torch.equal(chosen.to(dtype), whole[..., -1])
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rl_kernels.core.testing import Draw
 from rl_kernels.core.testing.ranks import run_ranks
-from rl_kernels.grpo_loss import Normaliser, group_advantages, grpo_loss, grpo_loss_from_advantages
+from rl_kernels.grpo_loss import Normalizer, group_advantages, grpo_loss, grpo_loss_from_advantages
 from rl_kernels.models import data_parallel, head_logp, invariant
 from rl_kernels.models.data_parallel import OrderedReduceScatter, clip_grad_norm, ordered_gradients, ordered_hook
 
@@ -64,12 +64,12 @@ def alone(world: int, dtype: torch.dtype) -> Trained:
     for step in range(STEPS):
         ids, rewards, mask = batch(world, step)
         advantages = group_advantages(rewards, samples_per_prompt=world * EACH // 2)
-        normaliser = Normaliser(num_tokens=mask.sum())
+        normalizer = Normalizer(num_tokens=mask.sum())
         for rank in range(world):
             own = slice(rank * EACH, (rank + 1) * EACH)
             logps = model(ids[own])
             grpo_loss_from_advantages(
-                logps, logps.detach() - 0.1, None, advantages[own], mask[own], normaliser=normaliser
+                logps, logps.detach() - 0.1, None, advantages[own], mask[own], normalizer=normalizer
             ).loss.backward()
         norms.append(clip_grad_norm(model.parameters(), 0.01))
         optimizer.step()
@@ -99,11 +99,11 @@ def together(way: str, dtype: torch.dtype, group: ProcessGroup) -> Trained:
     model, world, rank = wrapped(way, dtype, group), group.size(), group.rank()
     optimizer, norms = optimizer_of(model), []
     own = slice(rank * EACH, (rank + 1) * EACH)
-    normaliser = Normaliser(process_group=group)
+    normalizer = Normalizer(process_group=group)
     for step in range(STEPS):
         ids, rewards, mask = (x[own] for x in batch(world, step))
         logps = model(ids)
-        options = {"samples_per_prompt": world * EACH // 2, "normaliser": normaliser}
+        options = {"samples_per_prompt": world * EACH // 2, "normalizer": normalizer}
         grpo_loss(logps, logps.detach() - 0.1, None, rewards, mask, **options).loss.backward()
         norms.append(clip_grad_norm(model.parameters(), 0.01))
         optimizer.step()

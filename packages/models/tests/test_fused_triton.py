@@ -17,7 +17,7 @@ def tensors(device, dtype, *shapes):
 
 
 def rotated(q, k, cos, sin):
-    """Return what the modelling files of transformers compute."""
+    """Return what the modeling files of transformers compute."""
     c, s, half = cos[:, None], sin[:, None], q.shape[-1] // 2
     return tuple(x * c + torch.cat((-x[..., half:], x[..., :half]), -1) * s for x in (q, k))
 
@@ -164,7 +164,7 @@ def test_which_models_get_it(tiny):
         assert any(gated(module) for module in model.modules()) == fused, name
 
 
-def test_the_function_of_a_modelling_file_comes_back(tiny):
+def test_the_function_of_a_modeling_file_comes_back(tiny):
     """After the last of several models; and what another library puts there stays."""
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
     original = modeling.apply_rotary_pos_emb

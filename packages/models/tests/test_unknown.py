@@ -179,6 +179,6 @@ def test_a_form_is_known_by_what_it_computes():
         lambda self, x, dtype: (self.weight * scaled(self, x - x.mean(-1, keepdim=True))).to(dtype),
     ]
     for form, compute in zip(layers.FORMS, computes, strict=True):
-        assert layers._recognised(SomeNorm(compute), "eps") == form
-    assert layers._recognised(SomeNorm(lambda self, x, dtype: x.to(dtype)), "eps") is None
-    assert layers._recognised(SomeNorm(lambda self, x, dtype: x.no_such_thing), "eps") is None
+        assert layers._recognized(SomeNorm(compute), "eps") == form
+    assert layers._recognized(SomeNorm(lambda self, x, dtype: x.to(dtype)), "eps") is None
+    assert layers._recognized(SomeNorm(lambda self, x, dtype: x.no_such_thing), "eps") is None

@@ -28,7 +28,7 @@ class Given(NamedTuple):
     weight: torch.Tensor | None
     bias: torch.Tensor | None
     grad: torch.Tensor
-    centred: bool = False
+    centered: bool = False
     cast_first: bool = True
 
 
@@ -53,7 +53,7 @@ CALLS = {
     "wide-fp32": partial(made, 2, 16384, torch.float32, residual=True, weight=torch.float32),
     "residual": partial(made, 5, 2048, residual=True),
     "odd": partial(made, 16, 77, torch.float32, weight=torch.float32),
-    "layer": partial(made, 33, 768, bias=True, residual=True, centred=True, cast_first=False),
+    "layer": partial(made, 33, 768, bias=True, residual=True, centered=True, cast_first=False),
     "mixed": partial(made, 3, 64, weight=torch.float32),
     "no-weight": partial(made, 2, 40, weight=None),
     "one-column": partial(made, 3, 1),
@@ -85,7 +85,7 @@ def check_tile(launch, given):
     count, size = given.x.shape
     width, rows, step, warps = tile_of(size)
     assert (launch["D"], launch["WIDTH"], launch["ROWS"], launch.options["num_warps"]) == (size, width, rows, warps)
-    assert (launch["count"], launch["offset"], launch["CENTRED"]) == (count, OFFSET, given.centred)
+    assert (launch["count"], launch["offset"], launch["CENTERED"]) == (count, OFFSET, given.centered)
     return rows, step
 
 
@@ -132,14 +132,14 @@ def check_backward(given, launches, dx, stats, **sums):
 def check(given, recorder):
     """Check what the functions of the backend launch for a call."""
     backend, total = importlib.import_module(BACKEND), None
-    form = (given.weight, given.bias, EPS, given.centred, OFFSET, given.cast_first)
+    form = (given.weight, given.bias, EPS, given.centered, OFFSET, given.cast_first)
     recorder.launches.clear()
     if given.residual is None:
         output, stats = backend.forward(given.x, *form)
     else:
         output, total, stats = backend.forward_sum(given.x, given.residual, *form)
     check_forward(given, recorder.launches, output, total, stats)
-    saved = (given.grad, given.residual, given.x, given.weight, stats, given.centred, OFFSET)
+    saved = (given.grad, given.residual, given.x, given.weight, stats, given.centered, OFFSET)
     for needed in ((True, True), (True, False), (False, False)):
         recorder.launches.clear()
         dx, *found = backend.backward(*saved, *needed)

@@ -61,7 +61,7 @@ def test_products_of_fp64_stay_there_and_may_be_empty():
         assert same_bits(matmul(torch.ones(m, k), torch.ones(k, n)), torch.zeros(m, n))
 
 
-def cancelling(m, k, n, dtype):
+def canceling(m, k, n, dtype):
     """Return operands whose products sum to zero but for rounding, which shows the order of a sum in every number."""
     draw = Draw(torch.float32, seed=k)
     a, b = draw.normal(m, k // 2), draw.normal(k // 2, n)
@@ -77,7 +77,7 @@ ROW_SHAPES = [(2, 1), (7, 3), (33, 17), (129, 65), (1025, 33), (17, 4100)]
 @pytest.mark.parametrize("dtype", [torch.float64, *HALF_AND_FLOAT])
 @pytest.mark.parametrize(("k", "n"), ROW_SHAPES, ids=str)
 def test_rows_of_a_product_do_not_depend_on_the_batch(torch_threads, threads, k, n, dtype):
-    a, b = cancelling(70, k, n, dtype)
+    a, b = canceling(70, k, n, dtype)
     with torch_threads(1):
         whole = matmul(a, b, out_dtype=dtype)
     with torch_threads(threads):
@@ -94,14 +94,14 @@ def test_rows_of_a_product_do_not_depend_on_the_batch(torch_threads, threads, k,
 @pytest.mark.parametrize("dtype", [torch.float64, *HALF_AND_FLOAT])
 @pytest.mark.parametrize(("m", "k", "n"), [(67, 35, 19), (64, 32, 48)])
 def test_strides_change_no_bit_of_a_product(dtype, m, k, n):
-    a, b = cancelling(m, k, n, dtype)
+    a, b = canceling(m, k, n, dtype)
     whole = matmul(a, b, out_dtype=dtype)
     for layout in LAYOUTS.values():
         for left, right in ((layout(a), b), (a, layout(b)), (layout(a), layout(b))):
             assert same_bits(matmul(left, right, out_dtype=dtype), whole)
 
 
-def test_neither_a_neighbour_of_nan_nor_reduced_precision_reaches_a_row():
+def test_neither_a_neighbor_of_nan_nor_reduced_precision_reaches_a_row():
     draw = Draw(torch.float32)
     a, b = draw.normal(9, 64), draw.normal(64, 16)
     whole, others = matmul(a, b), torch.arange(9) != 3

@@ -145,7 +145,7 @@ def test_minus_inf_is_an_entry_that_is_not_there():
 
 
 @pytest.mark.parametrize("row", [[-INF] * 7, [NAN, *[1.0] * 6], [*[1.0] * 6, NAN], [1.0, INF, *[-INF] * 5], [INF] * 7])
-def test_a_row_without_a_softmax_is_nan_and_its_neighbours_are_not(row):
+def test_a_row_without_a_softmax_is_nan_and_its_neighbors_are_not(row):
     for cuts in ((), (2,), (6,)):
         z = Draw(torch.float32).normal(3, 7)
         expected = statistics(z, cuts)

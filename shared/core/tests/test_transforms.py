@@ -10,7 +10,7 @@ LAYOUT = RowLayout(
     arguments={"x": 1, "ids": 0, "temperature": 0}, results=frozenset({"output", "gradient:x"}), ids="ids"
 )
 TRANSFORMS = {**LAYOUT.transforms(), **LAYOUT.hygiene()}
-NAMES = ("alone", "batch", "position", "neighbours", "leading", "chunks", "padding", "masked")
+NAMES = ("alone", "batch", "position", "neighbors", "leading", "chunks", "padding", "masked")
 
 
 def rowwise_toy(x, ids, temperature=1.0, ignore_index=None, square=False):
@@ -33,7 +33,7 @@ def follows_row_count(x, ids, **rest):
     return rowwise_toy(x, ids, **rest) + ids.numel()
 
 
-def follows_neighbour(x, ids, **rest):
+def follows_neighbor(x, ids, **rest):
     return rowwise_toy(x, ids, **rest) + x[..., 0].flatten().roll(1).view(ids.shape).nan_to_num(7.0)
 
 
@@ -107,11 +107,11 @@ def test_a_transform_holds_where_rows_are_independent(name):
     [
         (batch_dependent, {*NAMES}),
         (follows_row_number, {"alone", "batch", "position", "chunks", "padding", "masked"}),
-        (follows_row_count, {"alone", "batch", "neighbours", "leading", "chunks", "padding", "masked"}),
-        (follows_neighbour, set(NAMES)),
-        # A neighbour may hold NaN whether it is masked or not.
-        (reads_masked_rows, {"neighbours", "masked"}),
-        (gradient_is_scaled_by_the_batch, {"alone", "batch", "neighbours", "leading", "chunks", "padding", "masked"}),
+        (follows_row_count, {"alone", "batch", "neighbors", "leading", "chunks", "padding", "masked"}),
+        (follows_neighbor, set(NAMES)),
+        # A neighbor may hold NaN whether it is masked or not.
+        (reads_masked_rows, {"neighbors", "masked"}),
+        (gradient_is_scaled_by_the_batch, {"alone", "batch", "neighbors", "leading", "chunks", "padding", "masked"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -122,12 +122,12 @@ def test_each_way_of_looking_beyond_a_row_is_caught(function, caught_by):
 
 
 @pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
-def test_neighbours_may_hold_what_is_no_number(number):
+def test_neighbors_may_hold_what_is_no_number(number):
     def spreads(x, ids, **rest):
         found = x.isnan() if number == "nan" else x == float(number)
         return rowwise_toy(x, ids, **rest) + found.any()
 
-    labels, _ = broken(spreads, TRANSFORMS["neighbours"], draw_inputs())
+    labels, _ = broken(spreads, TRANSFORMS["neighbors"], draw_inputs())
     assert {label for label in labels if "output" in label} == {
         f"row {row} among rows of {number}: output" for row in (0, 3, 5)
     }

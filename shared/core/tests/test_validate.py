@@ -181,15 +181,15 @@ def test_ids_out_of_range_are_told_with_their_range():
 
 
 def test_token_ids():
-    check.token_ids("ids", IDS, (2, 2), "that of x")
-    check.token_ids("ids", IDS.int(), (2, 2), "that of x")
+    check.target_ids("ids", IDS, (2, 2), "that of x")
+    check.target_ids("ids", IDS.int(), (2, 2), "that of x")
     refuses(
         TypeError,
         "ids: expected dtype int64 or int32, got torch.float32",
-        *(check.token_ids, "ids", IDS.float(), (2, 2), "that of x"),
+        *(check.target_ids, "ids", IDS.float(), (2, 2), "that of x"),
     )
     message = "ids: expected shape (2,) (that of x), got (2, 2)"
-    refuses(ValueError, message, check.token_ids, "ids", IDS, (2,), "that of x")
+    refuses(ValueError, message, check.target_ids, "ids", IDS, (2,), "that of x")
 
 
 def test_ignore_index_is_held_by_the_dtype_of_the_ids():

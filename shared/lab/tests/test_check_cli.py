@@ -71,7 +71,7 @@ def test_text_of_a_run(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("wide", [True, False])
-def test_colour_and_progress_are_shown_on_a_terminal_only(wide, capsys, monkeypatch):
+def test_color_and_progress_are_shown_on_a_terminal_only(wide, capsys, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     if wide:
         monkeypatch.setenv("FORCE_COLOR", "1")

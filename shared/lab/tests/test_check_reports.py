@@ -194,7 +194,7 @@ def test_html_rows_and_columns_stand_in_order(page):
     assert [said for said in seen.inside("span") if said in PLAN.relations] == 2 * list(PLAN.relations)
 
 
-def test_html_colour_is_the_share_that_holds(page):
+def test_html_color_is_the_share_that_holds(page):
     levels = {20: "all", 19: "most", 18: "most", 17: "some", 10: "some", 9: "few", 0: "none"}
     for passed, level in levels.items():
         checks = tuple(replace(GOOD, case=f"{n}", comparison=HOLDS if n < passed else BROKEN) for n in range(20))

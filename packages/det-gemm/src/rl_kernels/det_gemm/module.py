@@ -13,7 +13,7 @@ from rl_kernels.det_gemm.api import det_linear
 class DetLinear(nn.Linear):
     """``nn.Linear`` in which an output row depends on its input row and the parameters alone, bit for bit.
 
-    Constructor, parameters, initialisation and ``state_dict`` are those of ``nn.Linear``. ``forward`` is
+    Constructor, parameters, initialization and ``state_dict`` are those of ``nn.Linear``. ``forward`` is
     ``det_linear(input, weight, bias)``, which documents shapes, dtypes, gradients, ``main_grad``, segments and errors.
     """
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         ignore_index: int | None
         row_indices: torch.Tensor | None
         out: torch.Tensor | None
-        output_dtype: torch.dtype
+        out_dtype: torch.dtype
         inplace_backward: bool
         validate: bool
         backend: str | None
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @overload
 def fused_logp(
     logits: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     *,
     return_stats: Literal[False] = False,
     **options: Unpack[Keywords],
@@ -44,7 +44,7 @@ def fused_logp(
 @overload
 def fused_logp(
     logits: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     *,
     return_stats: Literal[True],
     **options: Unpack[Keywords],
@@ -54,7 +54,7 @@ def fused_logp(
 @overload
 def fused_logp(
     logits: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     *,
     return_stats: bool,
     **options: Unpack[Keywords],
@@ -63,13 +63,13 @@ def fused_logp(
 
 def fused_logp(
     logits: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     *,
     temperature: float | torch.Tensor = 1.0,
     ignore_index: int | None = None,
     row_indices: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    output_dtype: torch.dtype = torch.float32,
+    out_dtype: torch.dtype = torch.float32,
     return_stats: bool = False,
     inplace_backward: bool = False,
     validate: bool = True,
@@ -84,16 +84,16 @@ def fused_logp(
 
     Args:
         logits: ``[..., V]``, FP32, BF16, FP16 or FP64, any strides; differentiable.
-        token_ids: ``[...]``, int64 or int32, each in ``[0, V)`` or equal to ``ignore_index``.
+        target_ids: ``[...]``, int64 or int32, each in ``[0, V)`` or equal to ``ignore_index``.
         temperature: a number > 0, or a floating-point tensor of no dims or ``[...]`` (one value per token) that does
             not require grad.
         ignore_index: positions with this id give 0 in every output and get zero gradient; their logits have no effect.
         row_indices: ``[R]``, int64 or int32, indices into the flattened rows; only these rows are computed. The other
             rows keep their value in ``out``, or are 0 without ``out``; their ids are neither read nor checked.
-        out: ``[...]`` in ``output_dtype``, on the device of logits; overwritten with the log-probabilities and
+        out: ``[...]`` in ``out_dtype``, on the device of logits; overwritten with the log-probabilities and
             returned. Must be None when logits require grad.
-        output_dtype: dtype of the log-probabilities: FP32, BF16, FP16 or FP64. logsumexp and entropy are FP32, or FP64
-            if ``output_dtype`` is FP64.
+        out_dtype: dtype of the log-probabilities: FP32, BF16, FP16 or FP64. logsumexp and entropy are FP32, or FP64
+            if ``out_dtype`` is FP64.
         return_stats: return ``LogpStats(logp, logsumexp, entropy)``, all differentiable.
         inplace_backward: backward writes the gradient over the logits. A later backward that needs the logits raises,
             as after any in-place write. Not available under torch.compile; has no effect inside
@@ -105,7 +105,7 @@ def fused_logp(
             forces, otherwise ``auto``.
 
     Returns:
-        Log-probabilities ``[...]`` in ``output_dtype``, or ``LogpStats`` of three tensors ``[...]``.
+        Log-probabilities ``[...]`` in ``out_dtype``, or ``LogpStats`` of three tensors ``[...]``.
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
@@ -113,67 +113,67 @@ def fused_logp(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
-    _validate(logits, token_ids, temperature, ignore_index, row_indices, output_dtype, backend, validate)
-    _validate_storage(logits, token_ids, out, output_dtype, inplace_backward)
+    _validate(logits, target_ids, temperature, ignore_index, row_indices, out_dtype, backend, validate)
+    _validate_storage(logits, target_ids, out, out_dtype, inplace_backward)
     no_lost_derivatives("fused_logp", logits, temperature, out)
     chosen = choose(OPERATOR, describe(logits), backend)
     vocab = logits.shape[-1]
-    scale = scalar_or_rows(temperature, token_ids.numel(), compute_dtype(logits.dtype))
-    rows = None if row_indices is None else _inside(row_indices, token_ids.numel())
-    arguments = (logits.reshape(-1, vocab), token_ids.reshape(-1), scale, ignore_index, rows)
+    scale = scalar_or_rows(temperature, target_ids.numel(), compute_dtype(logits.dtype))
+    rows = None if row_indices is None else _inside(row_indices, target_ids.numel())
+    arguments = (logits.reshape(-1, vocab), target_ids.reshape(-1), scale, ignore_index, rows)
     if logits.requires_grad and torch.is_grad_enabled():
         results = _FusedLogp.apply(*arguments, return_stats, inplace_backward, chosen.name)
     else:
         results = ops["forward_stats" if return_stats else "forward"](*arguments, chosen.name)
 
-    logp = results[0].view(token_ids.shape).to(output_dtype)
+    logp = results[0].view(target_ids.shape).to(out_dtype)
     if out is not None:
         logp = _write(out, logp, rows)
     if not return_stats:
         return logp
-    stats_dtype = compute_dtype(output_dtype)
-    return LogpStats(logp, *(value.view(token_ids.shape).to(stats_dtype) for value in results[1:3]))
+    stats_dtype = compute_dtype(out_dtype)
+    return LogpStats(logp, *(value.view(target_ids.shape).to(stats_dtype) for value in results[1:3]))
 
 
 def _validate(
     logits: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     temperature: float | torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
-    output_dtype: torch.dtype,
+    out_dtype: torch.dtype,
     backend: str | None,
     values: bool,
 ) -> None:
     check.tensor("logits", logits, check.FLOATS, least=1)
     if logits.shape[-1] == 0:
         raise ValueError(f"logits: expected a vocabulary (last dim) of at least 1, got shape {tuple(logits.shape)}")
-    check.token_ids("token_ids", token_ids, logits.shape[:-1], "the leading dims of logits")
+    check.target_ids("target_ids", target_ids, logits.shape[:-1], "the leading dims of logits")
     if row_indices is not None:
         check.tensor("row_indices", row_indices, check.INTEGERS, ndim=1)
-    check.same_device(logits=logits, token_ids=token_ids, row_indices=row_indices)
-    check.ignore_index(ignore_index, token_ids)
-    check.choice("output_dtype", output_dtype, check.FLOATS)
+    check.same_device(logits=logits, target_ids=target_ids, row_indices=row_indices)
+    check.ignore_index(ignore_index, target_ids)
+    check.choice("out_dtype", out_dtype, check.FLOATS)
     check.backend_name(backend)
-    check.temperature(temperature, token_ids.shape, logits.device, compute_dtype(logits.dtype), values=values)
+    check.temperature(temperature, target_ids.shape, logits.device, compute_dtype(logits.dtype), values=values)
     if values:
-        ids = token_ids
+        ids = target_ids
         if row_indices is not None:
-            check.ids_in_range("row_indices", row_indices, token_ids.numel(), ignorable=False)
-            ids = token_ids.reshape(-1)[row_indices.long()]
-        check.ids_in_range("token_ids", ids, logits.shape[-1], ignore_index)
+            check.ids_in_range("row_indices", row_indices, target_ids.numel(), ignorable=False)
+            ids = target_ids.reshape(-1)[row_indices.long()]
+        check.ids_in_range("target_ids", ids, logits.shape[-1], ignore_index)
 
 
 def _validate_storage(
     logits: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     out: torch.Tensor | None,
-    output_dtype: torch.dtype,
+    out_dtype: torch.dtype,
     inplace_backward: bool,
 ) -> None:
     if out is not None:
-        check.tensor("out", out, (output_dtype,))
-        check.shape("out", out, token_ids.shape, "that of token_ids")
+        check.tensor("out", out, (out_dtype,))
+        check.shape("out", out, target_ids.shape, "that of target_ids")
         check.same_device(logits=logits, out=out)
         check.writable("out", out)
         if torch.is_grad_enabled():
@@ -205,7 +205,7 @@ class _FusedLogp(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: torch.Tensor,
-        token_ids: torch.Tensor,
+        target_ids: torch.Tensor,
         temperature: torch.Tensor,
         ignore_index: int | None,
         row_indices: torch.Tensor | None,
@@ -214,8 +214,8 @@ class _FusedLogp(torch.autograd.Function):
         backend: str,
     ) -> tuple[torch.Tensor, ...]:
         op = ops["forward_stats" if return_stats else "forward"]
-        results = op(logits, token_ids, temperature, ignore_index, row_indices, backend)
-        save(ctx, logits, token_ids, temperature, row_indices, results[-1], *results[2:3])
+        results = op(logits, target_ids, temperature, ignore_index, row_indices, backend)
+        save(ctx, logits, target_ids, temperature, row_indices, results[-1], *results[2:3])
         ctx.set_materialize_grads(False)
         # Saved by hooks, changed logits would not be noticed by another backward pass that needs them.
         ctx.ignore_index, ctx.inplace, ctx.backend = ignore_index, inplace and not are_hooked(), backend
@@ -223,10 +223,10 @@ class _FusedLogp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        logits, token_ids, temperature, row_indices, norm, *entropy = ctx.saved_tensors
+        logits, target_ids, temperature, row_indices, norm, *entropy = ctx.saved_tensors
         grads = [*upstream, *[None] * (3 - len(upstream))]
         saved = (norm, entropy[0] if entropy else None, *grads)
-        arguments = (logits, token_ids, temperature, ctx.ignore_index, row_indices, *saved, ctx.backend)
+        arguments = (logits, target_ids, temperature, ctx.ignore_index, row_indices, *saved, ctx.backend)
         if ctx.inplace:
             no_lost_derivatives("fused_logp", *arguments)
             ops["backward_inplace"](*arguments)

@@ -18,7 +18,7 @@ from rl_kernels.core.triton_lib.launch import triton_backend
 
 COLUMNS = (1 << 31) - (1 << 15)
 """Upper limit of V in the CUDA kernels: their 32-bit column counter runs a little past the end of a row."""
-_INPUTS = "Tensor logits, Tensor token_ids, Tensor temperature, int? ignore_index, Tensor? row_indices"
+_INPUTS = "Tensor logits, Tensor target_ids, Tensor temperature, int? ignore_index, Tensor? row_indices"
 _SAVED = "Tensor norm, Tensor? entropy, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
 
 SCHEMAS = {

@@ -6,7 +6,7 @@ import torch
 
 
 def per_row(
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     temperature: torch.Tensor,
     row_indices: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor | None]:
@@ -17,5 +17,5 @@ def per_row(
     """
     marks = None
     if row_indices is not None:
-        marks = torch.zeros_like(token_ids, dtype=torch.int8).index_fill_(0, row_indices, 1)
-    return token_ids.contiguous(), temperature.contiguous() if temperature.ndim else float(temperature), marks
+        marks = torch.zeros_like(target_ids, dtype=torch.int8).index_fill_(0, row_indices, 1)
+    return target_ids.contiguous(), temperature.contiguous() if temperature.ndim else float(temperature), marks

@@ -2,7 +2,7 @@
 
 from rl_kernels.grpo_loss.advantages import group_advantages
 from rl_kernels.grpo_loss.api import grpo_loss, grpo_loss_from_advantages
-from rl_kernels.grpo_loss.extras import Extras, Normaliser
+from rl_kernels.grpo_loss.extras import Extras, Normalizer
 from rl_kernels.grpo_loss.objective import Objective
 from rl_kernels.grpo_loss.outputs import METRICS, GRPOLossOutput, LossAndMetrics
 from rl_kernels.grpo_loss.sequences import sequence_losses
@@ -12,7 +12,7 @@ __all__ = [
     "Extras",
     "GRPOLossOutput",
     "LossAndMetrics",
-    "Normaliser",
+    "Normalizer",
     "Objective",
     "group_advantages",
     "grpo_loss",

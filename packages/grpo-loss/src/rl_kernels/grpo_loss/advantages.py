@@ -37,7 +37,7 @@ def group_advantages(
     accuracy. A group of one member, or with equal rewards, gives exactly 0; a group with a NaN reward gives NaN. Except
     with ``batch``, an advantage depends on its group alone, bit for bit.
 
-    Advantages normalised by group are from GRPO (arXiv 2402.03300), ``none`` is from Dr. GRPO (arXiv 2503.20783),
+    Advantages normalized by group are from GRPO (arXiv 2402.03300), ``none`` is from Dr. GRPO (arXiv 2503.20783),
     ``leave_one_out`` from Back to Basics (arXiv 2402.14740).
 
     Args:
@@ -50,7 +50,7 @@ def group_advantages(
             ``leave_one_out``: r minus the mean of the other members.
         eps_placement: ``max`` divides by max(std, eps), ``add`` by std + eps.
         skip_nan: leave members whose reward is NaN out of their group, and give them 0.
-        process_group: as in ``Normaliser``: the rewards of all ranks, in the order of ranks, are grouped as one batch.
+        process_group: as in ``Normalizer``: the rewards of all ranks, in the order of ranks, are grouped as one batch.
         validate: as in ``grpo_loss``.
         backend: as in ``grpo_loss``.
 

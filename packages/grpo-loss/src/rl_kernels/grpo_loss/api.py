@@ -12,10 +12,10 @@ from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
 from rl_kernels.core.torchlib.observed import are_plain, ops_are_observed
 from rl_kernels.grpo_loss.checked import advantages_call, rewards_call
 from rl_kernels.grpo_loss.extras import (
-    NO_NORMALISER,
+    NO_NORMALIZER,
     NOTHING,
     Extras,
-    Normaliser,
+    Normalizer,
     OptionalInputs,
     group,
     optional_inputs,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         extras: Extras | None
         cu_seqlens: torch.Tensor | None
         max_seqlen: int | None
-        normaliser: Normaliser | None
+        normalizer: Normalizer | None
         process_group: ProcessGroup | DeviceMesh | None
         validate: bool
         backend: str | None
@@ -107,7 +107,7 @@ def grpo_loss(
     extras: Extras | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
-    normaliser: Normaliser | None = None,
+    normalizer: Normalizer | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
     return_metrics: bool = False,
     validate: bool = True,
@@ -148,7 +148,7 @@ def grpo_loss(
             then ``[total]``.
         max_seqlen: T of packed sequences, an integer; by default the longest one, which syncs with a GPU. Required
             under torch.compile and graph capture.
-        normaliser: what the sums are divided by, if this batch is one of several micro-batches.
+        normalizer: what the sums are divided by, if this batch is one of several micro-batches.
         process_group: a ``ProcessGroup`` of any size, or a ``DeviceMesh`` with one dim. The sequences of its ranks, in
             the order of ranks, are one batch: groups, advantages, divisors, loss and metrics are those of this batch on
             every rank, bit for bit what one process returns. The gradient is that of this loss to the rank's own
@@ -174,28 +174,28 @@ def grpo_loss(
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
     given = (current_logps, old_logps, ref_logps, rewards, completion_mask)
-    optional, normaliser = (
+    optional, normalizer = (
         optional_inputs(extras, cu_seqlens, max_seqlen),
-        group("normaliser", normaliser, NO_NORMALISER),
+        group("normalizer", normalizer, NO_NORMALIZER),
     )
     if process_group is not None:
         groups, formula = (samples_per_prompt, group_boundaries), (objective, loss_type, beta, clip_eps)
-        options = Options(normaliser, return_metrics, validate)
+        options = Options(normalizer, return_metrics, validate)
         return loss_over_ranks("grpo_loss", process_group, given, groups, formula, optional, options, backend)
     objective = chosen(objective, loss_type, beta, clip_eps)
-    if group_boundaries is None and _may_be_planned(optional, normaliser, completion_mask):
+    if group_boundaries is None and _may_be_planned(optional, normalizer, completion_mask):
         plan = _plan(True, *given, samples_per_prompt, objective, return_metrics, backend)
         if plan is not None:
             return run_planned("grpo_loss", plan, *given)
-    options = Options(normaliser, return_metrics, validate)
+    options = Options(normalizer, return_metrics, validate)
     call = rewards_call(*given, samples_per_prompt, group_boundaries, objective, optional, options, backend)
-    no_lost_derivatives("grpo_loss", *given, *optional, *normaliser)
+    no_lost_derivatives("grpo_loss", *given, *optional, *normalizer)
     return run(call, backend)
 
 
-def _may_be_planned(optional: OptionalInputs, normaliser: Normaliser, mask: object) -> bool:
+def _may_be_planned(optional: OptionalInputs, normalizer: Normalizer, mask: object) -> bool:
     """Return whether a remembered plan may serve the call: no values need a check, and nothing observes its ops."""
-    if optional is not NOTHING or normaliser is not NO_NORMALISER or getattr(mask, "dtype", None) is not torch.bool:
+    if optional is not NOTHING or normalizer is not NO_NORMALIZER or getattr(mask, "dtype", None) is not torch.bool:
         return False
     return not (torch.compiler.is_compiling() or ops_are_observed())
 
@@ -217,7 +217,7 @@ def _plan(
     if not are_plain(*given):
         return None
     # A bool mask has no values to check.
-    how = objective, NOTHING, Options(NO_NORMALISER, return_metrics, validate=False), backend
+    how = objective, NOTHING, Options(NO_NORMALIZER, return_metrics, validate=False), backend
     call = rewards_call(*given, samples_per_prompt, None, *how) if has_rewards else advantages_call(*given, *how)
     return plan_of(call, backend)
 
@@ -275,7 +275,7 @@ def grpo_loss_from_advantages(
     extras: Extras | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
-    normaliser: Normaliser | None = None,
+    normalizer: Normalizer | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
     return_metrics: bool = False,
     validate: bool = True,
@@ -297,7 +297,7 @@ def grpo_loss_from_advantages(
         extras: as in ``grpo_loss``.
         cu_seqlens: as in ``grpo_loss``.
         max_seqlen: as in ``grpo_loss``.
-        normaliser: as in ``grpo_loss``.
+        normalizer: as in ``grpo_loss``.
         process_group: as in ``grpo_loss``.
         return_metrics: as in ``grpo_loss``.
         validate: as in ``grpo_loss``.
@@ -313,19 +313,19 @@ def grpo_loss_from_advantages(
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
     given = (current_logps, old_logps, ref_logps, advantages, completion_mask)
-    optional, normaliser = (
+    optional, normalizer = (
         optional_inputs(extras, cu_seqlens, max_seqlen),
-        group("normaliser", normaliser, NO_NORMALISER),
+        group("normalizer", normalizer, NO_NORMALIZER),
     )
     if process_group is not None:
-        formula, options = (objective, loss_type, beta, clip_eps), Options(normaliser, return_metrics, validate)
+        formula, options = (objective, loss_type, beta, clip_eps), Options(normalizer, return_metrics, validate)
         name = "grpo_loss_from_advantages"
         return loss_over_ranks(name, process_group, given, None, formula, optional, options, backend)
     objective = chosen(objective, loss_type, beta, clip_eps)
-    if _may_be_planned(optional, normaliser, completion_mask):
+    if _may_be_planned(optional, normalizer, completion_mask):
         plan = _plan(False, *given, None, objective, return_metrics, backend)
         if plan is not None:
             return run_planned("grpo_loss_from_advantages", plan, *given)
-    call = advantages_call(*given, objective, optional, Options(normaliser, return_metrics, validate), backend)
-    no_lost_derivatives("grpo_loss_from_advantages", *given, *optional, *normaliser)
+    call = advantages_call(*given, objective, optional, Options(normalizer, return_metrics, validate), backend)
+    no_lost_derivatives("grpo_loss_from_advantages", *given, *optional, *normalizer)
     return run(call, backend)

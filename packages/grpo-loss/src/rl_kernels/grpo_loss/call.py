@@ -24,7 +24,7 @@ class LossCall(NamedTuple):
     mask: torch.Tensor
     rollout_ratio: torch.Tensor | None
     entropy: torch.Tensor | None
-    normaliser: torch.Tensor | None
+    normalizer: torch.Tensor | None
     cu_seqlens: torch.Tensor | None
     max_seqlen: int
     numbers: torch.Tensor

@@ -1,4 +1,4 @@
-"""``Extras`` and ``Normaliser``: optional inputs of a loss besides log-probabilities and rewards."""
+"""``Extras`` and ``Normalizer``: optional inputs of a loss besides log-probabilities and rewards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OptionalInputs(NamedTuple):
     max_seqlen: int | None = None
 
 
-class Normaliser(NamedTuple):
+class Normalizer(NamedTuple):
     """What sums are divided by: a count that is given, so that losses of micro-batches add up.
 
     Attributes:
@@ -53,7 +53,7 @@ class Normaliser(NamedTuple):
 
 
 class Divisor(NamedTuple):
-    """A checked normaliser: its name, a number or a tensor or neither, and the length of ``dr_grpo`` (0 means T)."""
+    """A checked normalizer: its name, a number or a tensor or neither, and the length of ``dr_grpo`` (0 means T)."""
 
     name: str
     number: float | None
@@ -61,8 +61,8 @@ class Divisor(NamedTuple):
     length: float
 
 
-Group = TypeVar("Group", Extras, Normaliser)
-NO_EXTRAS, NO_NORMALISER, NOTHING = Extras(), Normaliser(), OptionalInputs()
+Group = TypeVar("Group", Extras, Normalizer)
+NO_EXTRAS, NO_NORMALIZER, NOTHING = Extras(), Normalizer(), OptionalInputs()
 
 
 def group(name: str, value: Group | None, empty: Group) -> Group:
@@ -82,8 +82,8 @@ def optional_inputs(extras: Extras | None, cu_seqlens: torch.Tensor | None, max_
     return OptionalInputs(*extras, cu_seqlens, max_seqlen)
 
 
-def divisor_of(loss_type: str, given: Normaliser) -> Divisor:
-    """Check a normaliser for a loss type.
+def divisor_of(loss_type: str, given: Normalizer) -> Divisor:
+    """Check a normalizer for a loss type.
 
     Raises:
         TypeError, ValueError: a member is out of range or does not apply to this loss type; the message names it.

@@ -8,7 +8,7 @@ Arguments of the raw ops:
 - A loss takes either ``rewards[B]`` with groups, or ``advantages``, ``[B]`` or ``[B, T]``. Groups are
   ``boundaries[G + 1]``, int64, clamped to ``[0, B]``; without boundaries every group has the size ``samples``.
 - ``old_logps`` None means a ratio of 1, ``ref_logps`` None means no KL.
-- ``rollout_ratio`` is ``[B]`` or ``[B, T]``; ``normaliser`` has no dims.
+- ``rollout_ratio`` is ``[B]`` or ``[B, T]``; ``normalizer`` has no dims.
 - With ``cu_seqlens[B + 1]``, tensors that are otherwise ``[B, T]`` are ``[total]``, per-token advantages and rollout
   ratios are ``[1, total]``, and T is ``max_seqlen``.
 - ``plan`` and ``estimator`` are the strings of ``plan.Plan`` and ``estimator.Estimator``.
@@ -42,7 +42,7 @@ from rl_kernels.grpo_loss.outputs import METRICS
 
 _INPUTS = (
     "Tensor current_logps, Tensor? old_logps, Tensor? ref_logps, Tensor? rewards, Tensor? boundaries, SymInt samples, "
-    "Tensor? advantages, Tensor mask, Tensor? rollout_ratio, Tensor? entropy, Tensor? normaliser, Tensor? cu_seqlens, "
+    "Tensor? advantages, Tensor mask, Tensor? rollout_ratio, Tensor? entropy, Tensor? normalizer, Tensor? cu_seqlens, "
     "SymInt max_seqlen, Tensor numbers, str plan, str estimator, bool with_metrics"
 )
 
@@ -55,7 +55,7 @@ SCHEMAS = {
     "sums": f"({_INPUTS}, str backend) -> Tensor",
     "sums_grad": f"({_INPUTS}, str backend) -> (Tensor, Tensor)",
     "combine": (
-        "(Tensor sums, Tensor? normaliser, SymInt length, Tensor numbers, str plan, str backend)"
+        "(Tensor sums, Tensor? normalizer, SymInt length, Tensor numbers, str plan, str backend)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
     "backward": "(Tensor current_logps, Tensor divisor, Tensor slope, Tensor upstream, str backend) -> Tensor",

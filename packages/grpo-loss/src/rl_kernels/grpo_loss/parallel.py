@@ -64,7 +64,7 @@ def loss_over_ranks(
         else:
             call_of = rewards_call_of(*tensors, objective, optional, options, backend)
             call = call_of((tensors[3].detach(), None, 0, None), objective.estimator, objective.eps)
-        no_lost_derivatives(name, *tensors, *optional, *options.normaliser)
+        no_lost_derivatives(name, *tensors, *optional, *options.normalizer)
         chosen_backend = choose(OPERATOR, describe(call.current_logps), backend).name
 
         def same() -> dict[str, object]:
@@ -128,7 +128,7 @@ def _advantages(
 def _options(objective: Objective, options: Options) -> dict[str, object]:
     """Return what a call says besides its tensors."""
     found: dict[str, object] = {one.name: getattr(objective, one.name) for one in fields(objective) if one.init}
-    found |= {name: _shown(getattr(options.normaliser, name)) for name in DIVISORS}
+    found |= {name: _shown(getattr(options.normalizer, name)) for name in DIVISORS}
     return found | {"return_metrics": options.return_metrics}
 
 

@@ -86,4 +86,4 @@ def agreed(
 def combined(batch: Batch, sums: torch.Tensor, call: LossCall, backend: str) -> tuple[torch.Tensor, ...]:
     """Return (loss, policy_loss, kl, metrics, divisor) of a batch, from the sums of this rank's sequences."""
     everything = batch.gathered(sums)
-    return ops["combine"](everything, call.normaliser, batch.length, call.numbers, call.plan, backend)
+    return ops["combine"](everything, call.normalizer, batch.length, call.numbers, call.plan, backend)

@@ -39,13 +39,13 @@ def _group(r: torch.Tensor, estimator: str, placement: str, eps: float, whole: t
     # The mean of seven times 0.1 is not 0.1, so equal rewards are detected by comparison.
     if bool((r == r[0]).all()):
         return torch.zeros_like(r)
-    centred = r - r.mean()
+    centered = r - r.mean()
     if estimator == "none":
-        return centred
+        return centered
     if estimator == "leave_one_out":
-        return centred * len(r) / (len(r) - 1)
+        return centered * len(r) / (len(r) - 1)
     std = whole if whole is not None else r.std(correction=0 if estimator == "population" else 1)
-    return centred / (std.clamp(min=eps) if placement == "max" else std + eps)
+    return centered / (std.clamp(min=eps) if placement == "max" else std + eps)
 
 
 def wide(value: torch.Tensor) -> torch.dtype:

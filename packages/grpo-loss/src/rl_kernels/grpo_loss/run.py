@@ -16,7 +16,7 @@ from rl_kernels.core.torchlib.scalars import scalars
 from rl_kernels.grpo_loss.arguments import Layout
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.estimator import Estimator
-from rl_kernels.grpo_loss.extras import Normaliser, divisor_of, tensor_of
+from rl_kernels.grpo_loss.extras import Normalizer, divisor_of, tensor_of
 from rl_kernels.grpo_loss.objective import Objective
 from rl_kernels.grpo_loss.op import OPERATOR, describe, ops
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
@@ -43,7 +43,7 @@ class Tokens(NamedTuple):
 class Options(NamedTuple):
     """The divisor of a call, whether it returns metrics, and whether values are checked."""
 
-    normaliser: Normaliser
+    normalizer: Normalizer
     return_metrics: bool
     validate: bool
 
@@ -53,7 +53,7 @@ def prepare(
 ) -> CallOf:
     """Check the remaining arguments; return a function of scores, estimator and eps that builds the call."""
     plan, numbers = objective.plan, objective.numbers
-    divisor = divisor_of(objective.loss_type, options.normaliser)
+    divisor = divisor_of(objective.loss_type, options.normalizer)
     old, ref, mask, rollout, entropy = tokens
     if ref is None and numbers.beta > 0:
         raise ValueError(f"ref_logps: expected a tensor with beta > 0 (beta is {numbers.beta}), got None")

@@ -11,7 +11,7 @@ from rl_kernels.core.saved import are_hooked, save
 from rl_kernels.core.torchlib.derivatives import first_order, may_overwrite, no_lost_derivatives
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.checked import advantages_call
-from rl_kernels.grpo_loss.extras import NO_NORMALISER, Extras, Normaliser, group, optional_inputs
+from rl_kernels.grpo_loss.extras import NO_NORMALIZER, Extras, Normalizer, group, optional_inputs
 from rl_kernels.grpo_loss.objective import Objective, chosen
 from rl_kernels.grpo_loss.op import OPERATOR, describe, ops
 from rl_kernels.grpo_loss.run import Options
@@ -31,13 +31,13 @@ def sequence_losses(
     extras: Extras | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
-    normaliser: Normaliser | None = None,
+    normalizer: Normalizer | None = None,
     validate: bool = True,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Return what each sequence adds to the loss of ``grpo_loss_from_advantages``; their sum is that loss.
 
-    With a ``normaliser`` a sequence's number and its gradient depend on that sequence alone, bit for bit, so a batch
+    With a ``normalizer`` a sequence's number and its gradient depend on that sequence alone, bit for bit, so a batch
     may be cut into chunks of whole sequences, as ``linear_logp_loss`` does. Gradients are those of
     ``grpo_loss_from_advantages``, bit for bit.
 
@@ -54,9 +54,9 @@ def sequence_losses(
         extras: rollout ratio.
         cu_seqlens: as in ``grpo_loss``, and so is ``max_seqlen``.
         max_seqlen: the longest sequence.
-        normaliser: what the sums are divided by; by default what this call counts. Give the counts of all ranks, if
+        normalizer: what the sums are divided by; by default what this call counts. Give the counts of all ranks, if
             there are several.
-        validate: check the values of the mask, of offsets, and of a normaliser that is a tensor; on a GPU each of these
+        validate: check the values of the mask, of offsets, and of a normalizer that is a tensor; on a GPU each of these
             checks syncs.
         backend: name of a backend, ``auto``, or None.
 
@@ -70,13 +70,13 @@ def sequence_losses(
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
     given = (current_logps, old_logps, ref_logps, advantages, completion_mask)
-    optional, normaliser = (
+    optional, normalizer = (
         optional_inputs(extras, cu_seqlens, max_seqlen),
-        group("normaliser", normaliser, NO_NORMALISER),
+        group("normalizer", normalizer, NO_NORMALIZER),
     )
-    formula, options = chosen(objective, loss_type, beta, clip_eps), Options(normaliser, False, validate)
+    formula, options = chosen(objective, loss_type, beta, clip_eps), Options(normalizer, False, validate)
     call = advantages_call(*given, formula, optional, options, backend)
-    no_lost_derivatives("sequence_losses", *given, *optional, *normaliser)
+    no_lost_derivatives("sequence_losses", *given, *optional, *normalizer)
     name = choose(OPERATOR, describe(current_logps), backend).name
     if current_logps.requires_grad and torch.is_grad_enabled():
         found: torch.Tensor = _SequenceLosses.apply(current_logps, tuple(call[1:]), name)
@@ -86,7 +86,7 @@ def sequence_losses(
 
 def _losses(sums: torch.Tensor, call: LossCall, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss of each sequence, and the divisor of all."""
-    *_, divisor = ops["combine"](sums, call.normaliser, call.length, call.numbers, call.plan, backend)
+    *_, divisor = ops["combine"](sums, call.normalizer, call.length, call.numbers, call.plan, backend)
     policy, kl, counts = sums
     if call.formula.mean == "sequences":
         policy, kl = policy / counts.clamp(min=1), kl / counts.clamp(min=1)

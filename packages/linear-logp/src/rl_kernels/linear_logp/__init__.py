@@ -1,4 +1,4 @@
-"""Selected-token log-probability, logsumexp and entropy from hidden states, without materialising the logits."""
+"""Selected-token log-probability, logsumexp and entropy from hidden states, without materializing the logits."""
 
 from rl_kernels.core import LogpStats
 from rl_kernels.linear_logp.api import linear_logp

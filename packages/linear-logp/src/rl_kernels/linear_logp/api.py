@@ -98,7 +98,7 @@ def linear_logp(
     validate: Validate = True,
     backend: str | None = None,
 ) -> torch.Tensor | LogpStats | Known:
-    """Return the log-probability of each target: ``z[id] - logsumexp(z)``, without materialising the logits.
+    """Return the log-probability of each target: ``z[id] - logsumexp(z)``, without materializing the logits.
 
     ``z = x / temperature`` with ``x = logit_scale (hidden @ W^T + bias)``; with a softcap it is
     ``z = softcap tanh(x / softcap) / temperature``. With p = softmax(z), the entropy is ``-sum(p log p)``, in nats.

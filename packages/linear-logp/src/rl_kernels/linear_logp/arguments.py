@@ -194,7 +194,7 @@ def _checked(
     columns, dtype = weight.shape[0], compute_dtype(hidden.dtype)
     shard = shard_of(columns, group, options.vocab_start, options.vocab_size, options.vocab_segments)
     check.shape("lm_head_weight", weight, (columns, hidden.shape[-1]), "V, and the last dim of hidden")
-    check.token_ids("target_ids", target_ids, hidden.shape[:-1], "the leading dims of hidden")
+    check.target_ids("target_ids", target_ids, hidden.shape[:-1], "the leading dims of hidden")
     if bias is not None:
         check.tensor("bias", bias, check.FLOATS, ndim=1)
         check.shape("bias", bias, (columns,), "the first dim of lm_head_weight")

@@ -58,7 +58,7 @@ def linear_logp_loss(
 
     If the losses of ``loss`` and their gradients depend on their own sequence alone, loss and gradients have the bits
     of ``linear_logp``, ``loss`` of all its log-probabilities, their sum and its backward pass, for every
-    ``chunk_tokens``. grpo_loss's ``sequence_losses`` with a ``normaliser`` is such a loss.
+    ``chunk_tokens``. grpo_loss's ``sequence_losses`` with a ``normalizer`` is such a loss.
 
     Where gradients are enabled, they are formed now, for an upstream gradient of ``grad_scale``: backward only hands
     them over, once. With ``lm_head_weight.main_grad`` (FP32) that of the weight is added to it now, even if ``loss``

@@ -57,30 +57,30 @@ class LinearLogits(NamedTuple):
     norm: torch.Tensor
     seen: tuple[int, int] | None
 
-    def logp(self, token_ids: torch.Tensor, *, validate: bool = True) -> torch.Tensor:
+    def logp(self, target_ids: torch.Tensor, *, validate: bool = True) -> torch.Tensor:
         """Return the log-probability of a token for each row, with the bits of ``linear_logp``.
 
         Args:
-            token_ids: ``[...]``, int64 or int32, each in ``[0, V)``.
+            target_ids: ``[...]``, int64 or int32, each in ``[0, V)``.
             validate: check the values of ids, which syncs with a GPU. Without it an id out of range gives NaN.
 
         Returns:
             ``[...]``, in the dtype of the logits.
 
         Raises:
-            TypeError, ValueError: token_ids is not as described.
+            TypeError, ValueError: target_ids is not as described.
             RuntimeError: the logits were changed since; not seen under ``torch.inference_mode`` or ``torch.compile``.
         """
         vocab = self.logits.shape[-1]
-        check.token_ids("token_ids", token_ids, self.logits.shape[:-1], "the leading dims of the logits")
-        check.same_device(logits=self.logits, token_ids=token_ids)
+        check.target_ids("target_ids", target_ids, self.logits.shape[:-1], "the leading dims of the logits")
+        check.same_device(logits=self.logits, target_ids=target_ids)
         if validate:
-            check.ids_in_range("token_ids", token_ids, vocab, None)
+            check.ids_in_range("target_ids", target_ids, vocab, None)
         now = _seen(self.logits)
         # A copy elsewhere is counted anew.
         if now and self.seen and now[0] == self.seen[0] and now != self.seen:
             raise RuntimeError("logits: changed in place since linear_logits; change a copy of them")
-        ids = token_ids.long()
+        ids = target_ids.long()
         within = ids if validate else ids.clamp(0, vocab - 1)
         chosen = self.logits.gather(-1, within[..., None])
         if not validate:

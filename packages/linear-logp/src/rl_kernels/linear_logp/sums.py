@@ -30,7 +30,7 @@ class Sums(NamedTuple):
     is_begun: bool
 
     def room(self) -> Sums:
-        """Return uninitialised buffers for a chain that is to be added to these totals."""
+        """Return uninitialized buffers for a chain that is to be added to these totals."""
         weight, bias = (None if value is None else value.new_empty(value.shape) for value in self[:2])
         return Sums(weight, bias, False)
 

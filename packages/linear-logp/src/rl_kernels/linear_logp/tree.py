@@ -18,7 +18,7 @@ class Tree:
         self._waiting: list[tuple[int, torch.Tensor]] = []
 
     def buffer(self) -> torch.Tensor:
-        """Return an uninitialised buffer for the next term."""
+        """Return an uninitialized buffer for the next term."""
         return self._free.pop() if self._free else torch.empty_like(self._shape)
 
     def add(self, term: torch.Tensor) -> None:

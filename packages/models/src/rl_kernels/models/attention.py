@@ -130,7 +130,7 @@ def _pattern(
     window: int | None,
     device: torch.device | str,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Probe a pattern at each query's neighbours and at both ends of the range that the query should see.
+    """Probe a pattern at each query's neighbors and at both ends of the range that the query should see.
 
     Returns:
         a pair: which queries begin a sequence, ``[B, T]``, or None if only the first do; and whether the pattern is

@@ -115,7 +115,7 @@ class OrderedReduceScatter:
     """
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised buffer."""
+        """Return an uninitialized buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

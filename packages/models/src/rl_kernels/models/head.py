@@ -23,7 +23,7 @@ SAVED = ("original_module", "modules_to_save", "active_adapters", "disable_adapt
 def head_logp(
     head: nn.Module, hidden: torch.Tensor, target_ids: torch.Tensor, **options: Any
 ) -> torch.Tensor | LogpStats:
-    """Return the log-probability of each target under the logits of a head, without materialising the logits.
+    """Return the log-probability of each target under the logits of a head, without materializing the logits.
 
     A LoRA adapter joins the sum of each logit as ``[hidden, s hidden A^T] [W, B]^T``, s being its scaling, in the dtype
     of the weight: in BF16 and FP16, ``s hidden A^T`` and B are rounded to it. Gradients flow to A and B. This copies
@@ -41,7 +41,7 @@ def head_logp(
         as ``linear_logp``: FP32 log-probabilities in the shape of target_ids, or ``LogpStats`` with ``return_stats``.
 
     Raises:
-        TypeError: the head is none of these, or does more than they do: another adapter, a quantised weight, hooks that
+        TypeError: the head is none of these, or does more than they do: another adapter, a quantized weight, hooks that
             see its output; the message says what.
         ValueError: dropout of an adapter is active, or an argument is not as in ``linear_logp``.
     """

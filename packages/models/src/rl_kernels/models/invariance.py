@@ -116,7 +116,7 @@ class Invariance:
 
 
 def _wrapped(parent: nn.Module) -> nn.Module:
-    """Return the model within PEFT's wrapper, which runs encoders of learnt prompts itself; or the module."""
+    """Return the model within PEFT's wrapper, which runs encoders of learned prompts itself; or the module."""
     inner = parent._modules.get("base_model")
     return inner if inner is not None and type(parent).__module__ == "peft.peft_model" else parent
 
@@ -142,7 +142,7 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
     same objects, with their parameters (tied ones too), ``state_dict``, hooks, training flag and place in an optimizer.
 
     - ``nn.Linear`` becomes a ``DetLinear``, and the ``Conv1D`` of transformers runs on ``det_linear``.
-    - LayerNorm and RMSNorm, those of transformers too, become row-wise norms. A norm of transformers is recognised by
+    - LayerNorm and RMSNorm, those of transformers too, become row-wise norms. A norm of transformers is recognized by
       its result for random rows.
     - The weight of an ``nn.Embedding`` gets the same gradient in every run, on a GPU with Triton.
     - SiLU, GELU, Mish, ELU, softplus and sigmoid modules are replaced on a CPU, where PyTorch rounds the last elements

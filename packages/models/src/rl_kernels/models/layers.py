@@ -22,18 +22,18 @@ from rl_kernels.norm import LayerNorm, RMSNorm, layer_norm, rms_norm
 
 
 class Form(NamedTuple):
-    """The norm that a module computes, as arguments of ``rms_norm``; ``centred`` means ``layer_norm``."""
+    """The norm that a module computes, as arguments of ``rms_norm``; ``centered`` means ``layer_norm``."""
 
-    centred: bool
+    centered: bool
     offset: float
     cast_first: bool
 
 
 FORMS = (
-    Form(centred=False, offset=0.0, cast_first=True),  # Llama, Qwen
-    Form(centred=False, offset=0.0, cast_first=False),  # gpt-oss, and torch
-    Form(centred=False, offset=1.0, cast_first=False),  # Gemma
-    Form(centred=True, offset=0.0, cast_first=False),  # Cohere, and every LayerNorm
+    Form(centered=False, offset=0.0, cast_first=True),  # Llama, Qwen
+    Form(centered=False, offset=0.0, cast_first=False),  # gpt-oss, and torch
+    Form(centered=False, offset=1.0, cast_first=False),  # Gemma
+    Form(centered=True, offset=0.0, cast_first=False),  # Cohere, and every LayerNorm
 )
 EPS = ("variance_epsilon", "eps", "epsilon")
 """Names of the attribute that holds a norm's epsilon."""
@@ -101,7 +101,7 @@ def _norm(module: nn.Module) -> Found:
         return NOTHING
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and type(module) in (nn.LayerNorm, nn.RMSNorm):
         if len(module.normalized_shape) != 1:
-            return None, "it normalises over several dims"
+            return None, "it normalizes over several dims"
         return row_wise(type(module), FORMS[3] if type(module) is nn.LayerNorm else FORMS[1], "eps"), ""
     if isinstance(module, (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)):
         return None, f"{type(module).__name__} is PyTorch's, over the batch or in an order of its own"
@@ -111,14 +111,14 @@ def _norm(module: nn.Module) -> Found:
     takes_rows = len(inspect.signature(type(module).forward).parameters) == 2
     if eps is None or not takes_rows or shapes not in ({}, {"weight": 1}):
         return None, f"{type(module).__name__} is an unknown kind of norm"
-    form = _recognised(module, eps)
+    form = _recognized(module, eps)
     if form is None:
         return None, f"{type(module).__name__} is an unknown kind of norm"
     return row_wise(type(module), form, eps), ""
 
 
-def _recognised(module: nn.Module, eps: str) -> Form | None:
-    """Return the form of a norm, recognised by its result for random rows and a random weight."""
+def _recognized(module: nn.Module, eps: str) -> Form | None:
+    """Return the form of a norm, recognized by its result for random rows and a random weight."""
     generator = torch.Generator().manual_seed(0)
     weight = getattr(module, "weight", None)
     width = 256 if weight is None else weight.shape[0]
@@ -152,7 +152,7 @@ def norm(
     backend: str | None = None,
 ) -> torch.Tensor:
     """Return a norm of ``x[..., D]``."""
-    if form.centred:
+    if form.centered:
         return layer_norm(x, weight, bias, eps=eps, backend=backend)
     return rms_norm(x, weight, eps=eps, offset=form.offset, cast_first=form.cast_first, backend=backend)
 

@@ -52,7 +52,7 @@ def sequence_logp(
     Raises:
         TypeError: it is no such model; its logits are not those of its last hidden states and its head (compared once
             for each model); or ``head_logp`` does not take its head.
-        ValueError: shapes differ, PEFT put a learnt prompt before the tokens, or accelerate's autocast is not active.
+        ValueError: shapes differ, PEFT put a learned prompt before the tokens, or accelerate's autocast is not active.
     """
     base = _base(model)
     if "ignore_index" in options:
@@ -83,7 +83,7 @@ def _base(model: Any) -> Any:
     while isinstance(base, nn.parallel.DistributedDataParallel):
         base = base.module
     if getattr(getattr(base, "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError("model: expected no learnt prompt, which stands before the tokens")
+        raise ValueError("model: expected no learned prompt, which stands before the tokens")
     base = base.get_base_model() if hasattr(base, "get_base_model") else base
     if not is_pretrained(base):
         # Adapters of several kinds at once, or of a tuner of PEFT alone.

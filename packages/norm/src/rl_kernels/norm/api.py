@@ -85,7 +85,7 @@ def rms_norm(
         weight: ``[D]``, in any of these dtypes (FP64 only if x is FP64); None is 1; differentiable.
         eps: added to the mean of squares, >= 0.
         residual: in the shape and dtype and on the device of x; differentiable. ``x + residual``, rounded to the dtype
-            of x, is then normalised, and is returned too. The bits are those of the two steps one after the other.
+            of x, is then normalized, and is returned too. The bits are those of the two steps one after the other.
         offset: added to the weight: 1 for weights stored as a difference from 1, as in Gemma.
         cast_first: round the row to the dtype of x before multiplying it by the weight, as Llama and Qwen do; False
             rounds once at the end, as ``torch.nn.RMSNorm``, Gemma and gpt-oss do.
@@ -181,7 +181,7 @@ def layer_norm(
 class _Form(NamedTuple):
     """The options of a norm, in the order of the raw ops."""
 
-    centred: bool
+    centered: bool
     offset: float
     cast_first: bool
 
@@ -267,12 +267,12 @@ class _Norm(torch.autograd.Function):
         bias: torch.Tensor | None,
         main_grad: torch.Tensor | None,
         eps: float,
-        centred: bool,
+        centered: bool,
         offset: float,
         cast_first: bool,
         backend: str,
     ) -> Any:
-        *found, stats = _forward(x, residual, weight, bias, eps, centred, offset, cast_first, backend)
+        *found, stats = _forward(x, residual, weight, bias, eps, centered, offset, cast_first, backend)
         total = x if residual is None else found[1]
         # Autograd counts only the tensors.
         given = [value is not None for value in (x, residual, weight, bias)]
@@ -281,7 +281,7 @@ class _Norm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         save(ctx, total, weight, stats)
         # Not saved for backward: main_grad may change in place between this call and its backward pass.
-        ctx.main_grad, ctx.form, ctx.backend = main_grad, (centred, offset), backend
+        ctx.main_grad, ctx.form, ctx.backend = main_grad, (centered, offset), backend
         ctx.dtypes = None if weight is None else weight.dtype, None if bias is None else bias.dtype
         return tuple(found)
 

@@ -1,8 +1,8 @@
 """The registration of rms_norm with the registry and torch: schemas, fake kernels, backends, their promises.
 
-layer_norm is the same operator with ``centred``. In the raw ops x and residual are ``[N, D]``. ``stats[2, N]`` is FP32
+layer_norm is the same operator with ``centered``. In the raw ops x and residual are ``[N, D]``. ``stats[2, N]`` is FP32
 (FP64 for FP64) and holds for each row the factor that multiplies it, and the mean that is subtracted first: 0 unless
-``centred``. ``backward`` takes the gradient of the norm. With a residual it also takes the gradient of the sum, and x
+``centered``. ``backward`` takes the gradient of the norm. With a residual it also takes the gradient of the sum, and x
 is the sum. The gradients of weight and bias have the dtype of ``stats``, and are empty if they are not needed;
 ``backward_into`` adds the gradient of the weight to ``main_grad``.
 """
@@ -22,8 +22,8 @@ from rl_kernels.norm.results import result_dtype
 
 WIDEST = 16384
 """Most columns that one program of the Triton kernels holds in its registers."""
-_FORM = "Tensor? weight, Tensor? bias, float eps, bool centred, float offset, bool cast_first, str backend"
-_GRADIENTS = "Tensor grad, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor stats, bool centred, float offset"
+_FORM = "Tensor? weight, Tensor? bias, float eps, bool centered, float offset, bool cast_first, str backend"
+_GRADIENTS = "Tensor grad, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor stats, bool centered, float offset"
 SCHEMAS = {
     "forward": f"(Tensor x, {_FORM}) -> (Tensor, Tensor)",
     "forward_sum": f"(Tensor x, Tensor residual, {_FORM}) -> (Tensor, Tensor, Tensor)",

@@ -28,7 +28,7 @@ class Line(NamedTuple):
     """One way to compute, and what was measured of it."""
 
     label: str
-    colour: str
+    color: str
     width: float  # if it is 0 in every step: two such lines, one on the other, are both seen if one is thinner
     steps: Sequence[int]
     gaps: Sequence[Record]
@@ -47,13 +47,13 @@ def draw(document: Record, path: Path) -> None:
     ratio.set(title="Largest |ratio − 1|, before any update")
     zero_and_powers(kl, lines, [[gap["kl"] for gap in line.gaps] for line in lines])
     kl.set(title="KL from rollout to training, same weights", ylabel="nats per token")
-    for (name, steps), colour, place in zip(runs.items(), (TEAL, RED), (0, 0.4), strict=False):
+    for (name, steps), color, place in zip(runs.items(), (TEAL, RED), (0, 0.4), strict=False):
         warm = steps[1:] or steps
-        curve(reward, [step["step"] for step in steps], [step["reward"] for step in steps], colour, name)
+        curve(reward, [step["step"] for step in steps], [step["reward"] for step in steps], color, name)
         seconds = list(accumulate(step["seconds"] for step in warm))
-        curve(clock, seconds, [step["reward"] for step in warm], colour, name)
+        curve(clock, seconds, [step["reward"] for step in warm], color, name)
         heights = [1000 * median(step[f"{part}_seconds"] for step in warm) for part in ("rollout", "update")]
-        time.bar_label(time.bar([place, 1 + place], heights, 0.38, color=colour), fmt="%.0f", padding=2)
+        time.bar_label(time.bar([place, 1 + place], heights, 0.38, color=color), fmt="%.0f", padding=2)
     reward.set(title="Reward", ylim=(-0.03, 1.03))
     reward.legend(loc="lower right")
     clock.set(title="Reward over time", xlabel="seconds, the first step left out", ylim=(-0.03, 1.03), xlim=(0, None))
@@ -84,9 +84,9 @@ def zero_and_powers(axes: Axes, lines: Sequence[Line], values: Sequence[Sequence
     """Draw on a scale that is linear from 0 to the power of ten below all other values: 0 has a place of its own."""
     for line, heights in zip(lines, values, strict=True):
         if any(heights):
-            curve(axes, line.steps, heights, line.colour, line.label)
+            curve(axes, line.steps, heights, line.color, line.label)
         else:
-            axes.plot(line.steps, heights, color=line.colour, linewidth=line.width, label=line.label, clip_on=False)
+            axes.plot(line.steps, heights, color=line.color, linewidth=line.width, label=line.label, clip_on=False)
     positive = [height for heights in values for height in heights if height > 0]
     if positive:
         least = 10.0 ** math.floor(math.log10(min(positive)))
@@ -96,9 +96,9 @@ def zero_and_powers(axes: Axes, lines: Sequence[Line], values: Sequence[Sequence
         axes.set_ylim(-0.15 * least, 3 * max(positive))
 
 
-def curve(axes: Axes, steps: Sequence[float], values: Sequence[float], colour: str, label: str) -> None:
+def curve(axes: Axes, steps: Sequence[float], values: Sequence[float], color: str, label: str) -> None:
     """Draw each step thin, and the mean of the steps around it thick."""
     reach = max(1, len(values) // 50)
     smooth = [fmean(values[max(0, i - reach) : i + reach + 1]) for i in range(len(values))]
-    axes.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
-    axes.plot(steps, smooth, color=colour, linewidth=2, label=label)
+    axes.plot(steps, values, color=color, alpha=0.3, linewidth=1)
+    axes.plot(steps, smooth, color=color, linewidth=2, label=label)

@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 from rl_kernels.demo.model import Policy, ordered_attention
 from rl_kernels.demo.task import Settings
 from rl_kernels.det_gemm import det_gemm
-from rl_kernels.grpo_loss import Normaliser, grpo_loss
+from rl_kernels.grpo_loss import Normalizer, grpo_loss
 from rl_kernels.models import head_logp, invariant
 
 IGNORE = -100  # target of a position whose next token is part of the prompt, or padding
@@ -101,7 +101,7 @@ class Ours(Stock):
 
     def loss(self, current: Tensor, batch: Batch, settings: Settings, tokens: Tensor | None) -> Tensor:  # noqa: D102
         options: Any = {name: getattr(settings, name) for name in ("samples_per_prompt", "clip_eps", "beta")}
-        options["normaliser"] = None if tokens is None else Normaliser(num_tokens=tokens)
+        options["normalizer"] = None if tokens is None else Normalizer(num_tokens=tokens)
         return grpo_loss(current, batch.old, batch.reference, batch.rewards, batch.mask, **options).loss
 
 

@@ -218,7 +218,7 @@ _check_ids = define_check(
 _check_positive = define_check("check_positive", "(Tensor value, str name)", _positive)
 
 
-def token_ids(name: str, value: object, leading: Sequence[int], why: str) -> None:
+def target_ids(name: str, value: object, leading: Sequence[int], why: str) -> None:
     """Require integer ids of ``leading`` shape; their range is checked by ``ids_in_range``."""
     tensor(name, value, INTEGERS)
     assert isinstance(value, torch.Tensor)

@@ -38,7 +38,7 @@ CASES = (
     # the bits of the gradients with those from a rounded upstream gradient.
     Case("wide-output", _sizes(21, 32, 50), WIDE, grad=False),
     # The sums cancel so far that their order shows, although they are taken in FP64 and rounded to FP32.
-    Case("cancelling", _sizes(21, 32, 480), {"cancels": 2.0**-16, **WIDE}, grad=False),
+    Case("canceling", _sizes(21, 32, 480), {"cancels": 2.0**-16, **WIDE}, grad=False),
     # Halves of the sum are far larger than the whole: rounding one of them would show.
     Case("cancelling-half", _sizes(3, 5, 14336), {"cancels": 2.0**-6}, grad=False, dtype="bf16"),
     Case("one-row", _sizes(1, 65, 33)),

@@ -22,32 +22,32 @@ Rows = torch.Tensor | slice
 
 def forward(
     logits: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
-    logp, norm = _statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=False)
+    logp, norm = _statistics(logits, target_ids, temperature, ignore_index, row_indices, entropy=False)
     return logp, norm
 
 
 def forward_stats(
     logits: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
-    found = _statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=True)
+    found = _statistics(logits, target_ids, temperature, ignore_index, row_indices, entropy=True)
     logp, norm, lse, entropy = found
     return logp, lse, entropy, norm
 
 
 def _statistics(
     logits: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
@@ -58,7 +58,7 @@ def _statistics(
     shapes = ((count,), (count, 2), *([(count,)] * 2 if entropy else ()))
     totals = [logits.new_zeros(shape, dtype=temperature.dtype) for shape in shapes]
     for rows in _blocks(logits, row_indices):
-        x, ids = logits[rows].to(temperature.dtype), token_ids[rows]
+        x, ids = logits[rows].to(temperature.dtype), target_ids[rows]
         scale = _column(temperature, rows, x)
         found = finish(softmax_state(x, scale, entropy=entropy), scale)
         logp = found.logp(select(x, ids), scale)
@@ -73,7 +73,7 @@ def _statistics(
 
 def backward(
     logits: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
@@ -82,14 +82,14 @@ def backward(
 ) -> torch.Tensor:
     """Return dlogits ``[N, V]`` in the dtype of logits; ``upstream``: fields of LogpUpstream after norm."""
     grad = logits.new_zeros(logits.shape)
-    for rows, dx in _gradients(logits, token_ids, temperature, ignore_index, row_indices, norm, *upstream):
+    for rows, dx in _gradients(logits, target_ids, temperature, ignore_index, row_indices, norm, *upstream):
         grad[rows] = dx
     return grad
 
 
 def backward_inplace(
     logits: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
@@ -97,7 +97,7 @@ def backward_inplace(
     *upstream: torch.Tensor | None,
 ) -> None:
     """Overwrite logits with dlogits."""
-    arguments = (token_ids, temperature, ignore_index)
+    arguments = (target_ids, temperature, ignore_index)
     if row_indices is None:
         for rows, dx in _gradients(logits, *arguments, None, norm, *upstream):
             logits[rows] = dx
@@ -114,7 +114,7 @@ def backward_inplace(
 
 def _gradients(
     logits: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
@@ -123,7 +123,7 @@ def _gradients(
 ) -> Iterator[tuple[Rows, torch.Tensor]]:
     for rows in _blocks(logits, row_indices):
         x = logits[rows].to(temperature.dtype)
-        known = LogpUpstream(token_ids, norm, *upstream).rows(rows)
+        known = LogpUpstream(target_ids, norm, *upstream).rows(rows)
         dx = dlogits(x, _column(temperature, rows, x), known)
         active = _active(known.ids, ignore_index)
         is_gradient = active & ~_undefined(known.ids, x.shape[1], known.norm)

@@ -49,21 +49,21 @@ SETS = {
 
 
 def eager(
-    logits: torch.Tensor, token_ids: torch.Tensor, *, ignore_index: int | None = None, temperature: float = 1.0
+    logits: torch.Tensor, target_ids: torch.Tensor, *, ignore_index: int | None = None, temperature: float = 1.0
 ) -> torch.Tensor:
     """Return log-probabilities as trainers write them: log-softmax of all logits in FP32, then gather."""
-    ids = token_ids if ignore_index is None else token_ids.clamp(min=0)
+    ids = target_ids if ignore_index is None else target_ids.clamp(min=0)
     z = logits.float() if temperature == 1.0 else logits.float() / temperature
     logp = torch.log_softmax(z, -1).gather(-1, ids[..., None]).squeeze(-1)
-    return logp if ignore_index is None else logp.masked_fill(token_ids == ignore_index, 0)
+    return logp if ignore_index is None else logp.masked_fill(target_ids == ignore_index, 0)
 
 
 def _cross_entropy(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return a log-probability function made of a cross entropy that takes ``[N, V]`` and ``[N]``."""
 
-    def call(logits: torch.Tensor, token_ids: torch.Tensor, *, ignore_index: int = IGNORED) -> torch.Tensor:
-        loss = function(logits.flatten(0, -2), token_ids.flatten(), ignore_index=ignore_index, reduction="none")
-        return -loss.view(token_ids.shape)
+    def call(logits: torch.Tensor, target_ids: torch.Tensor, *, ignore_index: int = IGNORED) -> torch.Tensor:
+        loss = function(logits.flatten(0, -2), target_ids.flatten(), ignore_index=ignore_index, reduction="none")
+        return -loss.view(target_ids.shape)
 
     return call
 

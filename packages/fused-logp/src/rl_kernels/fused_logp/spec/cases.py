@@ -30,7 +30,7 @@ CASES = (
     Case("ignored", {"batch": 4, "seq": 7, "vocab": 65}, {**STATS, "ignore_index": IGNORED}),
     Case("indexed", {"batch": 4, "seq": 8, "vocab": 100}, {**STATS, "row_indices": True}),
     Case("out", {"batch": 2, "seq": 6, "vocab": 77}, {"out": True}),
-    Case("half-output", {"batch": 2, "seq": 6, "vocab": 77}, {"output_dtype": torch.bfloat16}),
+    Case("half-output", {"batch": 2, "seq": 6, "vocab": 77}, {"out_dtype": torch.bfloat16}),
     Case("inplace-backward", {"batch": 2, "seq": 5, "vocab": 130}, {"inplace_backward": True}),
     Case("peaked", {"batch": 1, "seq": 6, "vocab": 500}, {**STATS, "scale": 8.0}),
     Case("beyond-exp", {"batch": 1, "seq": 6, "vocab": 300}, {**STATS, "offset": 100.0}),
@@ -84,10 +84,10 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         logits, ids = logits[:1, :1].repeat(batch, seq, 1), ids[:1, :1].repeat(batch, seq)
     if "ignore_index" in asked:
         ids = ids.masked_fill(draw.mask(0.4, batch, seq), asked["ignore_index"])
-    call: Inputs = {"logits": logits, "token_ids": ids.to(asked.get("ids", torch.int64))}
+    call: Inputs = {"logits": logits, "target_ids": ids.to(asked.get("ids", torch.int64))}
     call |= {name: value for name, value in asked.items() if name not in DRAWN}
     if draw.dtype == torch.float64:
-        call["output_dtype"] = torch.float64
+        call["out_dtype"] = torch.float64
     if "temperature" in asked:
         between = TEMPERATURES.get(asked["temperature"])
         call["temperature"] = (
@@ -97,7 +97,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         rows = draw.permutation(batch * seq)[: max(batch * seq // 2, 1)].to(draw.device)
         call["row_indices"] = rows.repeat(2) if asked["row_indices"] == "twice" else rows
     if asked.get("out"):
-        call["out"] = torch.full((batch, seq), 7.0, device=draw.device, dtype=call.get("output_dtype", torch.float32))
+        call["out"] = torch.full((batch, seq), 7.0, device=draw.device, dtype=call.get("out_dtype", torch.float32))
     return call
 
 
@@ -125,7 +125,7 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
     size = torch.where(z == -torch.inf, 0.0, z).abs()
     rounded = (size if "temperature" in call else torch.zeros_like(size)) if call.get("return_stats") else None
     taken = {name: value.abs() for name, value in upstream.items()}
-    terms, dz = of_log_softmax(z, size, call["token_ids"] % z.shape[-1], taken, rounded)
+    terms, dz = of_log_softmax(z, size, call["target_ids"] % z.shape[-1], taken, rounded)
     return {**terms, "gradient:logits": dz / scale}
 
 
@@ -145,7 +145,7 @@ SPEC = Spec(
     unread=frozenset({"out", "inplace_backward", "validate", "backend"}),
     output="logp",
     spared=frozenset({"return_stats"}),
-    ids=("token_ids",),
+    ids=("target_ids",),
     indexed="row_indices",
     eager_only=frozenset({"inplace_backward"}),
 )

@@ -16,7 +16,7 @@ AXES = {
     "ignore_index": (None, IGNORED, 0, 7),
     "row_indices": (None, True, "twice"),
     "inplace_backward": (None, True),
-    "output_dtype": (None, torch.bfloat16, torch.float64),
+    "out_dtype": (None, torch.bfloat16, torch.float64),
     "out": (None, True),
     "ids": (None, torch.int32),
     "values": (None, "ties", "huge", "small", "subnormal", "minus_inf", "offset", "below", "lowest"),

@@ -16,7 +16,7 @@ def _two_rows(make: Callable[[torch.Tensor], Inputs]) -> Change:
 
     def change(call: Inputs) -> Inputs:
         logits = torch.zeros(2, 3, dtype=call["logits"].dtype, device=call["logits"].device)
-        return {**call, "logits": logits, "token_ids": call["token_ids"].new_zeros(2), **make(logits)}
+        return {**call, "logits": logits, "target_ids": call["target_ids"].new_zeros(2), **make(logits)}
 
     return change
 
@@ -39,12 +39,12 @@ def _rows() -> Iterator[Row]:
     yield "out that requires grad", leaf, ValueError, "out: expected a tensor that does not require grad"
     shared = _two_rows(lambda logits: {"logits": logits[:1].expand(2, 3), "inplace_backward": True})
     yield "rows that share storage, overwritten", shared, ValueError, f"inplace_backward: logits: {own}"
-    yield "unknown output_dtype", given(output_dtype=torch.int32), ValueError, "output_dtype: expected one of"
+    yield "unknown out_dtype", given(out_dtype=torch.int32), ValueError, "out_dtype: expected one of"
     yield from illegal_backends("fused_logp")
 
 
 ILLEGAL = (
     *(IllegalCall(*row) for row in _rows()),
-    *illegal_ids("token_ids"),
-    *illegal_temperatures("token_ids"),
+    *illegal_ids("target_ids"),
+    *illegal_temperatures("target_ids"),
 )

@@ -20,9 +20,9 @@ from rl_kernels.core.testing import (
 )
 
 ROWS = RowLayout(
-    arguments={"logits": 1, "token_ids": 0, "temperature": 0, "out": 0},
+    arguments={"logits": 1, "target_ids": 0, "temperature": 0, "out": 0},
     results=frozenset({"logp", "logsumexp", "entropy", "gradient:logits"}),
-    ids="token_ids",
+    ids="target_ids",
 )
 
 
@@ -33,13 +33,13 @@ def indexed(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     """
     if "row_indices" in call:
         return
-    count = call["token_ids"].numel()
+    count = call["target_ids"].numel()
     rows = draw.permutation(count)[: max(count // 2, 1)].to(draw.device)
     others = torch.ones(count, dtype=torch.bool, device=draw.device).index_fill(0, rows, False)
-    others = others.view(call["token_ids"].shape)
+    others = others.view(call["target_ids"].shape)
     changed = {
         "logits": call["logits"].masked_fill(others[..., None], torch.nan),
-        "token_ids": call["token_ids"].masked_fill(others, -7),
+        "target_ids": call["target_ids"].masked_fill(others, -7),
         "row_indices": rows,
     }
 
@@ -65,13 +65,13 @@ def indexed(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 TRANSFORMS = {
     **ROWS.transforms(),
     "indexed": indexed,
-    "temperature": temperature_as_tensor("token_ids"),
-    "integers": as_int32("token_ids", "row_indices"),
+    "temperature": temperature_as_tensor("target_ids"),
+    "integers": as_int32("target_ids", "row_indices"),
     "options": options(
         with_statistics={"return_stats": True},
         with_ignore_index={"ignore_index": IGNORED},
         unchecked={"validate": False},
     ),
 }
-BAD_IDS = bad_ids("token_ids", lambda call: call["logits"].shape[-1], ("logp", "gradient:logits"))
+BAD_IDS = bad_ids("target_ids", lambda call: call["logits"].shape[-1], ("logp", "gradient:logits"))
 HYGIENE = {**ROWS.hygiene(), "bad ids": BAD_IDS}

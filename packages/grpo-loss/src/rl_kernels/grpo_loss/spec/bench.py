@@ -108,7 +108,7 @@ def _weighted(
     loss_type: str,
     clip_eps: float,
 ) -> torch.Tensor:
-    """Return the per-token objective that a trainer maximises, with the default constants of ``Objective``."""
+    """Return the per-token objective that a trainer maximizes, with the default constants of ``Objective``."""
     if loss_type == "cispo":
         return ratio.clamp(max=5.0).detach() * a * logps
     if loss_type == "sapo":

@@ -8,7 +8,7 @@ import torch
 
 from rl_kernels.core.testing import Case, Draw, Inputs, Spec
 from rl_kernels.grpo_loss import reference
-from rl_kernels.grpo_loss.extras import Extras, Normaliser
+from rl_kernels.grpo_loss.extras import Extras, Normalizer
 from rl_kernels.grpo_loss.objective import Objective
 from rl_kernels.grpo_loss.spec.cases_dimensions import DIMENSIONS
 from rl_kernels.grpo_loss.spec.cases_objectives import KEYWORDS, OBJECTIVES, RANGE, extras, pack
@@ -184,7 +184,7 @@ SPEC = Spec(
     illegal=ILLEGAL,
     hygiene=HYGIENE,
     empty=EMPTY,
-    groups={"objective": Objective, "extras": Extras, "normaliser": Normaliser},
+    groups={"objective": Objective, "extras": Extras, "normalizer": Normalizer},
     masks=("completion_mask",),
     on_host=frozenset({"group_boundaries"}),
     spared=frozenset({"return_metrics"}),

@@ -12,7 +12,7 @@ import torch
 from rl_kernels.core.testing import Case
 from rl_kernels.core.testing.grouped import members
 from rl_kernels.grpo_loss.estimator import ESTIMATORS
-from rl_kernels.grpo_loss.extras import Normaliser, divisor_of
+from rl_kernels.grpo_loss.extras import Normalizer, divisor_of
 from rl_kernels.grpo_loss.objective import Objective
 from rl_kernels.grpo_loss.plan import FORMS
 from rl_kernels.lab.dimensions import EDGES, HELD, drawn, paired, swept
@@ -82,7 +82,7 @@ TURNS: tuple[Mapping[str, Any], ...] = (
 """Options of the sweeps; the cases take them in turn."""
 HALF_MASK = {"loss_type": "grpo", "mask": torch.bfloat16}
 FAR = {"loss_type": "gspo", "packed": True, "noise": 6.0, "density": 0.9}
-"""Log-ratios of neighbours that add up to thousands."""
+"""Log-ratios of neighbors that add up to thousands."""
 LENGTHS = (1, 2, 3, 16, 17, 31, 33, 64, 65, 127, 129, 255, 257, 1000, 1023, 1025, 4096, 4097, 8193)
 MORE_LENGTHS = (*(size for size in EDGES if size not in LENGTHS), 2048, 32768, 32769, 131080)
 MEMBERS = (2, 3, 8, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 512, 513, 1024)
@@ -115,7 +115,7 @@ def _apart(options: Mapping[str, Any]) -> dict[str, Any]:
 def _accepted(loss_type: str, options: tuple[tuple[str, Any], ...]) -> bool:
     given = dict(options)
     try:
-        divisor_of(loss_type, Normaliser(**{name: given.pop(name) for name in Normaliser._fields if name in given}))
+        divisor_of(loss_type, Normalizer(**{name: given.pop(name) for name in Normalizer._fields if name in given}))
         Objective(loss_type=loss_type, **given)
     except (TypeError, ValueError):
         return False

@@ -1,4 +1,4 @@
-"""Calls with an illegal objective, rollout ratio, normaliser or packing, and part of their messages."""
+"""Calls with an illegal objective, rollout ratio, normalizer or packing, and part of their messages."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ ROLLOUT: list[Row] = [
     _value("rollout_max: expected a number >= 0", rollout_mode="mask", rollout_max=-1.0),
     _value("rollout_min: expected a number <= rollout_max", rollout_mode="mask", rollout_min=2.0, rollout_max=1.0),
 ]
-NORMALISERS: list[Row] = [
+NORMALIZERS: list[Row] = [
     _value("num_tokens: expected a number >= 0", num_tokens=-0.5),
     _value("num_tokens: expected a number > 0", num_tokens=1e-40),
     _value("num_tokens: expected a number > 0, because a token is active", num_tokens=0),
@@ -120,7 +120,7 @@ OBJECTIVES: list[Row] = [
     _value("loss_type: expected one of 'bnpo', 'grpo'", loss_type="grpo2"),
     _type("objective: expected an Objective, got dict", objective={"beta": 0.1}),
     _type("extras: expected Extras", extras=(None,)),
-    _type("normaliser: expected Normaliser", normaliser=torch.tensor(3.0)),
+    _type("normalizer: expected Normalizer", normalizer=torch.tensor(3.0)),
     _value("clip_low: expected a number >= 0", clip_low=-0.1),
     _type("clip_high: expected a number", clip_high="0.2"),
     _value("delta: expected a number > 0", delta=0.0),
@@ -149,5 +149,5 @@ ESTIMATORS: list[Row] = [
     _value("eps_placement: expected one of 'max', 'add'", eps_placement="min"),
     _type("skip_nan: expected a bool", skip_nan="yes"),
 ]
-LOSS = (*OBJECTIVES, *NORMALISERS, *ROLLOUT, *PACKING)
+LOSS = (*OBJECTIVES, *NORMALIZERS, *ROLLOUT, *PACKING)
 """Illegal calls of both losses."""

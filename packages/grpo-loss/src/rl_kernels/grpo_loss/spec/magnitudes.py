@@ -56,14 +56,14 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
 def _advantages(case: Case, call: Inputs) -> torch.Tensor:
     """Return the advantages; for FP64 inputs, enlarged by the cancellation of rewards and their mean.
 
-    Rewards of lower precision are centred in FP64, so their cancellation has no effect.
+    Rewards of lower precision are centered in FP64, so their cancellation has no effect.
     """
     grouping = {name: call[name] for name in ADVANTAGES if name in call}
     a = reference.group_advantages(call["rewards"], **grouping)
     if case.dtype != "fp64":
         return a
-    centred = reference.group_advantages(call["rewards"], **{**grouping, "advantage_estimator": "none"})
-    return torch.where(a == 0, a, a * (1 + 2 * call["rewards"].nan_to_num().abs().max() / centred.abs()))
+    centered = reference.group_advantages(call["rewards"], **{**grouping, "advantage_estimator": "none"})
+    return torch.where(a == 0, a, a * (1 + 2 * call["rewards"].nan_to_num().abs().max() / centered.abs()))
 
 
 def _tokens(call: Inputs, a: torch.Tensor) -> Tokens:

@@ -89,11 +89,11 @@ def groups(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 
     for start, end in {bounds[0], bounds[len(bounds) // 2], bounds[-1]}:
         part, take = rewards[start:end], _slice(start, end)
-        neighbours = [part.new_full((3,), torch.nan), draw.normal(1000, dtype=part.dtype)]
+        neighbors = [part.new_full((3,), torch.nan), draw.normal(1000, dtype=part.dtype)]
         yield variant(f"group [{start}, {end}) alone", [part], take, _slice(0, end - start))
         yield variant(
             f"group [{start}, {end}) among others",
-            [neighbours[0], part, neighbours[1]],
+            [neighbors[0], part, neighbors[1]],
             take,
             _slice(3, 3 + end - start),
         )
@@ -139,7 +139,7 @@ def packed(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
         yield Variant(label, {**call, **changed}, _inside(inside))
 
 
-def normaliser(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
+def normalizer(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     """Pass the divisor that is otherwise counted."""
     if "completion_mask" not in call or {"num_tokens", "num_sequences"} & call.keys() or "cu_seqlens" in call:
         return
@@ -157,7 +157,7 @@ def metrics(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 
 TRANSFORMS = {
     "packed": packed,
-    "normaliser": normaliser,
+    "normalizer": normalizer,
     "padding": padding,
     "appended": appended,
     "grouping": grouping,

@@ -16,7 +16,7 @@ from rl_kernels.models.fused import gate, rotary
 from rl_kernels.models.swap import SWAPPED, Undo, calls_own_forward
 
 ROTARY = "apply_rotary_pos_emb"
-"""Name of the function in a modelling file that its attention calls."""
+"""Name of the function in a modeling file that its attention calls."""
 PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Hook attributes of a module; hooks must still be called."""
@@ -25,7 +25,7 @@ PROBE: Any = {"dtype": torch.float32, "device": "cpu"}
 
 
 def rotary_module(part: nn.Module) -> ModuleType | None:
-    """Return the modelling file of a ``PreTrainedModel`` if its rotary embedding rotates halves as ours does."""
+    """Return the modeling file of a ``PreTrainedModel`` if its rotary embedding rotates halves as ours does."""
     module = sys.modules.get(type(part).__module__)
     function = getattr(module, ROTARY, None)
     return module if function is not None and _turns_halves(function, torch.float32) else None
@@ -48,7 +48,7 @@ def _turns_halves(function: Callable[..., Any], dtype: torch.dtype) -> bool:
 
 
 def rotary_swap(module: ModuleType) -> Undo:
-    """Swap the function of a modelling file for ours; this affects all its models, but changes no bit."""
+    """Swap the function of a modeling file for ours; this affects all its models, but changes no bit."""
     original = getattr(module, ROTARY)
     # Olmo's returns the dtype of q and k, whatever the dtype of the angles.
     promotes = _turns_halves(original, torch.bfloat16)

@@ -19,14 +19,14 @@ def forward(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-    centred: bool,
+    centered: bool,
     offset: float,
     cast_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (norm ``[N, D]``, stats ``[2, N]``)."""
     row = x.to(compute_dtype(x.dtype))
-    mean = _mean(row) if centred else row.new_zeros(len(row))
-    if centred:
+    mean = _mean(row) if centered else row.new_zeros(len(row))
+    if centered:
         row = row - mean[:, None]
     inverse = _mean(row * row).add_(eps).sqrt_().reciprocal_()
     row = row * inverse[:, None]
@@ -59,13 +59,13 @@ def backward(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     stats: torch.Tensor,
-    centred: bool,
+    centered: bool,
     offset: float,
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dx ``[N, D]``, dweight ``[D]``, dbias ``[D]``)."""
-    dx, terms, upstream = _terms(grad, grad_sum, x, weight, stats, centred, offset)
+    dx, terms, upstream = _terms(grad, grad_sum, x, weight, stats, centered, offset)
     nothing = stats.new_zeros(x.shape[1])
     dweight = _chain(terms, nothing) if needs_weight else nothing[:0]
     return dx, dweight, _chain(upstream, nothing) if needs_bias else nothing[:0].clone()
@@ -77,13 +77,13 @@ def backward_into(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     stats: torch.Tensor,
-    centred: bool,
+    centered: bool,
     offset: float,
     main_grad: torch.Tensor,
     needs_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add the gradient of the weight to ``main_grad[D]``; return (dx, dbias)."""
-    dx, terms, upstream = _terms(grad, grad_sum, x, weight, stats, centred, offset)
+    dx, terms, upstream = _terms(grad, grad_sum, x, weight, stats, centered, offset)
     main_grad.copy_(_chain(terms, main_grad))
     nothing = stats.new_zeros(x.shape[1])
     return dx, _chain(upstream, nothing) if needs_bias else nothing[:0]
@@ -95,16 +95,16 @@ def _terms(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     stats: torch.Tensor,
-    centred: bool,
+    centered: bool,
     offset: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dx, terms of dweight, terms of dbias); the terms are yet to be summed over the rows."""
     inverse, mean = stats[0, :, None], stats[1, :, None]
     upstream = grad.to(stats.dtype)
-    scaled = (x.to(stats.dtype) - mean).mul_(inverse) if centred else x.to(stats.dtype) * inverse
+    scaled = (x.to(stats.dtype) - mean).mul_(inverse) if centered else x.to(stats.dtype) * inverse
     pull = upstream if weight is None else upstream * _scale(weight, offset, stats.dtype)
     dx = pull - scaled * _mean(pull * scaled)[:, None]
-    if centred:
+    if centered:
         dx -= _mean(pull)[:, None]
     dx *= inverse
     if grad_sum is not None:

@@ -63,14 +63,14 @@ def inputs(case: Case, draw: Draw) -> Inputs:
 
 def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Sum the magnitudes of the terms; the loss from subtracting the mean is scaled by the inverse."""
-    centred = case.function == LAYER_NORM
+    centered = case.function == LAYER_NORM
     x, residual = call["x"], call.get("residual")
     total = x if residual is None else x + residual
     size = total.abs() if residual is None else x.abs() + residual.abs()
-    eps = call.get("eps", 1e-5 if centred else 1e-6)
-    row = total - total.mean(-1, keepdim=True) if centred else total
+    eps = call.get("eps", 1e-5 if centered else 1e-6)
+    row = total - total.mean(-1, keepdim=True) if centered else total
     inverse = torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
-    size = (size + size.mean(-1, keepdim=True) if centred else size) * inverse
+    size = (size + size.mean(-1, keepdim=True) if centered else size) * inverse
     # The relative error of the inverse is that of the row's squares.
     size = size + (row * inverse).abs() * (size * (row * inverse).abs()).mean(-1, keepdim=True)
     scale = (call["weight"] + call.get("offset", 0.0)).abs() if "weight" in call else torch.ones_like(x[..., :1, :])
@@ -84,7 +84,7 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
     grad = upstream.get("output", torch.zeros_like(x)).abs()
     pull = grad * (scale + offset)
     part = pull + size * (pull * size).mean(-1, keepdim=True)
-    if centred:
+    if centered:
         part = part + pull.mean(-1, keepdim=True)
     dx = part * inverse + upstream.get("sum", torch.zeros_like(x)).abs()
     over = (grad * size).flatten(0, -2).sum(0), grad.flatten(0, -2).sum(0)

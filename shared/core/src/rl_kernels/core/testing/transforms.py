@@ -31,7 +31,7 @@ class RowLayout:
     """The row layout of an operator's arguments and results.
 
     Attributes:
-        arguments: argument -> number of dims of one row (logits 1, token_ids 0); an argument with fewer dims than that
+        arguments: argument -> number of dims of one row (logits 1, target_ids 0); an argument with fewer dims than that
             plus one has no rows.
         results: outputs and gradients with one entry, or row, for each row.
         ids: the argument of token ids, if rows can be masked by ``ignore_index``.
@@ -51,7 +51,7 @@ class RowLayout:
             "alone": _alone,
             "batch": _batch,
             "position": _position,
-            "neighbours": _neighbours,
+            "neighbors": _neighbors,
             "leading": _leading,
             "chunks": _chunks,
             "padding": _padding,
@@ -181,7 +181,7 @@ def _position(rows: Rows, draw: Draw) -> Iterator[Variant]:
     yield rows.variant("rows permuted", draw.permutation(rows.count))
 
 
-def _neighbours(rows: Rows, draw: Draw) -> Iterator[Variant]:
+def _neighbors(rows: Rows, draw: Draw) -> Iterator[Variant]:
     for row in _some(rows.count):
         index = torch.full((rows.count + 1,), FILLER)
         index[row] = row

@@ -22,7 +22,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 LEAST = tl.constexpr(-1.0e30)
 """Replaces an exponent of -inf where it is multiplied by its power, which is 0: -inf * 0 would be NaN."""
 FAR = tl.constexpr(2147483648.0)
-"""2^31. From this magnitude on a reference is too coarse for exponents, or infinite. Neighbouring values of x are then
+"""2^31. From this magnitude on a reference is too coarse for exponents, or infinite. Neighboring values of x are then
 so far apart that only those equal to the largest count."""
 LEAST_SHIFT = tl.constexpr(-256.0)
 """Lower bound of the shift of a state's exponents: 2^-256 is 0 in FP32, and a product with it is finite."""

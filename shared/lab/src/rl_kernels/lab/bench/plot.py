@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#3a9a5b", "#d9822b", "#8e5bb5", "#c0392b", "#17a2b8", "#7f8c8d", "#b7950b", "#e377c2", "#34495e", "#8c564b")
+COLORS = ("#3a9a5b", "#d9822b", "#8e5bb5", "#c0392b", "#17a2b8", "#7f8c8d", "#b7950b", "#e377c2", "#34495e", "#8c564b")
 BLUE = "#2a6fbb"
 MARKERS = "Dsv^PX<>hp"
 LINE, HEAD = 0.27, 1.3
@@ -65,12 +65,12 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def _styles(records: Sequence[Record]) -> dict[str, dict[str, object]]:
-    """Return colour and marker of each implementation, the same in all axes; ours come first."""
+    """Return color and marker of each implementation, the same in all axes; ours come first."""
     names = dict.fromkeys(each.name for each in sorted(records, key=lambda each: not each.ours))
     styles: dict[str, dict[str, object]] = {}
     for i, name in enumerate(names):
         ours = name.split(" ")[0] == OURS
-        peer = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 6, "alpha": 0.85}
+        peer = {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 6, "alpha": 0.85}
         styles[name] = {"color": BLUE, "marker": "o", "markersize": 9, "zorder": 3} if ours else peer
     return styles
 

@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(lines: Iterator[str]) -> None:
-    """Print lines, with coloured verdicts on a terminal."""
+    """Print lines, with colored verdicts on a terminal."""
     console = Console(highlight=False, soft_wrap=True)
     for line in lines:
         shown = Text(line)

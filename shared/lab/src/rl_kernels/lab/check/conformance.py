@@ -69,7 +69,7 @@ class Conformance:
 
     @classmethod
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
-        """Parametrise the tests by the operator's quick cases, dtypes, relations and backends."""
+        """Parametrize the tests by the operator's quick cases, dtypes, relations and backends."""
         spec = spec_of(cls.operator)
         cases = [case for case in spec.cases if case.suite == "quick" and _fits(case)]
         if "relation" in metafunc.fixturenames:

@@ -56,10 +56,10 @@ def scores_of(q, k, cap, rate, CAPPED: tl.constexpr):
 
 @triton.jit
 def row_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the sum of each row by a tree: first neighbours are added, then always the two halves of what is left.
+    """Return the sum of each row by a tree: first neighbors are added, then always the two halves of what is left.
 
     Every step adds just two numbers, so their order does not matter: the bits do not depend on the number of warps or
-    on the layout of the tile. Neighbours, and then halves, are what one thread holds of a product.
+    on the layout of the tile. Neighbors, and then halves, are what one thread holds of a product.
     """
     x = tl.sum(tl.reshape(x, [ROWS, COLUMNS // 2, 2]), 2)
     HALVINGS: tl.constexpr = (COLUMNS // 2).bit_length() - 1

@@ -61,30 +61,30 @@ def programs(arch: str) -> list[Program]:
 
 def forward(
     logits: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
-    logp, _, _, norm = _statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=False)
+    logp, _, _, norm = _statistics(logits, target_ids, temperature, ignore_index, row_indices, entropy=False)
     return logp, norm
 
 
 def forward_stats(
     logits: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
-    return _statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=True)
+    return _statistics(logits, target_ids, temperature, ignore_index, row_indices, entropy=True)
 
 
 def backward(
     logits: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
@@ -93,13 +93,13 @@ def backward(
 ) -> torch.Tensor:
     """Return dlogits ``[N, V]`` in the dtype of logits; ``upstream``: entropy and the three upstream gradients."""
     grad = logits.new_empty(logits.shape)
-    _gradient(logits, grad, token_ids, temperature, ignore_index, row_indices, norm, *upstream)
+    _gradient(logits, grad, target_ids, temperature, ignore_index, row_indices, norm, *upstream)
     return grad
 
 
 def backward_inplace(
     logits: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
@@ -107,12 +107,12 @@ def backward_inplace(
     *upstream: torch.Tensor | None,
 ) -> None:
     """Overwrite logits with dlogits."""
-    _gradient(logits, logits, token_ids, temperature, ignore_index, row_indices, norm, *upstream)
+    _gradient(logits, logits, target_ids, temperature, ignore_index, row_indices, norm, *upstream)
 
 
 def _statistics(
     logits: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
@@ -129,7 +129,7 @@ def _statistics(
     units = _units(vocab)
     split = units > MOST_UNITS or (units > 1 and count < SPLIT_BELOW)
     parts = logits.new_empty((units, 3, count), dtype=torch.float32) if split else None
-    rows = _rows(token_ids, temperature, ignore_index, row_indices)
+    rows = _rows(target_ids, temperature, ignore_index, row_indices)
     strides = (stride * logits.itemsize for stride in logits.stride())
     arguments = (*rows, logits, logp, norm, lse, row_entropy, parts, count, *strides, vocab)
     plain = target_of(arch_of("cuda", logits.device.index), exact=False)
@@ -147,7 +147,7 @@ def _statistics(
 def _gradient(
     logits: torch.Tensor,
     out: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
@@ -159,7 +159,7 @@ def _gradient(
     if not count:
         return
     grad_logp, grad_lse, grad_entropy = (grad if grad is None else grad.contiguous() for grad in grads)
-    rows = _rows(token_ids, temperature, ignore_index, row_indices)
+    rows = _rows(target_ids, temperature, ignore_index, row_indices)
     threads = min(-(-vocab // (COLUMNS * WARP)) * WARP, MOST_THREADS)
     chunks = -(-vocab // (threads * COLUMNS))
     strides = (stride * logits.itemsize for tensor in (logits, out) for stride in tensor.stride())
@@ -171,13 +171,13 @@ def _gradient(
 
 
 def _rows(
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
 ) -> tuple[Any, ...]:
     """Return the fields of ``struct Rows``."""
-    ids, scale, marks = per_row(token_ids.to(torch.int64), temperature, row_indices)
+    ids, scale, marks = per_row(target_ids.to(torch.int64), temperature, row_indices)
     temperatures, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
     return ids, temperatures, marks, ignore_index or 0, number, ignore_index is not None
 

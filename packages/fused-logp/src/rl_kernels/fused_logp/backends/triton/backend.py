@@ -24,30 +24,30 @@ GRADIENT_WIDTHS = {True: 4096, False: 1024}
 
 def forward(
     logits: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
-    logp, _, _, norm = _statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=False)
+    logp, _, _, norm = _statistics(logits, target_ids, temperature, ignore_index, row_indices, entropy=False)
     return logp, norm
 
 
 def forward_stats(
     logits: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
-    return _statistics(logits, token_ids, temperature, ignore_index, row_indices, entropy=True)
+    return _statistics(logits, target_ids, temperature, ignore_index, row_indices, entropy=True)
 
 
 def _statistics(
     logits: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
@@ -61,7 +61,7 @@ def _statistics(
     if not count:
         return logp, lse, row_entropy, norm
     rows = _canonical(logits)
-    inputs = (rows, *_rows(token_ids, temperature, row_indices))
+    inputs = (rows, *_rows(target_ids, temperature, row_indices))
     sizes = (vocab, rows.stride(0), ignore_index or 0)
     flags = {
         "WIDE": vocab % kernels.ALIGNED.value == 0,
@@ -93,16 +93,16 @@ def _canonical(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(
-    token_ids: torch.Tensor, temperature: torch.Tensor, row_indices: torch.Tensor | None
+    target_ids: torch.Tensor, temperature: torch.Tensor, row_indices: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor]:
     """Return ids, temperature and marks; ids stand in for missing marks, which the kernel does not read."""
-    ids, scale, marks = per_row(token_ids, temperature, row_indices)
+    ids, scale, marks = per_row(target_ids, temperature, row_indices)
     return ids, scale, ids if marks is None else marks
 
 
 def backward(
     logits: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
@@ -111,13 +111,13 @@ def backward(
 ) -> torch.Tensor:
     """Return dlogits ``[N, V]`` in the dtype of logits; ``upstream``: entropy, and the three upstream gradients."""
     grad = logits.new_empty(logits.shape)
-    _gradient(logits, grad, token_ids, temperature, ignore_index, row_indices, norm, *upstream)
+    _gradient(logits, grad, target_ids, temperature, ignore_index, row_indices, norm, *upstream)
     return grad
 
 
 def backward_inplace(
     logits: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
@@ -125,13 +125,13 @@ def backward_inplace(
     *upstream: torch.Tensor | None,
 ) -> None:
     """Overwrite logits with dlogits."""
-    _gradient(logits, logits, token_ids, temperature, ignore_index, row_indices, norm, *upstream)
+    _gradient(logits, logits, target_ids, temperature, ignore_index, row_indices, norm, *upstream)
 
 
 def _gradient(
     logits: torch.Tensor,
     out: torch.Tensor,
-    token_ids: torch.Tensor,
+    target_ids: torch.Tensor,
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
@@ -153,7 +153,7 @@ def _gradient(
         kernels.backward[(count, ceil_div(vocab, width))](
             logits,
             out,
-            *_rows(token_ids, temperature, row_indices),
+            *_rows(target_ids, temperature, row_indices),
             *saved,
             *sizes,
             HAS_ROWS=row_indices is not None,

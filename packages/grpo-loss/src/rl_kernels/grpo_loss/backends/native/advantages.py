@@ -46,15 +46,15 @@ def advantages(
         unlike = (r != r[example]) if present is None else (r != r[example]) & present
         total, unlike = sums(torch.stack((r, unlike.double())))
         alike = unlike == 0
-    centred = r - total / size
+    centered = r - total / size
     if present is not None:
-        centred = torch.where(present, centred, 0.0)
-    scaled = _scaled(centred, size, r, present, formula, eps, sums)
+        centered = torch.where(present, centered, 0.0)
+    scaled = _scaled(centered, size, r, present, formula, eps, sums)
     return scaled.masked_fill(alike, 0.0).flatten().to(compute_dtype(rewards.dtype))
 
 
 def _scaled(
-    centred: torch.Tensor,
+    centered: torch.Tensor,
     size: torch.Tensor,
     r: torch.Tensor,
     present: torch.Tensor | None,
@@ -64,22 +64,22 @@ def _scaled(
 ) -> torch.Tensor:
     """Scale the deviations from the group mean as the estimator says; arbitrary for groups of equal rewards."""
     if formula.kind == "none":
-        return centred
+        return centered
     if formula.kind == "leave_one_out":
-        return centred * size / (size - 1)
+        return centered * size / (size - 1)
     if formula.kind == "batch":
         std = _std_of_all(r.flatten(), present)
     else:
-        std = (sums(centred.square()) / (size if formula.kind == "population" else size - 1)).sqrt()
-    return centred / (torch.maximum(std, eps) if formula.placement == "max" else std + eps)
+        std = (sums(centered.square()) / (size if formula.kind == "population" else size - 1)).sqrt()
+    return centered / (torch.maximum(std, eps) if formula.placement == "max" else std + eps)
 
 
 def _std_of_all(r: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
     """Return the sample standard deviation of all rewards that are present, summed in order."""
     here = torch.ones_like(r) if present is None else present.double()
     size = row_sum(here)
-    centred = torch.where(here != 0, r - row_sum(r) / size, 0.0)
-    return (row_sum(centred.square()) / (size - 1)).sqrt()
+    centered = torch.where(here != 0, r - row_sum(r) / size, 0.0)
+    return (row_sum(centered.square()) / (size - 1)).sqrt()
 
 
 def _first_present(present: torch.Tensor, group: torch.Tensor, start: torch.Tensor) -> torch.Tensor:

@@ -59,14 +59,14 @@ def sums_grad(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def combine(
-    sums: torch.Tensor, normaliser: torch.Tensor | None, length: int, numbers: torch.Tensor, plan: str
+    sums: torch.Tensor, normalizer: torch.Tensor | None, length: int, numbers: torch.Tensor, plan: str
 ) -> tuple[torch.Tensor, ...]:
     """Return (loss, policy_loss, kl, metrics, divisor) of the sequences whose sums are given."""
     n, mean = Numbers(*numbers.tolist()), Plan.parse(plan).mean
     terms, counts = sums[:2], sums[2]
     if mean == "sequences":
         terms = terms / counts.clamp(min=1)
-    divisor = _divisor(counts, normaliser, length, mean, n)
+    divisor = _divisor(counts, normalizer, length, mean, n)
     policy_loss, kl = (total / divisor for total in row_sum(terms).unbind())
     has_metrics = sums.shape[0] > SUMS
     values = metrics.vector(sums[SUMS:], counts) if has_metrics else sums.new_empty(0, dtype=torch.float32)
@@ -91,7 +91,7 @@ def backward_inplace(slope: torch.Tensor, divisor: torch.Tensor, upstream: torch
 
 
 def _loss(call: LossCall, found: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return combine(found, call.normaliser, call.length, call.numbers, call.plan)
+    return combine(found, call.normalizer, call.length, call.numbers, call.plan)
 
 
 def _sums(call: LossCall, slope: torch.Tensor | None) -> torch.Tensor:
@@ -141,10 +141,10 @@ def _advantages(call: LossCall, n: Numbers) -> torch.Tensor:
     return advantages(wide, call.boundaries, call.samples, eps, call.estimator)
 
 
-def _divisor(counts: torch.Tensor, normaliser: torch.Tensor | None, length: int, mean: str, n: Numbers) -> torch.Tensor:
+def _divisor(counts: torch.Tensor, normalizer: torch.Tensor | None, length: int, mean: str, n: Numbers) -> torch.Tensor:
     """Return the divisor of the batch sums: a number of tokens or sequences, for ``sums`` times a length."""
-    if normaliser is not None:
-        count = normaliser.to(counts.dtype)
+    if normalizer is not None:
+        count = normalizer.to(counts.dtype)
         # Where no token is active a count of 0 is right: the loss is 0 / 1, not 0 / 0.
         count = torch.where((count == 0) & ~counts.any(), 1.0, count)
     elif n.divisor:

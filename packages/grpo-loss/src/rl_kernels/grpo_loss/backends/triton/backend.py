@@ -3,7 +3,7 @@
 Reduction order, which is the contract of this backend: a sequence is cut into segments of 4096 tokens from its start.
 Token i of a segment is added to lane i mod 256, in ascending order, and a tree adds the lanes; the segments of a
 sequence are added in ascending order. Sequence sums are added in the same way, sequence i to lane i mod 256, and so are
-the rewards of a group, in FP64 and from the group's start. The trees are explicit, four neighbours first and then
+the rewards of a group, in FP64 and from the group's start. The trees are explicit, four neighbors first and then
 halves, so no bit depends on the compiler's layout, on strides, addresses or the number of warps. Nor does the number of
 lanes change a bit if there are at least as many lanes as terms: the others are zeros. Masked tokens are zeros.
 """
@@ -94,10 +94,10 @@ def sums_grad(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def combine(
-    sums: torch.Tensor, normaliser: torch.Tensor | None, length: int, numbers: torch.Tensor, plan: str
+    sums: torch.Tensor, normalizer: torch.Tensor | None, length: int, numbers: torch.Tensor, plan: str
 ) -> tuple[torch.Tensor, ...]:
     """Return (loss, policy_loss, kl, metrics, count) of the sequences whose sums are given."""
-    return results_of(sums.contiguous()[None], normaliser, length, Numbers(*numbers.tolist()), Plan.parse(plan))
+    return results_of(sums.contiguous()[None], normalizer, length, Numbers(*numbers.tolist()), Plan.parse(plan))
 
 
 def _sums(call: LossCall, slope: torch.Tensor | None) -> torch.Tensor:

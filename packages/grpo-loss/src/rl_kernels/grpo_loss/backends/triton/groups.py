@@ -24,8 +24,8 @@ LANES = 256
 """Maximum lanes of a sum over rewards, tokens or sequences; ``objectives.WIDE`` is the one exception."""
 LEVELS = tl.constexpr(12)
 """Upper bound of the levels of a tree."""
-NEIGHBOURS = tl.constexpr(2)
-"""Levels of a tree at which neighbours are added."""
+NEIGHBORS = tl.constexpr(2)
+"""Levels of a tree at which neighbors are added."""
 SOME_REWARDS = tl.constexpr(16)
 """Fewest lanes of a sum over a group, and the group size up to which they are enough."""
 POPULATION, LEAVE_ONE_OUT, NONE, BATCH = (
@@ -104,11 +104,11 @@ def scores_in(call: LossCall) -> Scores:
 def tree(x):
     """Return the sum of ``x``, whose length is a power of two, in pairs, so that no layout changes the order.
 
-    First four neighbours are added, which one thread holds, then always the two halves of what is left.
+    First four neighbors are added, which one thread holds, then always the two halves of what is left.
     """
     for level in tl.static_range(LEVELS):
         if x.shape[0] > 2:
-            if level < NEIGHBOURS:
+            if level < NEIGHBORS:
                 x = tl.sum(tl.reshape(x, (x.shape[0] // 2, 2)), 1)
             else:
                 x = tl.sum(tl.reshape(x, (2, x.shape[0] // 2)), 0)
@@ -184,8 +184,8 @@ def _moments(rewards, start, end, stride, LANES: tl.constexpr, ONE_STEP: tl.cons
     squares = tl.zeros((LANES,), tl.float64)
     for step in range(steps):
         r, is_there = _place(rewards, start, end, stride, step, LANES, SKIP)
-        centred = tl.where(is_there, r - mean, 0.0)
-        squares = tl.fma(centred, centred, squares)
+        centered = tl.where(is_there, r - mean, 0.0)
+        squares = tl.fma(centered, centered, squares)
     return size, mean, tree(squares), equal
 
 

@@ -53,7 +53,7 @@ class Results(NamedTuple):
 def loss_of(call: LossCall, scores: Scores, slope: torch.Tensor | None) -> Results:
     """Return the results; write ``slope`` unless it is None."""
     sums = segment_sums(call, scores, slope)
-    return results_of(sums, call.normaliser, call.length, call.values, call.formula)
+    return results_of(sums, call.normalizer, call.length, call.values, call.formula)
 
 
 def segment_sums(call: LossCall, scores: Scores, slope: torch.Tensor | None) -> torch.Tensor:
@@ -68,7 +68,7 @@ def segment_sums(call: LossCall, scores: Scores, slope: torch.Tensor | None) -> 
     return sums
 
 
-def results_of(sums: torch.Tensor, normaliser: torch.Tensor | None, length: int, n: Numbers, plan: Plan) -> Results:
+def results_of(sums: torch.Tensor, normalizer: torch.Tensor | None, length: int, n: Numbers, plan: Plan) -> Results:
     """Return the results of sequences of up to ``length`` tokens whose ``sums`` are given."""
     segments, quantities, batch = sums.shape
     metrics = sums.new_empty(quantities - SUMS)
@@ -80,7 +80,7 @@ def results_of(sums: torch.Tensor, normaliser: torch.Tensor | None, length: int,
         launch(
             reduce,
             (1 + len(metrics),),
-            *(sums, *results[:3], metrics if len(metrics) else None, results.divisor, normaliser),
+            *(sums, *results[:3], metrics if len(metrics) else None, results.divisor, normalizer),
             *(batch, segments, n.beta, float(divisor), factor),
             *(plan.mean == "sequences", quantities, LANES),
             num_warps=REDUCE_WARPS,

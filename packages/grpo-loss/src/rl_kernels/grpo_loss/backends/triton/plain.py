@@ -83,7 +83,7 @@ def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:
 
 def is_plain(call: LossCall) -> bool:
     """Say whether a call is for the plain loss."""
-    others = (call.rollout_ratio, call.normaliser, call.cu_seqlens)
+    others = (call.rollout_ratio, call.normalizer, call.cu_seqlens)
     is_plain = call.plan == Plan().text and all(x is None for x in others)
     return is_plain and not call.with_metrics and not call.values.divisor
 

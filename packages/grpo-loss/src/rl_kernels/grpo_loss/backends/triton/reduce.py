@@ -115,7 +115,7 @@ def reduce(
     kl,
     metrics,
     divisor,
-    normaliser,
+    normalizer,
     batch,
     segments,
     beta,
@@ -145,8 +145,8 @@ def reduce(
             policy_total, kl_total = _added(policy_total, policy3, kl_total, kl3, count3, MEAN_SEQ)
             tokens += count0 + count1 + count2 + count3
         number = tl.where(given > 0.0, given, tl.maximum(tl.sum(tokens, 0), 1).to(tl.float32))
-        if normaliser is not None:
-            number = tl.load(normaliser).to(tl.float32)
+        if normalizer is not None:
+            number = tl.load(normalizer).to(tl.float32)
             # Where no token is active a count of 0 is right: the loss is 0 / 1, not 0 / 0.
             number = tl.where((number == 0.0) & (tl.sum(tokens, 0) == 0), 1.0, number)
         number = number * factor

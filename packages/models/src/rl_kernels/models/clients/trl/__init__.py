@@ -2,7 +2,7 @@
 
 The model, sampling, rewards and advantages stay TRL's. The log-probabilities of the update, old and reference passes
 come from hidden states by ``linear_logp``, and the loss is ``grpo_loss``. The divisor of TRL's loss is passed on as an
-explicit normaliser, so that micro-batches add up as in TRL. Written for TRL 1.16; does not import trl.
+explicit normalizer, so that micro-batches add up as in TRL. Written for TRL 1.16; does not import trl.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rl_kernels.models.clients.trl import continuous
 from rl_kernels.models.clients.trl.checks import KNOWN, check_invariant, check_trainer
 from rl_kernels.models.clients.trl.engine import check_engine
 from rl_kernels.models.clients.trl.head import Head, score_with
-from rl_kernels.models.clients.trl.loss import compute_loss, normaliser, objective, rollout_ratio
+from rl_kernels.models.clients.trl.loss import compute_loss, normalizer, objective, rollout_ratio
 from rl_kernels.models.clients.trl.old import take_from_rollout
 from rl_kernels.models.clients.trl.rollout import check_rollout, recorded
 from rl_kernels.models.logits import check_logits
 
-__all__ = ["compute_loss", "normaliser", "objective", "rollout_ratio", "use_in"]
+__all__ = ["compute_loss", "normalizer", "objective", "rollout_ratio", "use_in"]
 
 
 def use_in(
@@ -43,7 +43,7 @@ def use_in(
             batching: ``linear_logp`` on the hidden state that the token was sampled from. Batches hold them as
             ``sampling_per_token_logps``; the metrics ``sampling/sampling_logp_difference`` are their distance to the
             first training pass. By default the value of ``invariant``. With both, they are also the old
-            log-probabilities of batches that take several optimiser steps: TRL's pass for these is left out.
+            log-probabilities of batches that take several optimizer steps: TRL's pass for these is left out.
         backend: backend of the loss, as in ``grpo_loss``.
         validate: whether the loss checks the values of its arguments.
 

@@ -58,10 +58,10 @@ def check_invariant(trainer: Any, models: Iterable[Any]) -> None:
     """Refuse models that compute a rollout and a training pass differently even under ``invariant``.
 
     Raises:
-        ValueError: dropout is active, or there is a learnt prompt, which stands before the padding.
+        ValueError: dropout is active, or there is a learned prompt, which stands before the padding.
     """
     if getattr(getattr(trainer.model, "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError("peft_config: expected no learnt prompt with invariant, it stands before the padding")
+        raise ValueError("peft_config: expected no learned prompt with invariant, it stands before the padding")
     for model in models:
         for path, module in model.named_modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:

@@ -1,4 +1,4 @@
-"""TRL's GRPO loss by ``grpo_loss``: a trainer's objective, its normaliser, and its metrics."""
+"""TRL's GRPO loss by ``grpo_loss``: a trainer's objective, its normalizer, and its metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rl_kernels.grpo_loss import Extras, Normaliser, Objective, grpo_loss_from_advantages
+from rl_kernels.grpo_loss import Extras, Normalizer, Objective, grpo_loss_from_advantages
 from rl_kernels.models.clients.trl.metrics import WEIGHTS, log
 
 IMAGES = (
@@ -46,7 +46,7 @@ def compute_loss(trainer: Any, model: Any, inputs: dict[str, Any], **options: An
         mask,
         objective=objective(trainer),
         extras=Extras(rollout_ratio=rollout_ratio(trainer, inputs)),
-        normaliser=normaliser(trainer, inputs, mask),
+        normalizer=normalizer(trainer, inputs, mask),
         # A bool mask and these counts are right, and reading them would wait for the GPU.
         **{"validate": False, **options},
     )
@@ -76,19 +76,19 @@ def objective(trainer: Any) -> Objective:
     return Objective(**found)
 
 
-def normaliser(trainer: Any, inputs: dict[str, Any], mask: torch.Tensor) -> Normaliser:
+def normalizer(trainer: Any, inputs: dict[str, Any], mask: torch.Tensor) -> Normalizer:
     """Return the divisor of TRL's sum over a micro-batch; ``mask`` is ``[B, T]``, bool."""
     steps = trainer.current_gradient_accumulation_steps if trainer.model.training else 1
     if trainer.loss_type == "bnpo":
-        return Normaliser(num_tokens=mask.sum().clamp(min=1) * steps)
+        return Normalizer(num_tokens=mask.sum().clamp(min=1) * steps)
     if trainer.loss_type in ("grpo", "sapo", "luspo"):
-        return Normaliser(num_sequences=len(mask) * steps)
+        return Normalizer(num_sequences=len(mask) * steps)
     if trainer.loss_type == "dr_grpo":
-        return Normaliser(num_sequences=len(mask) * steps, max_completion_length=trainer.max_completion_length)
+        return Normalizer(num_sequences=len(mask) * steps, max_completion_length=trainer.max_completion_length)
     # Counts the tokens of a whole generation batch, on all processes.
     share = steps / trainer.args.steps_per_generation if trainer.model.training else 1
     count = inputs["num_items_in_batch"].clamp(min=1)
-    return Normaliser(num_tokens=count * (share / trainer.accelerator.num_processes))
+    return Normalizer(num_tokens=count * (share / trainer.accelerator.num_processes))
 
 
 def rollout_ratio(trainer: Any, inputs: dict[str, Any]) -> torch.Tensor | None:

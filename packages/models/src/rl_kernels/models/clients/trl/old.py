@@ -13,7 +13,7 @@ from rl_kernels.models.clients.trl.rollout import Sampled
 def take_from_rollout(trainer: Any) -> None:
     """Give TRL the recorded log-probabilities where it computes old ones from the weights that have just sampled.
 
-    TRL needs old log-probabilities if several optimiser steps are taken on a batch, and computes them by a pass through
+    TRL needs old log-probabilities if several optimizer steps are taken on a batch, and computes them by a pass through
     the model at the end of the rollout. It asks for them first, before those of a reference model. If tokens come from
     several turns, its pass is made.
 

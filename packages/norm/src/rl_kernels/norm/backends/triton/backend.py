@@ -45,12 +45,12 @@ def forward(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-    centred: bool,
+    centered: bool,
     offset: float,
     cast_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (norm ``[N, D]``, stats ``[2, N]``)."""
-    return _forward(x, None, None, weight, bias, eps, centred, offset, cast_first)
+    return _forward(x, None, None, weight, bias, eps, centered, offset, cast_first)
 
 
 def forward_sum(
@@ -59,13 +59,13 @@ def forward_sum(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-    centred: bool,
+    centered: bool,
     offset: float,
     cast_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (norm ``[N, D]``, ``x + residual``, stats ``[2, N]``)."""
     total = x.new_empty(x.shape)
-    output, stats = _forward(x, _canonical(residual), total, weight, bias, eps, centred, offset, cast_first)
+    output, stats = _forward(x, _canonical(residual), total, weight, bias, eps, centered, offset, cast_first)
     return output, total, stats
 
 
@@ -76,7 +76,7 @@ def _forward(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
-    centred: bool,
+    centered: bool,
     offset: float,
     cast_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,7 +90,7 @@ def _forward(
                 kernels.forward,
                 (ceil_div(count, rows),),
                 *(_canonical(x), residual, _canonical(weight), _canonical(bias), output, total, stats),
-                *(count, eps, offset, size, width, rows, centred, cast_first),
+                *(count, eps, offset, size, width, rows, centered, cast_first),
                 num_warps=warps,
             )
     return output, stats
@@ -102,13 +102,13 @@ def backward(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     stats: torch.Tensor,
-    centred: bool,
+    centered: bool,
     offset: float,
     needs_weight: bool,
     needs_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dx ``[N, D]``, dweight ``[D]``, dbias ``[D]``)."""
-    given = (grad, grad_sum, x, weight, stats, centred, offset)
+    given = (grad, grad_sum, x, weight, stats, centered, offset)
     dweight, dbias = (stats.new_empty(x.shape[1] if needed else 0) for needed in (needs_weight, needs_bias))
     dx = _backward(*given, dweight if needs_weight else None, dbias if needs_bias else None, continued=False)
     return dx, dweight, dbias
@@ -120,14 +120,14 @@ def backward_into(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     stats: torch.Tensor,
-    centred: bool,
+    centered: bool,
     offset: float,
     main_grad: torch.Tensor,
     needs_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add the gradient of the weight to ``main_grad[D]``; return (dx, dbias)."""
     dbias = stats.new_empty(x.shape[1] if needs_bias else 0)
-    given = (grad, grad_sum, x, weight, stats, centred, offset)
+    given = (grad, grad_sum, x, weight, stats, centered, offset)
     return _backward(*given, main_grad, dbias if needs_bias else None, continued=True), dbias
 
 
@@ -137,7 +137,7 @@ def _backward(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     stats: torch.Tensor,
-    centred: bool,
+    centered: bool,
     offset: float,
     dweight: torch.Tensor | None,
     dbias: torch.Tensor | None,
@@ -156,7 +156,18 @@ def _backward(
                 kernels.backward,
                 (programs,),
                 *(_canonical(grad), _canonical(grad_sum), _canonical(x), _canonical(weight), stats.contiguous()),
-                *(dx, *parts, count, offset, size, width, rows, per, centred, _stages(width * rows, x, grad, grad_sum)),
+                *(
+                    dx,
+                    *parts,
+                    count,
+                    offset,
+                    size,
+                    width,
+                    rows,
+                    per,
+                    centered,
+                    _stages(width * rows, x, grad, grad_sum),
+                ),
                 num_warps=warps,
             )
         for out, part, is_continued in ((dweight, parts[0], continued), (dbias, parts[1], False)):

@@ -46,7 +46,7 @@ def weighted(x, WEIGHT, d, inside, offset):
 @triton.jit(do_not_specialize=("count",))
 def forward(
     X, RESIDUAL, WEIGHT, BIAS, Y, SUM, STATS, count, eps, offset,
-    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr, CAST_FIRST: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CENTERED: tl.constexpr, CAST_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Write the norm of ROWS rows of X; with RESIDUAL of X + RESIDUAL, which goes to SUM. Grid: tiles of rows."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -61,7 +61,7 @@ def forward(
         tl.store(SUM + place, total, mask=mask)
         x = total.to(tl.float32)
     mean = tl.zeros([ROWS], tl.float32)
-    if CENTRED:
+    if CENTERED:
         mean = mean_of(x, D)
         x = tl.where(inside[None, :], x - spread(mean, x), 0.0)
     inverse = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), tl.sqrt_rn(mean_of(product(x, x), D) + eps))
@@ -79,7 +79,7 @@ def forward(
 @triton.jit(do_not_specialize=("count",))
 def backward(
     GRAD, GRAD_SUM, X, WEIGHT, STATS, DX, PARTS_WEIGHT, PARTS_BIAS, count, offset,
-    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PER: tl.constexpr, CENTRED: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PER: tl.constexpr, CENTERED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write dx of PER rows, and the sums of their terms of dweight and dbias. Grid: parts of PER rows.
@@ -100,13 +100,13 @@ def backward(
         if GRAD_SUM is not None:
             of_sum = tl.load(GRAD_SUM + place, mask=mask, other=0.0).to(tl.float32)
         inverse = spread(tl.load(STATS + rows, mask=there, other=0.0), x)
-        if CENTRED:
+        if CENTERED:
             x = x - spread(tl.load(STATS + count + rows, mask=there, other=0.0), x)
         x = product(x, inverse)
         pull = weighted(grad, WEIGHT, d, inside, offset)
         shared = mean_of(product(pull, x), D)
         dx = fma(-x, spread(shared, x), pull)
-        if CENTRED:
+        if CENTERED:
             dx = dx - spread(mean_of(pull, D), dx)
         dx = product(dx, inverse)
         if GRAD_SUM is not None:

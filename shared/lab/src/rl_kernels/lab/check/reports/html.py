@@ -17,7 +17,7 @@ from rl_kernels.lab.check.suite import Report
 LONGEST = 1200
 """Characters of a message that the page shows; the JSON has all of them."""
 LEVELS = (("all", 1.0), ("most", 0.9), ("some", 0.5), ("few", 0.0))
-"""Colour of a square -> least share of its checks that pass; at least one must pass."""
+"""Color of a square -> least share of its checks that pass; at least one must pass."""
 
 
 def write_html(report: Report, path: Path | str) -> None:
@@ -85,7 +85,7 @@ class Square:
 
     @property
     def level(self) -> str:
-        """The colour, by the share of the checks that passed."""
+        """The color, by the share of the checks that passed."""
         if not self.checks:
             return "skip"
         share = self.held / len(self.checks)

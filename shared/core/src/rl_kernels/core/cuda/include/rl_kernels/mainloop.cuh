@@ -62,7 +62,7 @@ struct Turns {
 };
 
 // Row and column of tile number `index` in a grid of down x across tiles. Tiles go in panels of `group` rows of tiles,
-// each walked column by column, so that the operands that neighbouring tiles share stay in the L2 cache.
+// each walked column by column, so that the operands that neighboring tiles share stay in the L2 cache.
 struct Place {
     int row, column;
 };

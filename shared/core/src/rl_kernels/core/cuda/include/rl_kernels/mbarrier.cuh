@@ -47,7 +47,7 @@ struct Barrier {
     }
 };
 
-// Makes initialised barriers visible to asynchronous copies.
+// Makes initialized barriers visible to asynchronous copies.
 __device__ inline void fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // Orders this thread's earlier reads and writes of shared memory before later accesses by copies and wgmma (the async

@@ -33,7 +33,7 @@ struct State {
 // The state of no values.
 __device__ inline State empty() { return {-infinity(), 0.0f, 0.0f}; }
 
-// The exponent of x is x * factor - reference, normally x * c - r. Where |r| >= FAR, neighbouring FP32 values of x are
+// The exponent of x is x * factor - reference, normally x * c - r. Where |r| >= FAR, neighboring FP32 values of x are
 // so far apart that only those equal to the largest count. factor is then a power of two, so its products are exact:
 // the exponent is 0 where x is the largest value, and too small to count elsewhere.
 struct Exponents {

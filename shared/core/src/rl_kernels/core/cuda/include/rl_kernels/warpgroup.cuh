@@ -1,4 +1,4 @@
-// Warp specialisation (sm_90a): the index of a warp, one elected thread, registers of a role, named barriers.
+// Warp specialization (sm_90a): the index of a warp, one elected thread, registers of a role, named barriers.
 #pragma once
 
 #include <rl_kernels/ptx.cuh>
