@@ -9,9 +9,11 @@ import torch
 from rl_kernels.core.testing import Case, Draw, Spec
 from rl_kernels.lab.check.candidate import Candidate
 from rl_kernels.lab.check.cell import Cell, Setting
+from rl_kernels.lab.check.relations import determinism
 from rl_kernels.lab.check.repeat import OtherStream, differing, differing_runs, other_stream
 
 CPU = torch.device("cpu")
+ITEMS = ("output", "gradient:x")
 SPEC = Spec(
     cases=(Case("plain", {"rows": 6}),),
     inputs=lambda case, draw: {"x": draw.normal(case.sizes["rows"], 5)},
@@ -72,6 +74,13 @@ def test_noise_in_the_last_bit_of_one_element_is_counted():
 
     assert differing_runs(runs_of(function), 4) == {"output": 5, "gradient:x": 0}
     assert differing_runs(runs_of(lambda x: LateGradient.apply(x.tanh())), 4) == {"output": 0, "gradient:x": 1}
+
+
+def test_one_run_that_differs_among_equal_ones_fails_repeatability():
+    calls = itertools.count(1)
+    cell = runs_of(lambda x: x.tanh() + (next(calls) == 5))
+    found = {record.item: record.passed for record in determinism.repeatability(cell) if record.item in ITEMS}
+    assert found == {"output": False, "gradient:x": True}
 
 
 def test_a_result_that_is_missing_or_of_another_kind_differs_everywhere():
