@@ -15,7 +15,7 @@ OTHERS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTI
 def attend(name, q, k, v):
     """Return causal attention; one query sees every key."""
     if name == "ours":
-        return det_attention(q, k, v, backend="triton")
+        return det_attention(q, k, v, causal=True, backend="triton")
     with sdpa_kernel(OTHERS[name]):
         x = (x.transpose(1, 2) for x in (q, k, v))
         return scaled_dot_product_attention(*x, is_causal=q.shape[1] > 1, enable_gqa=True).transpose(1, 2)

@@ -26,11 +26,21 @@ def test_the_gradient_of_queries_beside_a_cache_is_that_of_its_keys_alone():
     q, k, v = operands()
     upstream, used = torch.randn_like(q), torch.tensor([20, 11])
     leaf = q.clone().requires_grad_()
-    (found,) = torch.autograd.grad(det_attention(leaf, k, v, seqused_k=used), leaf, upstream)
+    (found,) = torch.autograd.grad(det_attention(leaf, k, v, causal=True, seqused_k=used), leaf, upstream)
     for b, count in enumerate(used.tolist()):
         alone = q[b : b + 1].clone().requires_grad_()
-        out = det_attention(alone, k[b : b + 1, :count], v[b : b + 1, :count])
+        out = det_attention(alone, k[b : b + 1, :count], v[b : b + 1, :count], causal=True)
         assert torch.equal(found[b : b + 1], torch.autograd.grad(out, alone, upstream[b : b + 1])[0])
+
+
+@pytest.mark.smoke
+def test_a_call_is_not_causal_by_default():
+    q, k, v = operands(2, 20, 20)
+    bits = det_attention(q, k, v)
+    assert torch.equal(bits, det_attention(q, k, v, causal=False))
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    expected = torch.nn.functional.scaled_dot_product_attention(*heads_first, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(bits, expected)
 
 
 @pytest.mark.smoke
@@ -40,7 +50,7 @@ def test_one_gradient_alone_is_that_of_all():
 
     def gradients(*names):
         leaves = {key: value.clone().requires_grad_(key in names) for key, value in given.items()}
-        found = torch.autograd.grad(det_attention(**leaves), [leaves[key] for key in names], upstream)
+        found = torch.autograd.grad(det_attention(**leaves, causal=True), [leaves[key] for key in names], upstream)
         return dict(zip(names, found, strict=True))
 
     whole = gradients(*given)
@@ -65,7 +75,7 @@ def test_native_looks_at_no_value_where_that_would_wait(left, softcap):
 def test_results_are_contiguous_and_lse_has_no_gradient(dtype):
     for batch, queries, heads in ((2, 7, 2), (1, 7, 2), (1, 130, 1), (3, 1, 4)):
         q, k, v = (x.to(dtype) for x in operands(batch, queries, 150, heads, heads, 16))
-        found = det_attention(q.requires_grad_(), k, v, return_lse=True)
+        found = det_attention(q.requires_grad_(), k, v, causal=True, return_lse=True)
         assert isinstance(found, Attended)
         out, lse = found
         assert (out.stride(), lse.stride()) == tuple(torch.empty(x.shape).stride() for x in (out, lse))
@@ -78,18 +88,20 @@ def test_a_compiled_packed_call_needs_no_longest_length():
     call = torch.compile(det_attention, fullgraph=True, backend="aot_eager")
     for bounds in ([0, 13, 40], [0, 40], [0, 1, 1, 39, 40]):
         cu_seqlens = torch.tensor(bounds)
-        given = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        given = {"causal": True, "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
         assert torch.equal(call(q, k, v, **given), det_attention(q, k, v, **given))
 
 
 def test_unchecked_integers_are_kept_within_their_tensors():
     q, k, v = (x.flatten(0, 1) for x in operands(2, 20, 20))
     wild = torch.tensor([-5, 7, 3, 1 << 40])
-    found = det_attention(q, k, v, cu_seqlens_q=wild, cu_seqlens_k=wild, validate=False)
+    found = det_attention(q, k, v, causal=True, cu_seqlens_q=wild, cu_seqlens_k=wild, validate=False)
     assert torch.isfinite(found).all()
     pages = torch.randn(3, 16, 2, 8)
     table, used = torch.tensor([[0, 9], [1, 2]]), torch.tensor([32, 1 << 40])
-    found = det_attention(*operands(2, 2)[:1], pages, pages, block_table=table, seqused_k=used, validate=False)
+    found = det_attention(
+        *operands(2, 2)[:1], pages, pages, causal=True, block_table=table, seqused_k=used, validate=False
+    )
     assert torch.isnan(found[0]).all()
     assert torch.isfinite(found[1]).all()
 
@@ -107,8 +119,8 @@ def backend(request):
 def test_sinks_of_any_dtype(backend, dtype):
     q, k, v = (x.to(device(), torch.bfloat16) for x in operands(2, 20, 20))
     sinks = torch.linspace(-1, 1, q.shape[-2], device=device()).to(dtype)
-    found, lse = det_attention(q, k, v, sinks=sinks, return_lse=True, backend=backend)
-    wanted = det_attention(q.cpu(), k.cpu(), v.cpu(), sinks=sinks.cpu(), return_lse=True, backend="native")
+    found, lse = det_attention(q, k, v, causal=True, sinks=sinks, return_lse=True, backend=backend)
+    wanted = det_attention(q.cpu(), k.cpu(), v.cpu(), causal=True, sinks=sinks.cpu(), return_lse=True, backend="native")
     for one, other in zip((found, lse), wanted, strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-2, atol=1e-2)
 
@@ -125,7 +137,7 @@ def test_queries_that_see_no_key_that_is_kept(backend, queries, keys, where):
     q, k, v = (
         torch.randn(1, n, heads, 64).to(device(), torch.bfloat16) for n, heads in ((queries, 4), (keys, 2), (keys, 2))
     )
-    given = {"window": (255, 0), "return_lse": True}
+    given = {"causal": True, "window": (255, 0), "return_lse": True}
     on_device = {name: value.to(device()) for name, value in where.items()}
     found, lse = det_attention(q, k, v, **on_device, **given, backend=backend)
     out, wanted = det_attention(q.cpu(), k.cpu(), v.cpu(), **where, **given, backend="native")
@@ -146,7 +158,7 @@ def test_more_sequences_than_a_dim_of_a_grid_has(backend, keys):
 
     def both(which):
         leaves = [x[which].detach().requires_grad_() for x in (q, k, v)]
-        out = det_attention(*leaves, backend=backend)
+        out = det_attention(*leaves, causal=True, backend=backend)
         return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
     whole = both(slice(None))
@@ -166,7 +178,9 @@ def test_a_page_that_does_not_exist_gives_nan_to_those_who_see_it(name, dtype):
     for size, page in product((16, 64), (-1, -(1 << 31), 3, 1 << 30)):
         pages = torch.randn(3, size, 2, 8, device=where, dtype=dtype)
         table, used = torch.tensor([[2, page], [0, 1]], device=where), torch.tensor([size + 2, 2 * size], device=where)
-        found = det_attention(q, pages, pages, block_table=table, seqused_k=used, validate=False, backend=name)
+        found = det_attention(
+            q, pages, pages, causal=True, block_table=table, seqused_k=used, validate=False, backend=name
+        )
         # The last two of the first sequence stand on the missing page.
         assert torch.isnan(found[0, 2:]).all(), (size, page)
         assert torch.isfinite(found[1]).all(), (size, page)
@@ -177,11 +191,11 @@ def test_a_key_that_is_not_finite_spares_rows_of_other_blocks_and_sequences(what
     """Native computes up to 256 rows of several sequences at once; NaN may spread within 64 rows and 64 keys only."""
     given = dict(zip("qkv", operands(2, 280, 300, 6, 2), strict=True))
     given = {name: x.requires_grad_() for name, x in given.items()}
-    clean, upstream = det_attention(**given), torch.randn(2, 280, 6, 8)
+    clean, upstream = det_attention(**given, causal=True), torch.randn(2, 280, 6, 8)
     dq = torch.autograd.grad(clean, given["q"], upstream)[0]
     with torch.no_grad():
         given[what][1, 100] = torch.nan
-    spoiled = det_attention(**given)
+    spoiled = det_attention(**given, causal=True)
     for found, wanted in ((spoiled, clean), (torch.autograd.grad(spoiled, given["q"], upstream)[0], dq)):
         assert torch.equal(found[0], wanted[0])
         # 128 rows, of 3 heads each, whose last key lies in the first block.
@@ -197,9 +211,9 @@ def test_decoding_has_the_bits_of_the_prompt_whatever_code_the_library_runs():
         q, k, v = (torch.randn(2, 150, heads, 40) for heads in (6, 2, 2))
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            whole = det_attention(q, k, v)
+            whole = det_attention(q, k, v, causal=True)
             for t in (0, 63, 64, 149):
-                one = det_attention(q[1:, t : t + 1], k[1:, : t + 1], v[1:, : t + 1])
+                one = det_attention(q[1:, t : t + 1], k[1:, : t + 1], v[1:, : t + 1], causal=True)
                 assert torch.equal(one[0, 0], whole[1, t]), t
     """
     threads = torch.get_num_threads()

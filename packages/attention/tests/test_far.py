@@ -45,7 +45,7 @@ def results(backend, q, k, v, upstream, **where):
     """Return the output and, unless keys are in a cache, the gradients of the operands."""
     needs_grad = "seqused_k" not in where
     leaves = [x.detach().requires_grad_(needs_grad) for x in (q, k, v)]
-    out = det_attention(*leaves, **where, backend=backend)
+    out = det_attention(*leaves, **where, causal=True, backend=backend)
     return [out.detach(), *(torch.autograd.grad(out, leaves, upstream) if needs_grad else ())]
 
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rl_kernels.attention import det_attention, det_attention_backward
+from rl_kernels.attention import det_attention
+from rl_kernels.attention.gradients import det_attention_backward
 
 
 def drawn(*shapes, dtype=torch.float32):
@@ -30,7 +31,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_has_the_bits_of_autograd(name):
-    options = CASES[name]
+    options = {"causal": True, **CASES[name]}
     for dtype in (torch.float32, torch.float16):
         q, k, v, upstream = drawn((2, 9, 4, 16), (2, 80, 2, 16), (2, 80, 2, 24), (2, 9, 4, 24), dtype=dtype)
         if "cu_seqlens_q" in options:
@@ -58,22 +59,22 @@ WRONG = {
 @pytest.mark.smoke
 def test_what_is_wrong_is_named():
     q, k, v = drawn((2, 9, 4, 16), (2, 80, 2, 16), (2, 80, 2, 24))
-    out, lse = det_attention(q, k, v, return_lse=True)
-    usual = {"grad": out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    out, lse = det_attention(q, k, v, causal=True, return_lse=True)
+    usual = {"grad": out, "q": q, "k": k, "v": v, "out": out, "lse": lse, "causal": True}
     for name, change in WRONG.items():
         with pytest.raises((TypeError, ValueError), match=f"^{name.split()[0]}: "):
             det_attention_backward(**(usual | change))
     q, k, v = drawn((9, 4, 16), (80, 2, 16), (80, 2, 16))
-    out, lse = det_attention(q, k, v, **PACKED, return_lse=True)
+    out, lse = det_attention(q, k, v, **PACKED, causal=True, return_lse=True)
     wild = PACKED | {"cu_seqlens_q": torch.tensor([0, 4, 2, 9])}
     with pytest.raises(ValueError, match=r"^cu_seqlens_q: "):
-        det_attention_backward(out, q, k, v, out, lse, **wild)
+        det_attention_backward(out, q, k, v, out, lse, causal=True, **wild)
 
 
 def test_second_derivatives_raise():
     q, k, v = drawn((1, 9, 4, 16), (1, 9, 4, 16), (1, 9, 4, 16))
-    out, lse = det_attention(q, k, v, return_lse=True)
-    dq, *_ = det_attention_backward(out.requires_grad_(), q, k, v, out, lse)
+    out, lse = det_attention(q, k, v, causal=True, return_lse=True)
+    dq, *_ = det_attention_backward(out.requires_grad_(), q, k, v, out, lse, causal=True)
     with pytest.raises(RuntimeError, match="double backward"):
         dq.sum().backward()
 
@@ -92,7 +93,7 @@ class Nothing(torch.autograd.Function):
 
 def test_no_gradient_of_out_gives_none():
     q, k, v = (torch.randn(1, 5, 2, 8, requires_grad=True) for _ in range(3))
-    out, lse = det_attention(q, k, v, return_lse=True)
+    out, lse = det_attention(q, k, v, causal=True, return_lse=True)
     assert not lse.requires_grad
     Nothing.apply(out).sum().backward()
     assert (q.grad, k.grad, v.grad) == (None, None, None)

@@ -113,8 +113,8 @@ def test_loads_and_lse_change_no_bit_on_a_gpu(monkeypatch, dtype, width):
             monkeypatch.setattr(plan, "SMALL", small)
             plan.plan_of.cache_clear()
             forget()
-            out, lse = det_attention(q, k, v, **where, return_lse=True, backend="triton")
-            assert torch.equal(out, det_attention(q, k, v, **where, backend="triton"))
+            out, lse = det_attention(q, k, v, **where, causal=True, return_lse=True, backend="triton")
+            assert torch.equal(out, det_attention(q, k, v, **where, causal=True, backend="triton"))
             found.append([out, lse, *(gradients(q, k, v, where) if "seqused_k" not in where else ())])
         for name, one, other in zip(("out", "lse", "dq", "dk", "dv"), *found, strict=False):
             assert torch.equal(one, other), (name, batch, queries, keys)
@@ -125,7 +125,7 @@ def test_loads_and_lse_change_no_bit_on_a_gpu(monkeypatch, dtype, width):
 
 def gradients(q, k, v, where):
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = det_attention(*leaves, **where, backend="triton")
+    out = det_attention(*leaves, **where, causal=True, backend="triton")
     return torch.autograd.grad(
         out, leaves, torch.linspace(-1, 1, out.numel(), device=out.device).to(out.dtype).view_as(out)
     )

@@ -194,14 +194,14 @@ def test_what_varies_is_looked_at_in_every_call():
     q, k = torch.randn(2, 5, 4, 16), torch.randn(2, 9, 2, 16)
     used = torch.tensor([9, 4])
     for _ in range(2):
-        det_attention(q, k, k, seqused_k=used)
+        det_attention(q, k, k, causal=True, seqused_k=used)
     with pytest.raises(ValueError, match=r"^max_seqlen_q: expected None without the cu_seqlens"):
-        det_attention(q, k, k, seqused_k=used, max_seqlen_q=5)
+        det_attention(q, k, k, causal=True, seqused_k=used, max_seqlen_q=5)
     used[1] = 10
     with pytest.raises(ValueError, match=r"^seqused_k: "):
-        det_attention(q, k, k, seqused_k=used)
+        det_attention(q, k, k, causal=True, seqused_k=used)
     for window, seen in (((1, 0), 2), ((2, 0), 3)):
-        out = det_attention(torch.zeros_like(q), k, k, window=window)
+        out = det_attention(torch.zeros_like(q), k, k, causal=True, window=window)
         torch.testing.assert_close(out[:, -1, 0], k[:, -seen:, 0].mean(1))
     with pytest.raises(TypeError, match=r"^window: "):
-        det_attention(q, k, k, window=(True, 0))
+        det_attention(q, k, k, causal=True, window=(True, 0))

@@ -19,7 +19,7 @@ def test_by_hand():
     q = torch.tensor([0.0, 1.0]).view(1, 2, 1, 1).double()
     k = torch.tensor([0.0, 2.0]).view(1, 2, 1, 1).double()
     v = torch.tensor([4.0, 8.0]).view(1, 2, 1, 1).double()
-    out, lse = reference.det_attention(q, k, v, return_lse=True)
+    out, lse = reference.det_attention(q, k, v, causal=True, return_lse=True)
     share = torch.tensor(2.0).double().exp() / (1 + torch.tensor(2.0).double().exp())
     assert torch.allclose(out.flatten(), torch.stack((torch.tensor(4.0).double(), 4 + 4 * share)))
     assert torch.allclose(lse.flatten(), torch.stack((torch.tensor(0.0).double(), -(1 - share).log())))
@@ -55,7 +55,7 @@ def test_values_and_gradients_of_pytorch(causal):
 def test_gradients_are_those_of_the_values(options):
     q, k, v = operands()
     sinks = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)
-    given = {**options, **({"sinks": sinks} if "sinks" in options else {})}
+    given = {"causal": True, **options, **({"sinks": sinks} if "sinks" in options else {})}
     leaves = (q, k, v, *([sinks] if "sinks" in options else []))
 
     def call(q, k, v, sinks=None):
@@ -69,7 +69,7 @@ def test_pages_are_the_keys_in_order():
     pages = torch.cat((k[1].unflatten(0, (2, 16)), k[0].unflatten(0, (2, 16))))
     values = torch.cat((v[1].unflatten(0, (2, 16)), v[0].unflatten(0, (2, 16))))
     table, used = torch.tensor([[2, 3], [0, 1]]), torch.tensor([32, 20])
-    found = reference.det_attention(q, pages, values, block_table=table, seqused_k=used)
+    found = reference.det_attention(q, pages, values, causal=True, block_table=table, seqused_k=used)
     for b in range(2):
-        alone = reference.det_attention(q[b : b + 1], k[b : b + 1, : used[b]], v[b : b + 1, : used[b]])
+        alone = reference.det_attention(q[b : b + 1], k[b : b + 1, : used[b]], v[b : b + 1, : used[b]], causal=True)
         assert torch.equal(found[b : b + 1], alone)

@@ -21,8 +21,8 @@ LOW = -1e30
 
 def call(backend, q, k, v, **options):
     if backend == "reference":
-        return reference.det_attention(q, k, v, return_lse=True, **options)
-    return det_attention(q, k, v, return_lse=True, backend=backend, **options)
+        return reference.det_attention(q, k, v, causal=True, return_lse=True, **options)
+    return det_attention(q, k, v, causal=True, return_lse=True, backend=backend, **options)
 
 
 def operands(dtype=torch.float16):

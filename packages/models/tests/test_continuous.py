@@ -141,7 +141,7 @@ def test_dropped_keys_are_counted(gone):
         whole, packed = [], []
         for length, lost in zip(lengths, dropped, strict=True):
             q, k, v = (torch.randn(1, length, heads, 8, generator=generator) for heads in (4, 2, 2))
-            whole.append(det_attention(q, k, v, window=(window - 1, 0))[0, -count:])
+            whole.append(det_attention(q, k, v, causal=True, window=(window - 1, 0))[0, -count:])
             packed.append((q[0, -count:], k[0, lost:], v[0, lost:]))
         q, k, v = (torch.cat(parts) for parts in zip(*packed, strict=True))
         # One more, without a token: batches of a fixed size are filled up with such.
@@ -149,7 +149,9 @@ def test_dropped_keys_are_counted(gone):
         source, table, used = paged.placed(ends, torch.tensor([*dropped, 3]), len(k), int(ends.diff().max()))
         k, v = (x[source].unflatten(0, (-1, paged.PAGE)) for x in (k, v))
         queries = torch.tensor([0, count, count, count, 0]).cumsum(0)
-        found = det_attention(q, k, v, window=(window - 1, 0), cu_seqlens_q=queries, block_table=table, seqused_k=used)
+        found = det_attention(
+            q, k, v, causal=True, window=(window - 1, 0), cu_seqlens_q=queries, block_table=table, seqused_k=used
+        )
         assert torch.equal(found, torch.cat(whole)), count
 
 

@@ -101,7 +101,7 @@ def test_keys_in_use_where_there_is_no_sequence_or_no_key():
 def test_keys_in_use_of_a_dense_cache():
     q, k, v = drawn((4, 3, 4, 16), (4, 70, 2, 16), (4, 70, 2, 16))
     found = aten._flash_attention_forward(q, k, v, None, None, 3, 70, 0.0, True, False, seqused_k=USED)
-    assert torch.equal(found[0], det_attention(q, k, v, seqused_k=USED))
+    assert torch.equal(found[0], det_attention(q, k, v, causal=True, seqused_k=USED))
 
 
 ARGUMENTS = [argument.name for argument in aten._flash_attention_forward.default._schema.arguments][:10]

@@ -73,7 +73,7 @@ def test_the_example_of_the_guide_runs():
     q, k, v, _ = drawn(2, 4, 150, 64)
     found = {"torch": torch, "q": q, "k": k, "v": v}
     exec(block, found)
-    expected = det_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    expected = det_attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=True).transpose(1, 2)
     assert torch.equal(found["out"], expected)
 
 

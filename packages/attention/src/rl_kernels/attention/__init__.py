@@ -1,7 +1,6 @@
 """Batch-invariant attention: no bit depends on the batch, padding, packing, chunks or the KV cache."""
 
 from rl_kernels.attention.api import det_attention
-from rl_kernels.attention.gradients import det_attention_backward
 from rl_kernels.attention.inputs import Attended
 
-__all__ = ["Attended", "det_attention", "det_attention_backward"]
+__all__ = ["Attended", "det_attention"]

@@ -78,7 +78,7 @@ def det_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool = True,
+    causal: bool = False,
     scale: float | None = None,
     window: Window | None = None,
     softcap: float = 0.0,
@@ -110,7 +110,8 @@ def det_attention(
             ``[pages, page_size, Hkv, D]`` with ``block_table``, page_size a multiple of 16. Hkv divides H, and query
             head h reads KV head ``h // (H / Hkv)``.
         v: as k; its head size Dv may be another multiple of 8.
-        causal: a query sees no key after its own position.
+        causal: a query sees no key after its own position, as in a decoder; False as in FlashAttention and
+            ``scaled_dot_product_attention``.
         scale: multiplies the scores, > 0; by default ``1 / sqrt(D)``.
         window: ``(left, right)``, integers >= 0: a query sees ``left`` keys before its position, the key there, and
             ``right`` keys after it; None or -1 is unlimited. With ``causal`` the right side is 0.

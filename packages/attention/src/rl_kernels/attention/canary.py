@@ -16,14 +16,14 @@ def results(dtype: torch.dtype, device: torch.device, backend: str) -> Iterator[
     """Yield outputs and logsumexp."""
     q, k, v = _inputs(dtype, device)
     for first in (0, QUERIES - 1):
-        yield from det_attention(q[:, first:], k, v, return_lse=True, backend=backend)
+        yield from det_attention(q[:, first:], k, v, causal=True, return_lse=True, backend=backend)
 
 
 def gradients(dtype: torch.dtype, device: torch.device, backend: str) -> Iterator[torch.Tensor]:
     """Yield the gradients of queries, keys and values."""
     inputs = [x.requires_grad_() for x in _inputs(dtype, device)]
     q, k, v = inputs
-    out = det_attention(q, k, v, backend=backend)
+    out = det_attention(q, k, v, causal=True, backend=backend)
     yield from torch.autograd.grad(out, inputs, numbers(*q.shape, salt=4, dtype=dtype, device=device))
 
 

@@ -20,7 +20,7 @@ def det_attention_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     *,
-    causal: bool = True,
+    causal: bool = False,
     scale: float | None = None,
     window: Window | None = None,
     cu_seqlens_q: torch.Tensor | None = None,

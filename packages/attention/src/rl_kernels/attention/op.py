@@ -107,7 +107,6 @@ OPERATOR = Operator(
         ),
     ),
     describe=describe,
-    functions=("det_attention_backward",),
     canary="rl_kernels.attention.canary",
 )
 

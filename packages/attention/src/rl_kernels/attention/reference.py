@@ -19,7 +19,7 @@ def det_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool = True,
+    causal: bool = False,
     scale: float | None = None,
     window: tuple[int | None, int | None] | None = None,
     softcap: float = 0.0,

@@ -108,7 +108,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         ramp = torch.linspace(0.2, 3.0, max(counts[2], 1), dtype=torch.float64)[: counts[2], None, None]
         k = (k * ramp.to(k)).to(k.dtype)
     call = _laid_out(case, q, k, v)
-    call |= {name: value for name, value in asked.items() if name not in DRAWN}
+    call |= {"causal": True, **{name: value for name, value in asked.items() if name not in DRAWN}}
     if asked.get("sinks"):
         call["sinks"] = draw.normal(heads)
     if asked.get("longest"):

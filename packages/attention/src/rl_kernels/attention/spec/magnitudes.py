@@ -24,7 +24,7 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
     of_sinks = q.new_zeros(q.shape[-2])
     for b, place, count in queries_of(q, call.get("cu_seqlens_q"), call.get("seqused_q")):
         keys = keys_of(k, b, *map(call.get, WHERE))
-        sees = visible(count, keys.shape[0], call.get("causal", True), call.get("window"), q.device)
+        sees = visible(count, keys.shape[0], call["causal"], call.get("window"), q.device)
         terms = _terms(call, q[place], keys, keys_of(v, b, *map(call.get, WHERE)), sees[: len(q[place])], above[place])
         found["out"][place], found["lse"][place], found["gradient:q"][place], dk, dv, ds = terms
         if "seqused_k" not in call:

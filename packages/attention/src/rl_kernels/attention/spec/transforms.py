@@ -103,7 +103,7 @@ class Base:
     @property
     def causal(self) -> bool:
         """Whether no query sees a later key: later keys and queries can then be left out."""
-        return self.call.get("causal", True)
+        return self.call["causal"]
 
     def whole(self, indices: Sequence[int | None]) -> list[Part | None]:
         """Return all queries of some sequences."""

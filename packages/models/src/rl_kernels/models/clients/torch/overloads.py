@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_kernels.attention import det_attention_backward
+from rl_kernels.attention.gradients import det_attention_backward
 from rl_kernels.models.clients.torch import calls
 
 

@@ -118,6 +118,7 @@ class Implementation(AttentionImpl[Placed]):
             query,
             kv_cache[:, 0],
             kv_cache[:, 1],
+            causal=True,
             scale=self.scale,
             window=self.window,
             softcap=self.softcap,
