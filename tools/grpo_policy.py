@@ -17,7 +17,15 @@ from rl_kernels.grpo_loss import Normalizer, group_advantages, grpo_loss, sequen
 from rl_kernels.grpo_loss.spec.bench import eager as eager_loss
 from rl_kernels.lab.bench.arena import DeviceDraw
 from rl_kernels.lab.check.guard import Results
-from rl_kernels.linear_logp import Chunk, Known, linear_logp, linear_logp_loss
+from rl_kernels.linear_logp import (
+    Chunk,
+    Known,
+    Memory,
+    linear_logp,
+    linear_logp_from_known,
+    linear_logp_known,
+    linear_logp_loss,
+)
 from rl_kernels.linear_logp.spec.bench import eager as eager_logp
 
 BETA = 0.04
@@ -82,7 +90,7 @@ class Policy:
 
     def kept(self, batch: Batch) -> torch.Tensor:
         """Take a step that keeps all logits from forward to backward."""
-        return self._backward(batch, grpo_loss, self.logps(batch.ids, batch.targets, saved_mib=1 << 20))
+        return self._backward(batch, grpo_loss, self.logps(batch.ids, batch.targets, memory=Memory(saved_mib=1 << 20)))
 
     def known(self, batch: Batch, statistics: Known) -> torch.Tensor:
         """Take a step whose log-probabilities an earlier pass gave (``statistics``)."""
@@ -93,7 +101,7 @@ class Policy:
         with torch.no_grad():
             hidden, weight = self._hidden(batch.ids), self.model.lm_head.weight
             options = {"ignore_index": IGNORED, "backend": self.given.backend}
-            return linear_logp(hidden, weight, batch.targets, return_known=True, **options)
+            return linear_logp_known(hidden, weight, batch.targets, **options)
 
     def chunks(self, batch: Batch) -> torch.Tensor:
         """Take a step that forms loss and gradients of the head in chunks of sequences."""
@@ -113,9 +121,9 @@ class Policy:
     def logps(self, ids: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, **form: Any) -> torch.Tensor:
         """Return our log-probabilities of the targets ``[B, T]``."""
         options = {"temperature": temperature, "ignore_index": IGNORED, "backend": self.given.backend, **form}
-        found = linear_logp(self._hidden(ids), self.model.lm_head.weight, targets, **options)
-        assert isinstance(found, torch.Tensor)
-        return found
+        function = linear_logp_from_known if "known" in form else linear_logp
+        logps: torch.Tensor = function(self._hidden(ids), self.model.lm_head.weight, targets, **options)
+        return logps
 
     def gradients(self) -> Results:
         """Return the gradient buffers, as the last step left them."""

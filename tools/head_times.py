@@ -26,7 +26,14 @@ from rl_kernels.core.testing import bits_of
 from rl_kernels.lab.bench.environment import environment
 from rl_kernels.lab.bench.measure import extra_memory
 from rl_kernels.lab.bench.report import digits
-from rl_kernels.linear_logp import Chunk, linear_logp, linear_logp_loss
+from rl_kernels.linear_logp import (
+    Chunk,
+    Memory,
+    linear_logp,
+    linear_logp_from_known,
+    linear_logp_known,
+    linear_logp_loss,
+)
 from rl_kernels.linear_logp.spec.bench import cce, eager, gemm, liger
 
 SHAPES = ((4096, 2048, 131072), (4096, 4096, 128256), (8192, 4096, 151936), (4096, 2048, 50257))
@@ -80,7 +87,7 @@ class Operands:
         self.main_grad = torch.zeros(vocab, size, device="cuda")
         self.offsets = list(range(0, tokens + 1, LENGTH))
         with torch.no_grad():
-            self.known = linear_logp(self.hidden, self.weight, self.ids, return_known=True)
+            self.known = linear_logp_known(self.hidden, self.weight, self.ids)
 
     def losses(self, logp: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         """Return the losses of a chunk's sequences, whose gradient is `upstream`."""
@@ -103,8 +110,10 @@ class Operands:
         plain = partial(linear_logp, validate=False)
         forms: dict[str, Callable[..., torch.Tensor]] = {PLAIN: plain}
         for mib in SAVED[1:]:
-            forms[f"{PLAIN}, saved_mib={'all' if mib == SAVED[-1] else mib}"] = partial(plain, saved_mib=mib)
-        forms[f"{PLAIN}, known"] = partial(plain, known=self.known)
+            forms[f"{PLAIN}, saved_mib={'all' if mib == SAVED[-1] else mib}"] = partial(
+                plain, memory=Memory(saved_mib=mib)
+            )
+        forms[f"{PLAIN}, known"] = partial(linear_logp_from_known, known=self.known, validate=False)
         for chunk in CHUNKS:
             options = {"cu_seqlens": self.offsets, "chunk_tokens": chunk, "validate": False}
             forms[f"linear_logp_loss, chunk_tokens={chunk}"] = partial(self._loss, options)

@@ -10,7 +10,7 @@ from rl_kernels.core.cuda.gemm.ahead import programs_of
 from rl_kernels.core.operator import Call
 from rl_kernels.core.triton_lib import launch
 from rl_kernels.lab.check.compare import bits
-from rl_kernels.linear_logp import linear_logp
+from rl_kernels.linear_logp import Memory, linear_logp
 from rl_kernels.linear_logp.backends.cuda_sm90 import tiles as cuda_tiles
 from rl_kernels.linear_logp.op import OPERATOR
 
@@ -161,6 +161,6 @@ def test_pieces_and_blocks_of_rows_change_no_bit(hopper, monkeypatch):
     ids[20:290:3] = -100
     options = {"temperature": temperature, "ignore_index": -100}
     expected = both(BACKEND, hidden, weight, ids, bias, **options)
-    assert same(both(BACKEND, hidden, weight, ids, bias, workspace_mib=1, **options), expected)
+    assert same(both(BACKEND, hidden, weight, ids, bias, memory=Memory(1), **options), expected)
     monkeypatch.setattr(blocks, "LEAST_HEIGHT", 128)
-    assert same(both(BACKEND, hidden, weight, ids.int(), bias, workspace_mib=1, **options), expected)
+    assert same(both(BACKEND, hidden, weight, ids.int(), bias, memory=Memory(1), **options), expected)

@@ -12,7 +12,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rl_kernels.core.testing import IGNORED, Draw, bits_of
 from rl_kernels.core.testing.ranks import run_ranks
-from rl_kernels.linear_logp import Chunk, LogpStats, autograd, linear_logp, linear_logp_loss, vocab_shards
+from rl_kernels.linear_logp import (
+    Chunk,
+    LogpStats,
+    autograd,
+    linear_logp,
+    linear_logp_from_known,
+    linear_logp_known,
+    linear_logp_loss,
+    vocab_shards,
+)
 
 ROWS, SIZE = 9, 16
 OPERANDS = ("hidden", "lm_head_weight", "bias")
@@ -105,7 +114,7 @@ def bits(group: Any, mesh: Any) -> list[Any]:
     failed: list[Any] = []
     for options in CALLS:
         call = drawn(**options)
-        if bad := differing(call, group, vocab_start=part_of(call, group).start):
+        if bad := differing(call, group):
             failed.append((options, bad))
     with patch.object(autograd, "ROWS", 4):
         failed += differing(drawn(**CALLS[1]), group, process_group=mesh, vocab_segments=8)
@@ -146,10 +155,10 @@ def loss_in_a_group(call: dict[str, Any], mine: dict[str, Any], part: slice) -> 
 def known_in_a_group(call: dict[str, Any], mine: dict[str, Any]) -> list[str]:
     """Statistics that are known give one process's bits; all ranks form the same rows again."""
     with torch.no_grad():
-        known, alone = linear_logp(**mine, return_known=True), linear_logp(**call, return_known=True)
+        known, alone = linear_logp_known(**mine), linear_logp_known(**call)
     failed = [] if all(map(torch.equal, known[:2], alone[:2])) else ["known"]
     leaf, other = (call["hidden"].clone().requires_grad_() for _ in range(2))
-    found = torch.autograd.grad(linear_logp(**{**mine, "hidden": leaf}, known=known).sum(), leaf)[0]
+    found = torch.autograd.grad(linear_logp_from_known(**{**mine, "hidden": leaf}, known=known).sum(), leaf)[0]
     wanted = torch.autograd.grad(linear_logp(**{**call, "hidden": other}, vocab_segments=8).sum(), other)[0]
     return failed if torch.equal(found, wanted) else [*failed, "gradient of known"]
 
@@ -176,7 +185,6 @@ def errors(group: Any) -> dict[str, str]:
     attempt("hidden", hidden=[1.0] if last else call["hidden"])
     attempt("size", vocab_size=None)
     attempt("sizes", vocab_size=9001 + 8192 * last)
-    attempt("start", vocab_start=0)
     attempt("segments", vocab_segments=1)
     attempt("even", lm_head_weight=even, vocab_size=9004, bias=None)
     attempt("gradient", hidden=call["hidden"].clone().requires_grad_(last))
@@ -185,9 +193,9 @@ def errors(group: Any) -> dict[str, str]:
     attempt("main_grad", lm_head_weight=weight)
     hidden = call["hidden"].clone().requires_grad_()
     found = torch.autograd.grad(linear_logp(**{**call, "hidden": hidden}).square().sum(), hidden, create_graph=True)
-    known = linear_logp(**call, return_known=True)
-    attempt("known", known=known._replace(logp=known.logp + float(last)))
-    attempt("bits", known=known._replace(norm=known.norm + 1))
+    known = linear_logp_known(**call)
+    attempt("known", linear_logp_from_known, known=known._replace(logp=known.logp + float(last)))
+    attempt("bits", linear_logp_from_known, known=known._replace(norm=known.norm + 1))
     attempt("double", lambda **_: found[0].sum().backward())
     # The group is still in step.
     linear_logp(**call)
@@ -238,7 +246,6 @@ def check(texts: dict[str, str], world: int) -> None:
     # With other sizes the last of two ranks has other columns; the last of four has none either way.
     expected = "lm_head_weight: expected" if world == 2 else f"vocab_size: {differ}"
     assert texts["sizes"].startswith(f"ValueError: {expected}")
-    assert texts["start"].startswith("ValueError: vocab_start: expected")
     assert texts["segments"].startswith("ValueError: vocab_segments: expected 8 with a process_group of")
     assert texts["even"].startswith(f"ValueError: lm_head_weight: expected {16384 // world} rows, got {9004 // world}")
     assert "cut the weight by vocab_shards, or pad the vocabulary to a multiple of 8192 (16384)" in texts["even"]
@@ -247,4 +254,4 @@ def check(texts: dict[str, str], world: int) -> None:
     assert "double backward is not supported" in texts["double"]
     assert texts["known"].startswith(f"ValueError: known.logp (hash of its values): {differ}")
     assert texts["bits"].startswith("BitsDiffer: known.norm: expected the bits that these inputs give, row ")
-    assert len(texts) == 18
+    assert len(texts) == 17

@@ -13,7 +13,7 @@ import torch
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import IGNORED, Draw, bits_of
 from rl_kernels.core.testing.planted import Bug, planted
-from rl_kernels.linear_logp import linear_logp
+from rl_kernels.linear_logp import Memory, linear_logp, linear_logp_from_known, linear_logp_known
 from rl_kernels.linear_logp.backends import native
 from rl_kernels.linear_logp.op import OPERATOR, ops
 
@@ -29,14 +29,14 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"ignore_index": IGNORED, "temperature": "tensor"},
     {"softcap": 9.0, "logit_scale": 0.5, "main_grad": True},
-    {"vocab_segments": 8, "saved_mib": 4, "main_grad": True},
+    {"vocab_segments": 8, "memory": Memory(saved_mib=4), "main_grad": True},
 )
 FORMS: tuple[dict[str, Any], ...] = (
-    {"workspace_mib": 1},
-    {"workspace_mib": 4096},
-    {"saved_mib": 0},
-    {"saved_mib": 1},
-    {"saved_mib": 4096},
+    {"memory": Memory(workspace_mib=1)},
+    {"memory": Memory(workspace_mib=4096)},
+    {"memory": Memory(saved_mib=0)},
+    {"memory": Memory(saved_mib=1)},
+    {"memory": Memory(saved_mib=4096)},
     {"vocab_segments": 8},
 )
 """What must change no bit of the gradients of weight and bias."""
@@ -70,7 +70,8 @@ class Batch:
             if isinstance(options.get("temperature"), torch.Tensor):
                 options["temperature"] = options["temperature"][rows]
             leaves = {"hidden": self.hidden[rows].clone().requires_grad_(), "bias": self.bias.clone().requires_grad_()}
-            found = linear_logp(leaves["hidden"], weight, self.ids[rows], leaves["bias"], **options)
+            function = linear_logp_from_known if "known" in options else linear_logp
+            found = function(leaves["hidden"], weight, self.ids[rows], bias=leaves["bias"], **options)
             found.backward(self.upstream[rows])
         total = weight.grad if self.start is None else weight.main_grad
         return {"weight": total, **{name: leaf.grad for name, leaf in leaves.items()}}
@@ -184,7 +185,7 @@ def test_ignored_rows_in_front_count_and_change_no_bit(backend: str) -> None:
 def test_known_statistics_and_no_gradient_of_the_weight() -> None:
     batch = Batch()
     with torch.no_grad():
-        known = linear_logp(batch.hidden, batch.weight, batch.ids, batch.bias, return_known=True)
+        known = linear_logp_known(batch.hidden, batch.weight, batch.ids, batch.bias)
     expected = batch.gradients()
     same(batch.gradients(known=known), expected)
     leaves = batch.hidden.clone().requires_grad_(), batch.bias.clone().requires_grad_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -11,10 +12,18 @@ import torch
 
 from rl_kernels.core.testing import IGNORED, Draw, bits_of
 from rl_kernels.core.testing.planted import Bug, planted
-from rl_kernels.linear_logp import BitsDiffer, Known, known, linear_logp
+from rl_kernels.linear_logp import (
+    BitsDiffer,
+    Known,
+    Memory,
+    known,
+    linear_logp,
+    linear_logp_from_known,
+    linear_logp_known,
+)
 
 PACKAGE = "rl_kernels.linear_logp"
-MODULES = tuple(f"{PACKAGE}.{name}" for name in ("known", "arguments", "autograd", "api"))
+MODULES = tuple(f"{PACKAGE}.{name}" for name in ("known", "arguments", "autograd", "run", "reuse", "api"))
 BUGS = (
     Bug("another temperature in the check", "weight, ids[rows], bias, scale", "weight, ids[rows], bias, 1.01 * scale"),
     Bug("a distance of one passes", "().clamp(min=1)", "() // 2"),
@@ -24,7 +33,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"ignore_index": IGNORED, "return_stats": True, "temperature": "tensor", "bias": True},
     {"softcap": 15.0, "temperature": 0.7, "bias": True},
     {"bias": True, "vocab_segments": 8, "ignore_index": IGNORED, "return_stats": True, "main_grad": True},
-    {"workspace_mib": 1, "main_grad": True, "saved_mib": 1},
+    {"memory": Memory(1, 1), "main_grad": True},
 )
 SHAPES = ((1, 64, 300), (63, 72, 1025), (130, 128, 5003), (700, 64, 16500))
 
@@ -47,9 +56,9 @@ def drawn(shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dty
     return {**call, "target_ids": ids, **options}
 
 
-def results(call: dict[str, Any], **more: Any) -> list[torch.Tensor]:
+def results(call: dict[str, Any], function: Callable[..., Any] = linear_logp, **more: Any) -> list[torch.Tensor]:
     """Return the results and gradients of a call, and of a second backward pass."""
-    stats = linear_logp(**{**call, **more})
+    stats = function(**{**call, **more})
     outputs = [stats] if isinstance(stats, torch.Tensor) else list(stats)
     found = [value.detach() for value in outputs]
     upstream = [Draw(value.dtype, seed=3, device=value.device.type).normal(*value.shape) for value in outputs]
@@ -69,10 +78,11 @@ def hold(shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dtyp
     options = {**options, "backend": backend}
     plain = results(drawn(shape, options, dtype, device))
     for saved_mib in (0, 1, 3, 4096):
-        same(results(drawn(shape, options, dtype, device), saved_mib=saved_mib), plain)
+        memory = options.get("memory", Memory())._replace(saved_mib=saved_mib)
+        same(results(drawn(shape, options, dtype, device), memory=memory), plain)
     call = drawn(shape, options, dtype, device)
     with torch.no_grad():
-        stats = linear_logp(**call, return_known=True)
+        stats = linear_logp_known(**call)
     if "ignore_index" in options:
         for value in filter(lambda value: value is not None, stats):
             value[call["target_ids"] == IGNORED] = torch.nan
@@ -81,7 +91,8 @@ def hold(shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dtyp
         # Without the ops of the forward pass, unless rows are checked.
         taken = {name: op for name, op in autograd.ops.items() if name.startswith("backward") or validate}
         with patch.object(autograd, "ops", taken):
-            same(results(drawn(shape, options, dtype, device), known=stats, validate=validate), plain)
+            call = drawn(shape, options, dtype, device)
+            same(results(call, linear_logp_from_known, known=stats, validate=validate), plain)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +115,7 @@ def test_they_change_no_bit_on_a_gpu(backend: str, options: dict[str, Any]) -> N
 
 
 def test_nothing_is_kept_without_gradients() -> None:
-    call = {**drawn((9, 8, 50), {}, torch.float32, "cpu"), "saved_mib": 4}
+    call = {**drawn((9, 8, 50), {}, torch.float32, "cpu"), "memory": Memory(saved_mib=4)}
     saved = linear_logp(**call).grad_fn.next_functions[0][0].saved_tensors
     kept = [value for value in saved if value is not None and value.shape == (9, 256)]
     assert [value.dtype for value in kept] == [torch.float32]
@@ -117,17 +128,17 @@ def test_statistics_of_a_rollout_in_inference_mode_serve_the_update() -> None:
     plain = results(drawn(SHAPES[0], options, torch.float32, "cpu"))
     with torch.inference_mode():
         call = drawn(SHAPES[0], options, torch.float32, "cpu")
-        stats = linear_logp(**call, return_known=True)
+        stats = linear_logp_known(**call)
     of_update = drawn(SHAPES[0], options, torch.float32, "cpu")
     call |= {name: of_update[name] for name in ("hidden", "lm_head_weight")}
-    same(results(call, known=stats), plain)
+    same(results(call, linear_logp_from_known, known=stats), plain)
 
 
 def no_gradients(options: dict[str, Any]) -> tuple[dict[str, Any], Known]:
     """Return the arguments of a call, and its statistics."""
     call = drawn((40, 16, 3000), options, torch.float32, "cpu")
     with torch.no_grad():
-        return call, linear_logp(**call, return_known=True)
+        return call, linear_logp_known(**call)
 
 
 def test_what_is_not_read() -> None:
@@ -136,10 +147,10 @@ def test_what_is_not_read() -> None:
     for name in Known._fields:
         wrong = getattr(stats, name).clone()
         wrong[33] = torch.nan
-        found = linear_logp(**call, known=stats._replace(**{name: wrong}), check_rows=150)
+        found = linear_logp_from_known(**call, known=stats._replace(**{name: wrong}), check_rows=150)
         assert all(map(torch.equal, found, (stats.logp, stats.logsumexp, stats.entropy)))
     for name in ("logsumexp", "entropy"):
-        found = linear_logp(**{**call, "return_stats": False}, known=stats._replace(**{name: None}))
+        found = linear_logp_from_known(**{**call, "return_stats": False}, known=stats._replace(**{name: None}))
         assert torch.equal(found, stats.logp)
 
 
@@ -147,9 +158,9 @@ def test_other_weights_are_found_and_not_without_the_check() -> None:
     call, stats = no_gradients({})
     call["lm_head_weight"] = (call["lm_head_weight"] * 1.0001).detach()
     with pytest.raises(BitsDiffer, match="and 8 of the 8 rows formed again differ"):
-        linear_logp(**call, known=stats)
+        linear_logp_from_known(**call, known=stats)
     for more in ({"validate": False}, {"check_rows": 0}):
-        assert torch.equal(linear_logp(**call, known=stats, **more), stats.logp)
+        assert torch.equal(linear_logp_from_known(**call, known=stats, **more), stats.logp)
 
 
 @pytest.mark.smoke
@@ -159,14 +170,14 @@ def test_one_bit_is_found() -> None:
         wrong = getattr(stats, name).clone()
         bits_of(wrong)[34] += 1
         with pytest.raises(RuntimeError, match=rf"known\.{name}: .*row 34 differs by 1 ULPs"):
-            linear_logp(**call, known=stats._replace(**{name: wrong}), check_rows=200)
+            linear_logp_from_known(**call, known=stats._replace(**{name: wrong}), check_rows=200)
     call, stats = no_gradients({})
     wrong = stats.logp.clone()
     bits_of(wrong)[39] += 1
 
     def often() -> None:
         for _ in range(200):
-            linear_logp(**call, known=stats._replace(logp=wrong), check_rows=4)
+            linear_logp_from_known(**call, known=stats._replace(logp=wrong), check_rows=4)
 
     # Each call takes other rows, so one of them takes this one.
     with pytest.raises(RuntimeError, match=r"known\.logp: .*row 39 differs by 1 ULPs"):
@@ -176,7 +187,12 @@ def test_one_bit_is_found() -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_planted_bugs_show(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     with planted(MODULES, bug):
-        monkeypatch.setitem(globals(), "linear_logp", importlib.import_module(f"{PACKAGE}.api").linear_logp)
+        for name, function in (
+            ("api", "linear_logp"),
+            ("reuse", "linear_logp_known"),
+            ("reuse", "linear_logp_from_known"),
+        ):
+            monkeypatch.setitem(globals(), function, getattr(importlib.import_module(f"{PACKAGE}.{name}"), function))
         with pytest.raises((AssertionError, RuntimeError, pytest.fail.Exception)):
             test_one_bit_is_found() if bug is BUGS[-1] else hold(SHAPES[1], OPTIONS[2], torch.float32, "cpu", "native")
 
@@ -198,9 +214,9 @@ def test_each_call_takes_other_rows_and_leaves_the_random_numbers_of_pytorch() -
 def test_no_rows_and_none_that_are_active() -> None:
     call, stats = no_gradients({})
     some = {**call, "hidden": call["hidden"][:0], "target_ids": call["target_ids"][:0]}
-    assert linear_logp(**some, known=Known(stats.logp[:0], stats.norm[:0])).shape == (0,)
+    assert linear_logp_from_known(**some, known=Known(stats.logp[:0], stats.norm[:0])).shape == (0,)
     call["target_ids"].fill_(IGNORED)
-    assert not linear_logp(**call, ignore_index=IGNORED, known=stats).any()
+    assert not linear_logp_from_known(**call, ignore_index=IGNORED, known=stats).any()
 
 
 def test_ulps() -> None:
@@ -217,8 +233,10 @@ def test_ulps() -> None:
 def test_arguments() -> None:
     call, stats = no_gradients({})
     for error, match, more in (
-        (ValueError, "return_known: expected no gradients", {"return_known": True}),
-        (TypeError, "known: expected what return_known=True returns, got Tensor", {"known": stats.logp}),
+        (TypeError, "known: expected what linear_logp_known returns, got Tensor", {"known": stats.logp}),
+        (TypeError, "known: expected what linear_logp_known returns, got NoneType", {"known": None}),
+        (TypeError, r"memory: expected Memory\(\.\.\.\), got int", {"known": stats, "memory": 64}),
+        (TypeError, "unexpected keyword argument 'saved_mib'", {"known": stats, "saved_mib": 1}),
         (ValueError, "known: expected logsumexp with return_stats=True", {"known": stats, "return_stats": True}),
         (ValueError, r"known\.norm: expected shape", {"known": stats._replace(norm=stats.norm[:, 0])}),
         (TypeError, r"known\.logp: expected dtype", {"known": stats._replace(logp=stats.logp.double())}),
@@ -226,7 +244,9 @@ def test_arguments() -> None:
         (ValueError, "check_rows: expected", {"known": stats, "check_rows": -1}),
     ):
         with pytest.raises(error, match=match):
-            linear_logp(**call, **more)
+            linear_logp_from_known(**call, **more)
+    with pytest.raises(ValueError, match="linear_logp_known: expected no gradients"):
+        linear_logp_known(**call)
 
 
 def test_any_leading_shape_and_torch_compile() -> None:
@@ -234,9 +254,10 @@ def test_any_leading_shape_and_torch_compile() -> None:
     hidden = call["hidden"].detach().view(4, 2, 5, 16).requires_grad_()
     call |= {"hidden": hidden, "target_ids": call["target_ids"].view(4, 2, 5)}
     stats = Known(stats.logp.view(4, 2, 5), stats.norm.view(4, 2, 5, 2))
-    compiled = torch.compile(linear_logp, fullgraph=True, backend="aot_eager")
+    reused = linear_logp_from_known
+    compiled = torch.compile(reused, fullgraph=True, backend="aot_eager")
     grads = []
-    for function, more in ((linear_logp, {}), (linear_logp, {"known": stats}), (compiled, {"known": stats})):
+    for function, more in ((linear_logp, {}), (reused, {"known": stats}), (compiled, {"known": stats})):
         found = function(**call, **more)
         assert torch.equal(found, stats.logp)
         grads.append(torch.autograd.grad(found.square().sum(), call["lm_head_weight"])[0])

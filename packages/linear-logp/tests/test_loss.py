@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.core.testing import Draw, bits_of
 from rl_kernels.core.testing.planted import Bug, planted
-from rl_kernels.linear_logp import Chunk, LogpStats, linear_logp, linear_logp_loss
+from rl_kernels.linear_logp import Chunk, LogpStats, Memory, linear_logp, linear_logp_loss
 from rl_kernels.linear_logp.chunks import chunks_of
 
 MODULES = tuple(f"rl_kernels.linear_logp.{name}" for name in ("autograd", "chunks", "forming", "loss"))
@@ -27,9 +27,9 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"bias": True, "return_stats": True, "ignore_index": IGNORED, "temperature": "tensor"},
     {"main_grad": True, "softcap": 9.0, "temperature": "no dims"},
-    {"saved_mib": 1, "bias": True, "workspace_mib": 1},
+    {"memory": Memory(1, 1), "bias": True},
     {"vocab_segments": 8, "main_grad": True, "bias": True, "return_stats": True},
-    {"join_tokens": 48, "bias": True, "workspace_mib": 1, "ignore_index": IGNORED},
+    {"join_tokens": 48, "bias": True, "memory": Memory(1), "ignore_index": IGNORED},
     {"join_tokens": 144, "main_grad": True, "bias": True, "return_stats": True},
 )
 

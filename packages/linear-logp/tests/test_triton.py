@@ -11,7 +11,7 @@ import torch
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import IGNORED, Draw
 from rl_kernels.lab.check.compare import bits
-from rl_kernels.linear_logp import linear_logp
+from rl_kernels.linear_logp import Memory, linear_logp
 from rl_kernels.linear_logp.op import OPERATOR
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,7 +42,7 @@ def _gradients(workspace_mib: int, *, main_grad: bool = False, **options: Any) -
     ids = draw.ids(VOCAB, ROWS).masked_fill(draw.mask(0.3, ROWS), IGNORED)
     if main_grad:
         weight.main_grad = draw.normal(VOCAB, SIZE)
-    given = {"ignore_index": IGNORED, "workspace_mib": workspace_mib, "return_stats": True, **options}
+    given = {"ignore_index": IGNORED, "memory": Memory(workspace_mib), "return_stats": True, **options}
     found = linear_logp(leaves[0], weight, ids, leaves[1], backend="triton", **given)
     sum(value.sum() for value in found).backward()
     return [leaf.grad if leaf.grad is not None else leaf.main_grad for leaf in leaves]

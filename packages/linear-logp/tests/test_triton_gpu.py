@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_kernels.lab.check.compare import bits
-from rl_kernels.linear_logp import linear_logp
+from rl_kernels.linear_logp import Memory, linear_logp
 from rl_kernels.linear_logp.op import OPERATOR
 
 if "triton" not in [backend.name for backend in OPERATOR.backends]:
@@ -48,7 +48,7 @@ def test_backward_holds_the_gradients_and_the_workspace(workspace_mib):
     hidden, weight, ids = large(2048, 131072)
 
     def run():
-        logp = linear_logp(hidden, weight, ids, workspace_mib=workspace_mib, backend="triton")
+        logp = linear_logp(hidden, weight, ids, memory=Memory(workspace_mib), backend="triton")
         return torch.autograd.grad(logp.sum(), (hidden, weight))
 
     grads, mib = extra(run)

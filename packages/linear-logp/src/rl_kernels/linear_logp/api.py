@@ -6,12 +6,9 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
-from rl_kernels.core.main_grad import gather
 from rl_kernels.core.outputs import LogpStats
-from rl_kernels.core.torchlib.observed import values_hidden
-from rl_kernels.linear_logp.arguments import Options, agreed
-from rl_kernels.linear_logp.autograd import LinearLogp, check_known, forward
-from rl_kernels.linear_logp.known import Known
+from rl_kernels.linear_logp.arguments import Memory, Options
+from rl_kernels.linear_logp.run import run
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,7 +27,6 @@ def linear_logp(
     bias: torch.Tensor | None = None,
     *,
     return_stats: Literal[False] = False,
-    return_known: Literal[False] = False,
     **options: Unpack[Keywords],
 ) -> torch.Tensor: ...
 
@@ -43,7 +39,6 @@ def linear_logp(
     bias: torch.Tensor | None = None,
     *,
     return_stats: Literal[True],
-    return_known: Literal[False] = False,
     **options: Unpack[Keywords],
 ) -> LogpStats: ...
 
@@ -56,22 +51,8 @@ def linear_logp(
     bias: torch.Tensor | None = None,
     *,
     return_stats: bool,
-    return_known: Literal[False] = False,
     **options: Unpack[Keywords],
 ) -> torch.Tensor | LogpStats: ...
-
-
-@overload
-def linear_logp(
-    hidden: torch.Tensor,
-    lm_head_weight: torch.Tensor,
-    target_ids: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    return_stats: bool = False,
-    return_known: Literal[True],
-    **options: Unpack[Keywords],
-) -> Known: ...
 
 
 def linear_logp(
@@ -85,19 +66,14 @@ def linear_logp(
     logit_scale: float = 1.0,
     ignore_index: int | None = None,
     return_stats: bool = False,
-    return_known: bool = False,
-    known: Known | None = None,
-    check_rows: int = 8,
-    workspace_mib: int | None = None,
-    saved_mib: int | None = None,
     join_tokens: int | None = None,
+    memory: Memory | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
-    vocab_start: int | None = None,
     vocab_size: int | None = None,
     vocab_segments: Literal[1, 8] | None = None,
     validate: Validate = True,
     backend: str | None = None,
-) -> torch.Tensor | LogpStats | Known:
+) -> torch.Tensor | LogpStats:
     """Return the log-probability of each target: ``z[id] - logsumexp(z)``, without materializing the logits.
 
     ``z = x / temperature`` with ``x = logit_scale (hidden @ W^T + bias)``; with a softcap it is
@@ -105,9 +81,9 @@ def linear_logp(
     No rounding takes a log-probability above 0 or an entropy below 0.
 
     At any time memory holds the logits of only one piece of the vocabulary for one block of rows, and those that
-    ``saved_mib`` asks for. They are never rounded below FP32 (FP64 for FP64 inputs). A row's result and its row of the
-    gradient of ``hidden`` depend on that row and the weights alone, bit for bit. The gradients of weight and bias are
-    sums over tokens in a fixed order: they are repeatable, and appending ignored rows does not change them.
+    ``memory.saved_mib`` asks for. They are never rounded below FP32 (FP64 for FP64 inputs). A row's result and its row
+    of the gradient of ``hidden`` depend on that row and the weights alone, bit for bit. The gradients of weight and
+    bias are sums over tokens in a fixed order: they are repeatable, and appending ignored rows does not change them.
 
     If ``lm_head_weight.main_grad`` exists (FP32, with the shape and device of the weight), backward adds the weight's
     gradient to it in place, and nothing to ``.grad``. Micro-batches cut at multiples of 16 tokens then give the bits of
@@ -137,30 +113,13 @@ def linear_logp(
         ignore_index: positions with this id give 0 in every output and get zero gradient. Their hidden states have no
             effect and add nothing to the gradients of weight and bias.
         return_stats: return ``LogpStats(logp, logsumexp, entropy)``, all differentiable.
-        return_known: return ``Known(logp, norm, logsumexp, entropy)``, for ``known`` of a later call; the last two are
-            None without ``return_stats``. Only where no gradient is computed.
-        known: what an earlier call with ``return_known`` gave for these hidden states, weights, ids and options, in the
-            shape of target_ids. It is returned, and the forward pass is left out; backward gives the same bits.
-            ``saved_mib`` then has no effect. For a rollout under ``invariant``, whose numbers are those of training.
-        check_rows: >= 0: with ``known`` and ``validate``, form this many rows again and compare them bit for bit. Each
-            call takes other rows, by a generator of its own.
-        workspace_mib: MiB, an integer >= 1: limit on the memory of backward besides the gradients. It includes the FP32
-            buffer for the gradient of ``hidden`` and, with ``ignore_index``, a copy of ``hidden`` if the weight needs a
-            gradient. If the limit is below these plus the smallest block that the backend works on, backward uses that
-            much. With ``vocab_segments=8`` up to three further buffers come on top. None: as much as makes backward
-            fast, for N tokens ``4 N D + 67584 N`` bytes (N at most 16384 in the second term), at least 256 MiB. It
-            changes no bit.
-        saved_mib: MiB, an integer >= 0: at most this much of the logits, those of the last columns, stays in memory
-            from the forward to the backward pass, which then does not form them again. A logit takes 4 bytes, 8 for
-            FP64 inputs. None: all of at most 64 tokens (37 MiB for 151936 entries), of more tokens nothing; on a CPU
-            64. It changes no bit. Without gradients nothing is kept.
         join_tokens: None, or a multiple of 16: the gradients of weight and bias are then sums of chains of that many
             tokens, added in order and rounded to nearest. Tokens count from the first of the call, ignored ones too.
             One long chain shrinks on Hopper, because tensor cores truncate. Of the workspace it takes one FP32 buffer
             of the gradient of a piece of the weight, without ``main_grad`` two.
+        memory: limits of the memory of backward, and of logits that are kept for it; None: as much as makes it fast.
         process_group: 1, 2, 4 or 8 ranks that share the vocabulary: a ``ProcessGroup``, or one dim of a
             ``DeviceMesh``. None: this process has all of it.
-        vocab_start: the first row of this rank's shard, or None; it must be that of ``vocab_shards``.
         vocab_size: V, the columns of the whole vocabulary; needed in a group of several ranks.
         vocab_segments: how the gradient of ``hidden`` is summed: 1, one chain over the vocabulary; 8, chains over eight
             segments of it, added by a balanced tree. The default is 8 with ``process_group``, otherwise 1. Groups of
@@ -174,43 +133,18 @@ def linear_logp(
             forces, otherwise ``auto``.
 
     Returns:
-        Log-probabilities ``[...]`` in FP32 (FP64 for FP64 inputs), or ``LogpStats`` of three such tensors, or
-        ``Known``.
+        Log-probabilities ``[...]`` in FP32 (FP64 for FP64 inputs), or ``LogpStats`` of three such tensors.
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.
         BackendUnavailable: the requested backend cannot run this call.
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
-        BitsDiffer: a row that was formed again differs from ``known``; the message names it, and by how many ULPs.
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform; in backward, ``.grad`` of a
             weight with ``main_grad`` was not None and the pass added to it.
     """
-    group = None
-    if process_group is not None:
-        # Imported here: PyTorch may be built without torch.distributed.
-        from rl_kernels.core.distributed import group_of
-
-        group = group_of(process_group)
     options = Options(
-        *(temperature, softcap, logit_scale, ignore_index, return_stats, return_known, known, check_rows),
-        *(workspace_mib, saved_mib, join_tokens, vocab_start, vocab_size, vocab_segments, validate, backend),
+        *(temperature, softcap, logit_scale, ignore_index, return_stats, join_tokens),
+        *(memory, vocab_size, vocab_segments, validate, backend),
     )
-    call = agreed(hidden, lm_head_weight, target_ids, bias, group, options)
-    if known is not None and validate and not values_hidden(hidden):
-        check_known(call, check_rows)
-    if call.differentiable and torch.is_grad_enabled():
-        rows, weight, ids, bias, *scaled = call.inputs
-        memory = call.main_grad, workspace_mib, saved_mib, join_tokens
-        given = call.known or (None,) * len(Known._fields)
-        without_gradient = ids, *scaled, *memory, return_stats, *call.shard, call.backend, *given
-        results: tuple[torch.Tensor, ...] = LinearLogp.apply(rows, weight, bias, without_gradient)
-        if call.main_grad is not None:
-            gather("lm_head_weight", lm_head_weight, results[0])
-    else:
-        results = forward(call.shard, *call.inputs, return_stats, 0, call.backend, call.known)
-
-    shape = target_ids.shape
-    logp, *others = (value.view(shape) for value in results[: 3 if return_stats else 1])
-    if return_known:
-        return Known(logp, results[-2].view(*shape, 2), *others)
-    return LogpStats(logp, *others) if return_stats else logp
+    logp: torch.Tensor | LogpStats = run(hidden, lm_head_weight, target_ids, bias, process_group, options)
+    return logp

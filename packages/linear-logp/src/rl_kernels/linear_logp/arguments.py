@@ -32,38 +32,61 @@ class Keywords(TypedDict, total=False):
     softcap: float
     logit_scale: float
     ignore_index: int | None
-    known: Known | None
-    check_rows: int
-    workspace_mib: int | None
-    saved_mib: int | None
     join_tokens: int | None
+    memory: Memory | None
     process_group: ProcessGroup | DeviceMesh | None
-    vocab_start: int | None
     vocab_size: int | None
     vocab_segments: Literal[1, 8] | None
     validate: Validate
     backend: str | None
 
 
-class Options(NamedTuple):
-    """The keyword arguments of ``linear_logp``, except its group."""
+class Memory(NamedTuple):
+    """Limits of memory, in MiB; they change no bit.
 
-    temperature: float | torch.Tensor
-    softcap: float
-    logit_scale: float
-    ignore_index: int | None
-    return_stats: bool
-    return_known: bool
-    known: Known | None
-    check_rows: int
-    workspace_mib: int | None
-    saved_mib: int | None
-    join_tokens: int | None
-    vocab_start: int | None
-    vocab_size: int | None
-    vocab_segments: int | None
-    validate: Validate
-    backend: str | None
+    Attributes:
+        workspace_mib: an integer >= 1: limit on the memory of backward besides the gradients. It includes the FP32
+            buffer for the gradient of ``hidden`` and, with ``ignore_index``, a copy of ``hidden`` if the weight needs a
+            gradient. If the limit is below these plus the smallest block that the backend works on, backward uses that
+            much. With ``vocab_segments=8`` up to three further buffers come on top. None: as much as makes backward
+            fast, for N tokens ``4 N D + 67584 N`` bytes (N at most 16384 in the second term), at least 256 MiB.
+        saved_mib: an integer >= 0: at most this much of the logits, those of the last columns, stays in memory from the
+            forward to the backward pass, which then does not recompute them. A logit takes 4 bytes, 8 for FP64 inputs.
+            None: all of at most 64 tokens (37 MiB for 151936 entries), of more tokens nothing; on a CPU 64. Without
+            gradients nothing is kept.
+    """
+
+    workspace_mib: int | None = None
+    saved_mib: int | None = None
+
+
+class Options(NamedTuple):
+    """The arguments of a call besides its tensors and its group."""
+
+    temperature: float | torch.Tensor = 1.0
+    softcap: float = 0.0
+    logit_scale: float = 1.0
+    ignore_index: int | None = None
+    return_stats: bool = False
+    join_tokens: int | None = None
+    memory: Memory | None = None
+    vocab_size: int | None = None
+    vocab_segments: int | None = None
+    validate: Validate = True
+    backend: str | None = None
+    known: Known | None = None
+    return_known: bool = False
+    check_rows: int = 0
+
+    @property
+    def workspace_mib(self) -> int | None:
+        """Limit on the memory of backward."""
+        return None if self.memory is None else self.memory.workspace_mib
+
+    @property
+    def saved_mib(self) -> int | None:
+        """Limit on the logits that are kept."""
+        return None if self.memory is None else self.memory.saved_mib
 
 
 OF_ALL_RANKS = ("softcap", "logit_scale", "ignore_index", "return_stats", "check_rows", "join_tokens", "vocab_size")
@@ -164,7 +187,7 @@ def _prepared(
     no_lost_derivatives("linear_logp", hidden, weight, bias, temperature)
     differentiable = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if options.return_known and differentiable and torch.is_grad_enabled():
-        raise ValueError("return_known: expected no gradients, call it under torch.no_grad()")
+        raise ValueError("linear_logp_known: expected no gradients, call it under torch.no_grad()")
     scale = scalar_or_rows(temperature, target_ids.numel(), dtype)
     rows = hidden.flatten(0, -2) if hidden.ndim > 1 else hidden[None]
     inputs = (rows, weight, target_ids.reshape(-1), bias, scale, options.ignore_index, cap)
@@ -192,7 +215,7 @@ def _checked(
     check.tensor("hidden", hidden, check.FLOATS, least=1)
     check.tensor("lm_head_weight", weight, check.FLOATS, ndim=2)
     columns, dtype = weight.shape[0], compute_dtype(hidden.dtype)
-    shard = shard_of(columns, group, options.vocab_start, options.vocab_size, options.vocab_segments)
+    shard = shard_of(columns, group, options.vocab_size, options.vocab_segments)
     check.shape("lm_head_weight", weight, (columns, hidden.shape[-1]), "V, and the last dim of hidden")
     check.target_ids("target_ids", target_ids, hidden.shape[:-1], "the leading dims of hidden")
     if bias is not None:
@@ -201,6 +224,8 @@ def _checked(
     check.same_device(hidden=hidden, lm_head_weight=weight, target_ids=target_ids, bias=bias)
     check.same_dtype(hidden=hidden, lm_head_weight=weight, bias=bias)
     check.ignore_index(options.ignore_index, target_ids)
+    if options.memory is not None and not isinstance(options.memory, Memory):
+        raise TypeError(f"memory: expected Memory(...), got {type(options.memory).__name__}")
     if options.workspace_mib is not None:
         check.integer("workspace_mib", options.workspace_mib, least=1)
     if options.saved_mib is not None:

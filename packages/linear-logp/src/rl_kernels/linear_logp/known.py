@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Known(NamedTuple):
-    """What ``linear_logp(..., return_known=True)`` returns, for the call that is to skip its forward pass.
+    """What ``linear_logp_known`` returns, for a call of ``linear_logp_from_known``.
 
     In FP32, or FP64 for FP64 inputs; 0 at ignored positions. ``[...]`` is the shape of the ids.
 
@@ -83,7 +83,7 @@ def validate(known: object, hidden: torch.Tensor, target_ids: torch.Tensor, *, r
         TypeError, ValueError: they do not fit the call; the message names the argument.
     """
     if not isinstance(known, Known):
-        raise TypeError(f"known: expected what return_known=True returns, got {type(known).__name__}")
+        raise TypeError(f"known: expected what linear_logp_known returns, got {type(known).__name__}")
     dtype, shape = compute_dtype(hidden.dtype), target_ids.shape
     for name, value in known._asdict().items():
         if value is None and name in ("logsumexp", "entropy"):

@@ -11,9 +11,10 @@ from torch._compile import _disable_dynamo
 from rl_kernels.core import validate as check
 from rl_kernels.core.main_grad import gather, refuse_checkpoint
 from rl_kernels.core.torchlib.observed import values_hidden
-from rl_kernels.linear_logp.arguments import Options, agreed
+from rl_kernels.linear_logp.arguments import Memory, Options, agreed
 from rl_kernels.linear_logp.chunks import chunks_of, offsets_of
 from rl_kernels.linear_logp.forming import Forming, Gradients, Loss
+from rl_kernels.linear_logp.run import process_group_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,11 +41,9 @@ def linear_logp_loss(
     logit_scale: float = 1.0,
     ignore_index: int | None = None,
     return_stats: bool = False,
-    workspace_mib: int | None = None,
-    saved_mib: int | None = None,
     join_tokens: int | None = None,
+    memory: Memory | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
-    vocab_start: int | None = None,
     vocab_size: int | None = None,
     vocab_segments: int | None = None,
     validate: Validate = True,
@@ -83,14 +82,13 @@ def linear_logp_loss(
         logit_scale: > 0.
         ignore_index: positions with this id have log-probability 0 and no gradient.
         return_stats: give the loss ``LogpStats``.
-        workspace_mib: of the gradients of a chunk.
-        saved_mib: MiB of a chunk's logits, those of the last columns, that stay in memory until its gradients are
-            formed; the others are formed again. None: all, ``4 chunk_tokens V`` bytes.
         join_tokens: None, or a multiple of 16, as in ``linear_logp``. Chunks then meet at its multiples: the rows of a
             chunk after the last multiple are formed again with the next one, and their logits kept beside its own. Give
             at most ``chunk_tokens``, or each chunk forms chunks before it again.
+        memory: ``workspace_mib`` bounds the gradients of a chunk. ``saved_mib`` is for the logits of a chunk, those of
+            the last columns, that stay in memory until its gradients are computed; the others are recomputed. None:
+            all, ``4 chunk_tokens V`` bytes.
         process_group: ranks that share the vocabulary; ``loss`` must be the same on all.
-        vocab_start: the first row of this rank's shard.
         vocab_size: V, the columns of the whole vocabulary.
         vocab_segments: 1 or 8.
         validate: check values as ``linear_logp`` does, that ``loss`` is differentiable in the log-probabilities alone,
@@ -107,21 +105,15 @@ def linear_logp_loss(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: in backward: the upstream gradient is not ``grad_scale``, or the pass is a second one.
     """
-    group = None
-    if process_group is not None:
-        # Imported here: PyTorch may be built without torch.distributed.
-        from rl_kernels.core.distributed import group_of
-
-        group = group_of(process_group)
     if not callable(loss):
         raise TypeError(f"loss: expected a callable, got {type(loss).__name__}")
     check.integer("chunk_tokens", chunk_tokens, least=1)
     check.number("grad_scale", grad_scale, dtype=torch.float32)
     options = Options(
-        *(temperature, softcap, logit_scale, ignore_index, return_stats, False, None, 0),
-        *(workspace_mib, saved_mib, join_tokens, vocab_start, vocab_size, vocab_segments, validate, backend),
+        *(temperature, softcap, logit_scale, ignore_index, return_stats, join_tokens),
+        *(memory, vocab_size, vocab_segments, validate, backend),
     )
-    call = agreed(hidden, lm_head_weight, target_ids, bias, group, options)
+    call = agreed(hidden, lm_head_weight, target_ids, bias, process_group_of(process_group), options)
     if cu_seqlens is not None and values_hidden(hidden):
         raise ValueError("cu_seqlens: expected None while a CUDA graph is captured, give hidden as [B, T, D]")
     offsets = offsets_of(cu_seqlens, target_ids.shape)

@@ -163,7 +163,7 @@ OPERATOR = Operator(
         Backend("native", "rl_kernels.linear_logp.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}, note=_note),
     ),
     describe=describe,
-    functions=("linear_logits", "linear_logp_loss"),
+    functions=("linear_logits", "linear_logp_from_known", "linear_logp_known", "linear_logp_loss"),
     canary="rl_kernels.linear_logp.canary",
 )
 

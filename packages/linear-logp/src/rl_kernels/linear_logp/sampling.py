@@ -22,24 +22,7 @@ from rl_kernels.linear_logp.op import ops
 from rl_kernels.linear_logp.vocabulary import BLOCK
 
 MIB = 1 << 20
-DEFAULTS = Options(
-    temperature=1.0,
-    softcap=0.0,
-    logit_scale=1.0,
-    ignore_index=None,
-    return_stats=False,
-    return_known=False,
-    known=None,
-    check_rows=0,
-    workspace_mib=None,
-    saved_mib=None,
-    join_tokens=None,
-    vocab_start=None,
-    vocab_size=None,
-    vocab_segments=None,
-    validate=False,
-    backend=None,
-)
+DEFAULTS = Options(validate=False)
 """Options of the ``linear_logp`` whose bits ``logp`` has."""
 
 

@@ -39,7 +39,6 @@ class Shard(NamedTuple):
 def shard_of(
     columns: int,
     group: ProcessGroup | None,
-    vocab_start: int | None,
     vocab_size: int | None,
     vocab_segments: int | None,
 ) -> Shard:
@@ -48,13 +47,13 @@ def shard_of(
     Raises:
         TypeError, ValueError: an argument does not fit the others; the message names it.
     """
-    for name, value in (("vocab_start", vocab_start), ("vocab_size", vocab_size), ("vocab_segments", vocab_segments)):
+    for name, value in (("vocab_size", vocab_size), ("vocab_segments", vocab_segments)):
         if value is not None:
             check.integer(name, value)
     if vocab_segments not in (None, 1, SEGMENTS):
         raise ValueError(f"vocab_segments: expected 1 or {SEGMENTS}, got {vocab_segments}")
     if group is None or group.size() == 1:
-        return _whole(columns, vocab_start, vocab_size, vocab_segments or (1 if group is None else SEGMENTS))
+        return _whole(columns, vocab_size, vocab_segments or (1 if group is None else SEGMENTS))
     ranks = group.size()
     if vocab_segments == 1:
         raise ValueError(f"vocab_segments: expected {SEGMENTS} with a process_group of {ranks} ranks, got 1")
@@ -63,19 +62,15 @@ def shard_of(
     check.integer("vocab_size", vocab_size, least=1)
     start, stop = vocab_shards(vocab_size, ranks)[group.rank()]
     where = f"rank {group.rank()} of vocab_shards({vocab_size}, {ranks}) has columns {start} to {stop}"
-    if vocab_start not in (None, start):
-        raise ValueError(f"vocab_start: expected {start}, got {vocab_start}: {where}; {_advice(vocab_size)}")
     if columns != stop - start:
         raise ValueError(f"lm_head_weight: expected {stop - start} rows, got {columns}: {where}; {_advice(vocab_size)}")
     return Shard(start, vocab_size, SEGMENTS, group)
 
 
-def _whole(columns: int, vocab_start: int | None, vocab_size: int | None, segments: int) -> Shard:
+def _whole(columns: int, vocab_size: int | None, segments: int) -> Shard:
     alone = "where this process has the whole vocabulary"
     if columns == 0:
         raise ValueError("lm_head_weight: expected a vocabulary (first dim) of at least 1, got 0")
-    if vocab_start not in (None, 0):
-        raise ValueError(f"vocab_start: expected 0 {alone}, got {vocab_start}; shards need process_group")
     if vocab_size not in (None, columns):
         raise ValueError(f"vocab_size: expected {columns} {alone}, got {vocab_size}; shards need process_group")
     return Shard(0, columns, segments)

@@ -14,6 +14,7 @@ from rl_kernels.core.testing import IGNORED, Case, Draw, Inputs, Spec
 from rl_kernels.lab.dimensions import HELD
 from rl_kernels.lab.magnitudes import of_log_softmax
 from rl_kernels.linear_logp import reference
+from rl_kernels.linear_logp.arguments import Memory
 from rl_kernels.linear_logp.spec.cases_dimensions import DIMENSIONS, with_values
 from rl_kernels.linear_logp.spec.illegal import ILLEGAL
 from rl_kernels.linear_logp.spec.transforms import HYGIENE, TRANSFORMS, WEIGHTS
@@ -83,9 +84,7 @@ _CASES = (
 # Few rows keep their logits by default, and then the path of many rows would not be checked.
 CASES = tuple(replace(case, options={"saved_mib": 0, **case.options}) for case in _CASES)
 EMPTY = (_case("no-rows", (0, 5, 16, 33), BIASED),)
-KNOWN = ("return_known", "known", "check_rows")
-"""Arguments that need two calls, one after the other."""
-SHARD = ("process_group", "vocab_start", "vocab_size", "vocab_segments")
+SHARD = ("process_group", "vocab_size", "vocab_segments")
 TEMPERATURES = {"tensor": (0.5, 2.0), "cold": (0.001, 0.003)}
 """Range of per-token temperatures, by option value."""
 DRAWN = frozenset(
@@ -131,7 +130,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
             draw.uniform(*between, batch, seq, dtype=torch.float32) if between else asked["temperature"]
         )
     if asked.get("whole"):
-        call |= {"vocab_start": 0, "vocab_size": vocab}
+        call["vocab_size"] = vocab
     call["target_ids"] = call["target_ids"].to(asked.get("ids", torch.int64))
     return call | {name: value for name, value in asked.items() if name not in DRAWN}
 
@@ -205,9 +204,10 @@ SPEC = Spec(
     illegal=ILLEGAL,
     hygiene=HYGIENE,
     empty=EMPTY,
-    uncased=frozenset({*KNOWN, "validate", "backend", "process_group"}),
-    unread=frozenset({*KNOWN, *SHARD, "workspace_mib", "saved_mib", "join_tokens", "validate", "backend"}),
+    uncased=frozenset({"validate", "backend", "process_group"}),
+    unread=frozenset({*SHARD, "workspace_mib", "saved_mib", "join_tokens", "validate", "backend"}),
     output="logp",
+    groups={"memory": Memory},
     spared=frozenset({"return_stats", "saved_mib", "workspace_mib"}),
     ids=("target_ids",),
     main_grad=frozenset({"lm_head_weight"}),

@@ -67,7 +67,6 @@ def _options() -> Iterator[Row]:
     yield from _integers("saved_mib", "an integer >= 0", -1)
     yield from _integers("join_tokens", "None or a multiple of 16 rows, at least 16", 0, 8, 24, -16)
     yield from _integers("vocab_segments", "1 or 8", 2)
-    yield from _integers("vocab_start", "0 where", 1024)
     yield from _integers("vocab_size", "", 10**6)
     yield "a group's name", given(process_group="tp"), TypeError, "process_group: expected a ProcessGroup"
     yield from illegal_numbers("softcap", ">= 0", -1.0)
