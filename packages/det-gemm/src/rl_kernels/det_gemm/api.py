@@ -9,7 +9,7 @@ import torch
 from rl_kernels.core import chains
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose, planned_choice, remembered_choice
-from rl_kernels.core.main_grad import gather, refuse_checkpoint
+from rl_kernels.core.main_grad import fold_grad_into_main_grad, refuse_checkpoint
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
 from rl_kernels.core.torchlib.observed import are_plain
@@ -132,7 +132,7 @@ def det_linear(
     no_lost_derivatives("det_linear", operand, matrix, bias)
     out = linear(operand, matrix, bias, main_grad, chosen, plan, Sums(k_segments, dx_segments, join_tokens))
     if main_grad is not None and weight.requires_grad:
-        gather("weight", weight, out)
+        fold_grad_into_main_grad("weight", weight, out)
     return out
 
 

@@ -11,7 +11,7 @@ import torch
 from rl_kernels.core import validate as check
 from rl_kernels.core.constants import STEP
 from rl_kernels.core.distributed import Validate, agree_on_kind, group_of, group_size
-from rl_kernels.core.main_grad import gather
+from rl_kernels.core.main_grad import fold_grad_into_main_grad
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
 from rl_kernels.core.torchlib.observed import values_hidden
@@ -155,7 +155,7 @@ class _Call(NamedTuple):
         no_lost_derivatives(self.name, x, weight, bias)
         out = layer(x, weight, bias, (main_grad, chosen, plan, cut), of_columns=of_columns)
         if main_grad is not None and self.weight.requires_grad:
-            gather("weight", self.weight, out)
+            fold_grad_into_main_grad("weight", self.weight, out)
         return out
 
     def _same(self, scatter_dim: int | None, of_columns: bool) -> dict[str, object]:

@@ -9,7 +9,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from rl_kernels.core import validate as check
-from rl_kernels.core.main_grad import gather, refuse_checkpoint
+from rl_kernels.core.main_grad import fold_grad_into_main_grad, refuse_checkpoint
 from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.linear_logp.arguments import Memory, Options, agreed
 from rl_kernels.linear_logp.chunks import chunks_of, offsets_of
@@ -129,7 +129,7 @@ def linear_logp_loss(
     leaves = call.inputs[0], call.inputs[1], call.inputs[3]
     result: torch.Tensor = _Handed.apply(total, gradients, grad_scale, is_checked, *leaves)
     if call.main_grad is not None:
-        gather("lm_head_weight", lm_head_weight, result)
+        fold_grad_into_main_grad("lm_head_weight", lm_head_weight, result)
     return result
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_kernels.core.main_grad import gather
+from rl_kernels.core.main_grad import fold_grad_into_main_grad
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.linear_logp.arguments import Options, agreed
@@ -48,7 +48,7 @@ def run(
         without_gradient = ids, *scaled, *memory, has_stats, *call.shard, call.backend, *known
         results: tuple[torch.Tensor, ...] = LinearLogp.apply(rows, weight, bias, without_gradient)
         if call.main_grad is not None:
-            gather("lm_head_weight", lm_head_weight, results[0])
+            fold_grad_into_main_grad("lm_head_weight", lm_head_weight, results[0])
     else:
         results = forward(call.shard, *call.inputs, has_stats, 0, call.backend, call.known)
 

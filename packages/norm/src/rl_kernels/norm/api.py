@@ -8,7 +8,7 @@ import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import choose, remembered_choice
-from rl_kernels.core.main_grad import gather
+from rl_kernels.core.main_grad import fold_grad_into_main_grad
 from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib.derivatives import first_order, is_asked_for, no_lost_derivatives
 from rl_kernels.norm.op import OPERATOR, describe, ops
@@ -206,7 +206,7 @@ def _norm(
     if torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in inputs):
         found = _Norm.apply(*inputs, main_grad, float(eps), *form, chosen)
         if main_grad is not None and weight is not None and weight.requires_grad:
-            gather("weight", weight, found[0])
+            fold_grad_into_main_grad("weight", weight, found[0])
     else:
         *found, _ = _forward(x, residual, weight, bias, float(eps), *form, chosen)
     return found[0] if residual is None else NormAndSum(*found)

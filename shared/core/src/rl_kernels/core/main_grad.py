@@ -35,12 +35,13 @@ def refuse_checkpoint(name: str, operator: str, advice: str) -> None:
         frame = frame.f_back
 
 
-def gather(name: str, weight: torch.Tensor, result: torch.Tensor) -> None:
-    """At the end of the backward pass, add to ``weight.main_grad`` what other ops left in the weight's ``.grad``.
+def fold_grad_into_main_grad(name: str, weight: torch.Tensor, result: torch.Tensor) -> None:
+    """Add the weight's ``.grad``, which other ops wrote, to ``weight.main_grad`` at the end of the backward pass.
 
-    A weight that is tied to an embedding gets one part of its gradient from the head and one from the embedding. At the
-    end of the pass, what the embedding's backward put into ``.grad`` is added to ``main_grad``, and ``.grad`` is set to
-    None. If a hook of the trainer has done so earlier, nothing happens. Under torch.compile it stays in ``.grad``.
+    A weight that is tied to an embedding gets one part of its gradient from the head and one from the embedding. The
+    embedding's backward writes its part to ``.grad``: at the end of the pass it is added to ``main_grad``, and
+    ``.grad`` is set to None. If a hook of the trainer did so earlier, this does nothing. Under torch.compile the part
+    stays in ``.grad``.
 
     Args:
         name: name of the argument, for the message.
@@ -55,13 +56,13 @@ def gather(name: str, weight: torch.Tensor, result: torch.Tensor) -> None:
         return
     total: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]
 
-    def queue(_: Any) -> None:
+    def queue_fold(_: Any) -> None:
         before = weight.grad
         version = None if before is None else before._version
 
-        def end() -> None:
-            found = weight.grad
-            if found is None or (found is before and found._version == version):
+        def fold() -> None:
+            grad = weight.grad
+            if grad is None or (grad is before and grad._version == version):
                 return
             if before is not None:
                 raise RuntimeError(
@@ -69,13 +70,13 @@ def gather(name: str, weight: torch.Tensor, result: torch.Tensor) -> None:
                     "set .grad to None first"
                 )
             with torch.no_grad():
-                total.add_(found)
+                total.add_(grad)
             weight.grad = None
 
         # DDP and FSDP use this too: the callback runs when the pass is done, after the streams of its nodes.
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        torch.autograd.Variable._execution_engine.queue_callback(fold)
 
-    result.grad_fn.register_prehook(queue)
+    result.grad_fn.register_prehook(queue_fold)
     if torch._C._current_graph_task_id() >= 0:
         # A checkpoint with use_reentrant=True runs this pass inside another one, which may add to .grad after it.
-        queue(None)
+        queue_fold(None)
