@@ -37,10 +37,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in __all__:
         for module in ("canary", "dispatch", "operator", "outputs", "registry"):
-            found = vars(importlib.import_module(f"{__name__}.{module}"))
-            if name in found:
-                globals()[name] = found[name]
-                return found[name]
+            members = vars(importlib.import_module(f"{__name__}.{module}"))
+            if name in members:
+                globals()[name] = members[name]
+                return members[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

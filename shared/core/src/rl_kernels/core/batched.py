@@ -17,14 +17,14 @@ from rl_kernels.core.verified import TILE_COLUMNS, TILE_ROWS, Settings, Way, asi
 
 
 class Kind(NamedTuple):
-    """What a library may choose its kernel by.
+    """The properties of a batch of products by which a library may choose its kernel.
 
     Attributes:
-        size: matrices, rows, inner size and columns.
-        left: strides of a matrix.
-        right: the same of the other operand.
-        to: those of the result that is added to, or None.
-        settings: of the moment.
+        size: number of matrices, rows, inner size and columns.
+        left: strides of a matrix of the left operand.
+        right: strides of a matrix of the right operand.
+        to: strides of a matrix of the result that is added to, or None.
+        settings: settings of PyTorch that are in effect.
     """
 
     size: tuple[int, int, int, int]
@@ -45,33 +45,33 @@ def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) 
         out: ``[B, M, N]``, FP32, row by row, or None.
     """
     if a.device.type != "cpu":
-        found = torch.bmm(a.double(), b.double()).float()
-        return found if out is None else out.add_(found)
+        product = torch.bmm(a.double(), b.double()).float()
+        return product if out is None else out.add_(product)
     settings = verified.current_settings(torch.float32)
     strides = a.stride()[1:], b.stride()[1:], None if out is None else out.stride()[1:]
     with verified.applied(settings):
         way = way_of(Kind((*a.shape, b.shape[2]), *strides, settings))
         if way is Way.WHOLE:
             return library(a, b, out)
-        one = products.tiles if way is Way.TILES else fp64.matmul
-        parts = [one(rows, columns)[: a.shape[1], : b.shape[2]] for rows, columns in zip(a, b, strict=True)]
+        multiply_one = products.tiles if way is Way.TILES else fp64.matmul
+        parts = [multiply_one(rows, columns)[: a.shape[1], : b.shape[2]] for rows, columns in zip(a, b, strict=True)]
         return torch.stack(parts) if out is None else out.add_(torch.stack(parts))
 
 
 def library(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Return the library's product, added to ``out`` if there is one."""
+    """Return the library's product, added to ``out`` if it is given."""
     return torch.bmm(a, b) if out is None else out.baddbmm_(a, b)
 
 
 @functools.lru_cache(8192)
 def way_of(kind: Kind) -> Way:
-    """Return how products of this kind keep the bits of a number; called within ``applied(kind.settings)``."""
+    """Return the way in which products of this kind keep a number's bits; call it within ``applied(kind.settings)``."""
     with aside():
         return _tried(kind)
 
 
 def note(rows: int, inner: int, columns: int) -> str | None:
-    """Return what ``explain`` says of such products on a CPU where they do not go to the library a batch at a time."""
+    """Return the note of ``explain`` on such products; None if the CPU's library multiplies a batch at a time."""
     settings = verified.current_settings(torch.float32)
     with verified.applied(settings):
         way = way_of(Kind((1, rows, inner, columns), (inner, 1), (1, inner), None, settings))
@@ -90,15 +90,15 @@ def _tried(kind: Kind) -> Way:
     right = _matrices(count, inner, columns, kind.right).copy_(tile.columns[column].t())
     expected, start = tile.product[row][:, column], None
     if kind.to is not None:
-        # As small as what is left of the sums, so that it does not hide them.
+        # As small as the sums, whose terms nearly cancel, so that it does not hide them.
         start = normal((rows, columns), draw) * 2.0**-20
         expected = start + expected
-    for some in (slice(None), slice(1, None, 2)):
+    for checked in (slice(None), slice(1, None, 2)):
         out = None
         if kind.to is not None and start is not None:
             out = _matrices(count, rows, columns, kind.to).copy_(start)
-        found = library(left, right, out)[:, some]
-        if not torch.equal(found, expected[some].expand_as(found)):
+        result = library(left, right, out)[:, checked]
+        if not torch.equal(result, expected[checked].expand_as(result)):
             return Way.TILES
         # Again beside rows of NaN.
         left[:, ::2] = torch.nan
@@ -106,6 +106,6 @@ def _tried(kind: Kind) -> Way:
 
 
 def _matrices(count: int, rows: int, columns: int, strides: tuple[int, ...]) -> torch.Tensor:
-    """Return room for matrices with these strides, one after the other."""
+    """Return uninitialized matrices with these strides, one after the other."""
     size = max(rows * strides[0], columns * strides[1])
     return torch.empty_strided((count, rows, columns), (size, *strides), dtype=torch.float32, device="cpu")

@@ -58,24 +58,24 @@ def read_environment() -> tuple[str, Records]:
     Raises:
         ValueError: a variable is not as the module describes; the one-line message names it.
     """
-    wanted, path = os.environ.get(ACTION, "") or ACTIONS[0], os.environ.get(RECORD, "")
-    if wanted not in ACTIONS:
-        raise ValueError(f"{ACTION}: expected one of {', '.join(map(repr, ACTIONS))}, got {wanted!r}")
+    requested, path = os.environ.get(ACTION, "") or ACTIONS[0], os.environ.get(RECORD, "")
+    if requested not in ACTIONS:
+        raise ValueError(f"{ACTION}: expected one of {', '.join(map(repr, ACTIONS))}, got {requested!r}")
     if not path:
-        return wanted, {}
+        return requested, {}
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not _is_nested(found, LEVELS):
+        records = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not _is_nested(records, LEVELS):
             raise ValueError("not digests by architecture, operator, backend, dtype and pass")
     except (OSError, ValueError) as error:
         raise ValueError(f"{RECORD}: expected a file that `rl-kernels doctor --canary --json` wrote: {error}") from None
-    return wanted, found
+    return requested, records
 
 
-def _is_nested(found: object, levels: int) -> bool:
+def _is_nested(value: object, levels: int) -> bool:
     if not levels:
-        return isinstance(found, str)
-    return isinstance(found, dict) and all(_is_nested(each, levels - 1) for each in found.values())
+        return isinstance(value, str)
+    return isinstance(value, dict) and all(_is_nested(item, levels - 1) for item in value.values())
 
 
 action: str = ACTIONS[0]
@@ -83,10 +83,10 @@ records_of_user: Records = {}
 _Key = tuple[str, str, torch.device, torch.dtype]
 _passed: set[_Key] = set()
 _owed: set[_Key] = set()
-"""What could not be compared at its first call: a CUDA graph was captured, or a transform of torch.func was active."""
+"""Canaries still to be run: at their first call a CUDA graph was captured, or a torch.func transform was active."""
 _one_at_a_time = threading.RLock()
 _own = threading.local()
-"""Whether this thread makes the calls of a canary."""
+"""``runs``: whether this thread makes the calls of a canary."""
 _suspensions: list[None] = []
 
 
@@ -96,7 +96,7 @@ def is_running() -> bool:
 
 
 def is_settled() -> bool:
-    """Say whether a choice made now may be kept: none may that a canary has not seen."""
+    """Say whether a choice made now may be cached: not while a canary runs or is still to be run."""
     return not (_owed or is_running())
 
 
@@ -119,7 +119,7 @@ def _is_captured(device: torch.device) -> bool:
 
 
 def run(operator: Operator, call: Call, backend: Backend) -> None:
-    """Make the calls of a canary that is due, and compare.
+    """Make the calls of a canary that is due, and compare their bits with the record.
 
     Raises:
         CanaryMismatch: the bits differ from the record.
@@ -131,9 +131,9 @@ def run(operator: Operator, call: Call, backend: Backend) -> None:
             return
         _owed.discard(key)
         with _marked(), _apart(call.device), torch.no_grad():
-            found = digest(_module(operator).results(call.dtype, call.device, backend.name))
-        if found != expected(operator, call, backend):
-            message = _message(operator, call, backend, found)
+            actual = digest(_module(operator).results(call.dtype, call.device, backend.name))
+        if actual != expected(operator, call, backend):
+            message = _message(operator, call, backend, actual)
             if action == "raise":
                 raise CanaryMismatch(message)
             warnings.warn(message, RuntimeWarning, stacklevel=3)
@@ -151,7 +151,7 @@ def suspended() -> Iterator[None]:
 
 
 def measured(operator: Operator, backend: str, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
-    """Return the digests of both passes of a canary, whatever is recorded.
+    """Run a canary and return the digests of both passes, without comparing them with the record.
 
     Raises:
         BackendUnavailable: the backend cannot run these calls.
@@ -164,14 +164,14 @@ def measured(operator: Operator, backend: str, dtype: torch.dtype, device: torch
 
 
 def recorded(operator: Operator, arch: str, backend: str, dtype: torch.dtype) -> Digests | None:
-    """Return what is recorded for a backend, or None."""
+    """Return the recorded digests of a backend, or None."""
     name = next((name for name, other in DTYPES.items() if other == dtype), "")
     of_user = records_of_user.get(arch, {}).get(operator.name, {}).get(backend, {}).get(name)
     return of_user or records_of(operator.package).get(arch, {}).get(backend, {}).get(name)
 
 
 def expected(operator: Operator, call: Call, backend: Backend) -> str | None:
-    """Return the digest that a forward pass should have; None if it is recorded nowhere, or nothing is promised."""
+    """Return the recorded digest of a forward pass; None if there is no record, or the backend promises no bits."""
     if not backend.promises.get(call.device.type, frozenset()) >= INVARIANT:
         return None
     return (recorded(operator, call.arch, backend.name, call.dtype) or {}).get("forward")
@@ -185,10 +185,10 @@ def records_of(package: str) -> Mapping[str, Mapping[str, Mapping[str, Digests]]
 
 def digest(results: Iterable[torch.Tensor]) -> str:
     """Return the SHA-256 of the bits of tensors."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for result in results:
-        found.update(result.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        hasher.update(result.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()
 
 
 def numbers(*shape: int, salt: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:
@@ -198,7 +198,7 @@ def numbers(*shape: int, salt: int, dtype: torch.dtype, device: torch.device, sc
 
     Args:
         shape: sizes of the tensor.
-        salt: other numbers for another salt.
+        salt: another salt gives other numbers.
         dtype: BF16, FP16 or FP32.
         device: where the tensor lies.
         scale: a power of two.
@@ -220,7 +220,7 @@ def integers(*shape: int, below: int, salt: int, device: torch.device) -> torch.
 
 @contextmanager
 def _marked() -> Iterator[None]:
-    """Mark the calls of this thread as those of a canary."""
+    """Mark the calls of this thread as calls of a canary."""
     outer, _own.runs = is_running(), True
     try:
         yield
@@ -246,11 +246,11 @@ def _module(operator: Operator) -> ModuleType:
     return importlib.import_module(operator.canary)
 
 
-def _message(operator: Operator, call: Call, backend: Backend, found: str) -> str:
+def _message(operator: Operator, call: Call, backend: Backend, actual: str) -> str:
     dtype = next(name for name, other in DTYPES.items() if other == call.dtype)
     return (
         f"canary: {backend.name} of {operator.name} on {call.device} gives other bits than recorded for {dtype} "
-        f"({found[:12]}, expected {(expected(operator, call, backend) or '')[:12]}): a driver, compiler or library "
+        f"({actual[:12]}, expected {(expected(operator, call, backend) or '')[:12]}): a driver, compiler or library "
         f"computes otherwise ({_versions()}). To test if rows are batch-invariant, run `rl-kernels check --op "
         f"{operator.name} --relation invariance`; {ACTION}=warn only warns"
     )
@@ -259,5 +259,5 @@ def _message(operator: Operator, call: Call, backend: Backend, found: str) -> st
 def _versions() -> str:
     """Return the versions that may affect the bits."""
     triton = sys.modules.get("triton")
-    found = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
-    return found if triton is None else f"{found}, triton {triton.__version__}"
+    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
+    return versions if triton is None else f"{versions}, triton {triton.__version__}"

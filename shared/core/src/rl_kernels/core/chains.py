@@ -1,7 +1,8 @@
 """The length of the chains that sums over tokens are cut into, the option ``join_tokens`` of operators.
 
-On Hopper one long chain shrinks, because tensor cores truncate what they add. So the rows of a call are cut into parts
-of ``join_tokens``. Each part is a chain from 0, and is added to the sum of those before it, rounded to nearest.
+On Hopper tensor cores truncate when they accumulate, so a long sum is biased towards zero. Therefore the rows of a call
+are cut into parts of ``join_tokens``. Each part is a chain from 0, and is added to the sum of the parts before it,
+rounded to nearest.
 """
 
 from __future__ import annotations

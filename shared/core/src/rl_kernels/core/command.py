@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 
 
 def install_hint(distribution: str) -> str:
-    """Return how a package of this project is installed, beside core: from a clone, or from an index."""
+    """Return the advice to install a package of this project: from a clone, or from an index."""
     folder = distribution.removeprefix("rl-kernels-")
     paths = f"./{'shared' if folder in ('core', 'lab') else 'packages'}/{folder}"
     if folder in ("models", "rl-kernels"):
-        # These require the others, which pip finds on no index before a release.
+        # These require all other packages, which pip finds on no index before a release.
         paths = "./shared/core ./shared/lab ./packages/*"
     return f"from a clone: pip install {paths}; once it is released: pip install {distribution}"
 
@@ -44,15 +44,15 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def json_rows(value: Any, indent: str = "") -> str:
-    """Return strict JSON, one record a line: inside, only what holds nothing but objects and lists spans lines."""
-    held = list(value.values()) if isinstance(value, dict) else value
-    if not held or not isinstance(held, (list, tuple)):
+    """Return strict JSON, one record a line: below the top, only objects and lists of objects and lists span lines."""
+    items = list(value.values()) if isinstance(value, dict) else value
+    if not items or not isinstance(items, (list, tuple)):
         return json.dumps(value, allow_nan=False)
-    if indent and not all(isinstance(each, (dict, list, tuple)) for each in held):
+    if indent and not all(isinstance(item, (dict, list, tuple)) for item in items):
         return json.dumps(value, allow_nan=False)
-    names = [f"{json.dumps(str(name))}: " for name in value] if isinstance(value, dict) else [""] * len(held)
+    names = [f"{json.dumps(str(name))}: " for name in value] if isinstance(value, dict) else [""] * len(items)
     within = f"{indent} "
-    lines = (f"\n{within}{name}{json_rows(each, within)}" for name, each in zip(names, held, strict=True))
+    lines = (f"\n{within}{name}{json_rows(item, within)}" for name, item in zip(names, items, strict=True))
     first, last = "{}" if isinstance(value, dict) else "[]"
     return f"{first}{','.join(lines)}\n{indent}{last}"
 
@@ -70,9 +70,9 @@ class Parser(argparse.ArgumentParser):
 
 def json_parser(name: str, description: str) -> Parser:
     """Return the parser of a command that can print JSON."""
-    made = Parser(f"rl-kernels {name}", description)
-    made.add_argument("--json", action="store_true", help="print strict JSON, and nothing else")
-    return made
+    parser = Parser(f"rl-kernels {name}", description)
+    parser.add_argument("--json", action="store_true", help="print strict JSON, and nothing else")
+    return parser
 
 
 def print_json(value: Any) -> None:

@@ -26,7 +26,7 @@ ALL_DTYPES = {**DTYPES, "fp64": torch.float64}
 DIRECTIONS = ("forward", "gradient")
 CLASSES = ("elementwise", "reduction", "logprob", "attention")
 RELATIONS = ("accuracy", "parity", "invariance", "repeatability")
-"""Relations that compare numbers; the others compare exactly and need no row."""
+"""Relations that compare numbers; all other relations compare exactly and need no row."""
 
 
 class MissingTolerance(LookupError):
@@ -41,11 +41,11 @@ class Errors(NamedTuple):
     share: float
     """Largest share of the fence that an element used: ``max(error / (atol + rtol * |gold|))``."""
     inside: int
-    """How many of the results lie inside the fence."""
+    """Number of results inside the fence."""
     case: str
     """The case with that share, in the form that ``rl-kernels check --replay`` takes."""
     item: str
-    """Which output, or ``gradient:NAME``."""
+    """Name of the output, or ``gradient:NAME``."""
     seed: int
     """``--seed`` of its inputs."""
 
@@ -54,11 +54,11 @@ class Measured(NamedTuple):
     """Errors of plain PyTorch, for one row of accuracy."""
 
     results: int
-    """How many outputs or gradients were compared."""
+    """Number of outputs and gradients that were compared."""
     eager: Errors
     """The definition as written: it computes in FP32 for inputs of a smaller dtype."""
     same_dtype: Errors
-    """The same without its casts to a wider dtype."""
+    """The definition without its casts to a wider dtype."""
 
 
 class Calibration(NamedTuple):
@@ -86,13 +86,13 @@ class Tolerance(NamedTuple):
 Key = tuple[str, str, str, str]
 Filled = TypeVar("Filled", Errors, Measured, Calibration)
 NAMES = (RELATIONS, CLASSES, tuple(ALL_DTYPES), DIRECTIONS)
-"""What the first four fields of a row may be."""
+"""Allowed values of the first four fields of a row."""
 DOCUMENT_KEYS = ("version", "calibration", "arch_overrides", "rows")
 ROW_KEYS = ("relation", "op_class", "dtype", "direction", "atol", "rtol", "bitwise", "provenance", "measured")
 
 
 KINDS: dict[type, str] = {dict: "an object", list: "a list", str: "a string"}
-"""What JSON calls these types."""
+"""Names of these types in error messages."""
 
 
 @dataclass(frozen=True)
@@ -147,13 +147,13 @@ def parse(document: Mapping[str, Any]) -> Contract:
         calibration = _filled(Calibration, document["calibration"], "calibration")
         calibration = calibration._replace(seeds=tuple(calibration.seeds))
     rows = _rows(document["rows"])
-    if calibration is None and any(row.measured for each in (rows, *overrides.values()) for row in each.values()):
+    if calibration is None and any(row.measured for table in (rows, *overrides.values()) for row in table.values()):
         raise ValueError("the tolerance contract has measured rows, but no calibration that says how")
     return Contract(document["version"], rows, overrides, calibration)
 
 
 def _rows(rows: list[Mapping[str, Any]]) -> dict[Key, Tolerance]:
-    found: dict[Key, Tolerance] = {}
+    parsed: dict[Key, Tolerance] = {}
     for number, row in enumerate(rows, 1):
         _kind(row, dict, f"row {number}")
         _has(row, ROW_KEYS[:6], f"row {number}")
@@ -170,17 +170,17 @@ def _rows(rows: list[Mapping[str, Any]]) -> dict[Key, Tolerance]:
         for name, kind in (("bitwise", bool), ("provenance", str)):
             if type(row.get(name, kind())) is not kind:
                 raise ValueError(f"{where}: {name}: expected a {kind.__name__}, got {row[name]!r}")
-        if key in found:
+        if key in parsed:
             raise ValueError(f"the tolerance contract has two rows for {' / '.join(key)}")
         measured = _measured(row["measured"], where) if "measured" in row else None
-        found[key] = Tolerance(row["atol"], row["rtol"], row.get("bitwise", False), row["provenance"], measured)
-    return found
+        parsed[key] = Tolerance(row["atol"], row["rtol"], row.get("bitwise", False), row["provenance"], measured)
+    return parsed
 
 
 def _measured(values: Mapping[str, Any], where: str) -> Measured:
-    made = _filled(Measured, values, f"{where}: measured")
+    measured = _filled(Measured, values, f"{where}: measured")
     eager, same = (_filled(Errors, values[name], f"{where}: {name}") for name in ("eager", "same_dtype"))
-    return made._replace(eager=eager, same_dtype=same)
+    return measured._replace(eager=eager, same_dtype=same)
 
 
 def _filled(kind: type[Filled], values: Mapping[str, Any], where: str) -> Filled:
@@ -213,19 +213,19 @@ def contract() -> Contract:
 
 
 def read_contract(path: Path) -> Contract:
-    """Read a contract of one's own: a file like ``tolerance_contract.json``, with a row for each comparison.
+    """Read a user's contract: a file like ``tolerance_contract.json``, with a row for each comparison.
 
     Raises:
         ValueError: it cannot be read, is not a contract, or lacks rows; the one-line message names the file.
     """
     try:
-        found = parse(json.loads(path.read_text(encoding="utf-8")))
+        parsed = parse(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a tolerance contract: {error}") from error
-    missing = [" / ".join(key) for key in product(*NAMES) if key not in found.rows]
+    missing = [" / ".join(key) for key in product(*NAMES) if key not in parsed.rows]
     if missing:
-        others = f", and {len(missing) - 1} others" if missing[1:] else ""
-        raise ValueError(f"{path} has no row for {missing[0]}{others}")
-    return replace(found, file=str(path))
+        more = f", and {len(missing) - 1} others" if missing[1:] else ""
+        raise ValueError(f"{path} has no row for {missing[0]}{more}")
+    return replace(parsed, file=str(path))

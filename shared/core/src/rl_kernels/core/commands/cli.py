@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points, version
 from rl_kernels.core.command import install_hint, print_anything
 
 GROUP = "rl_kernels.commands"
-OTHERS = {
+EXTENSIONS = {
     "check": ("rl-kernels-lab", "check backends, or your own implementation, against the tolerance contract"),
     "bench": ("rl-kernels-lab", "time operators against other implementations; wrong results get no time"),
     "compile": ("rl-kernels-lab", "compile kernels before they are needed"),
@@ -32,7 +32,7 @@ Command = Callable[[Sequence[str]], int]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sub-command named by the first argument; return the exit status."""
     print_anything()
-    name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    name, *arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     commands = installed()
     if name in ("-h", "--help"):
         _help(commands)
@@ -41,11 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(version("rl-kernels-core"))
         return 0
     if name not in commands:
-        hint = install_hint(OTHERS[name][0]) if name in OTHERS else f"known: {', '.join(commands)}"
+        hint = install_hint(EXTENSIONS[name][0]) if name in EXTENSIONS else f"known: {', '.join(commands)}"
         print(f"rl-kernels: unknown command {name!r}; {hint}", file=sys.stderr)
         return USAGE
     try:
-        status = _run(name, commands[name][1], rest)
+        status = _run(name, commands[name][1], arguments)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
@@ -59,12 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE
 
 
-def _run(name: str, command: Callable[[], Command], rest: Sequence[str]) -> int:
+def _run(name: str, command: Callable[[], Command], arguments: Sequence[str]) -> int:
     from rl_kernels.core.dispatch import EnvironmentMistake, check_environment
 
     try:
         check_environment()
-        return command()(rest)
+        return command()(arguments)
     except EnvironmentMistake as error:
         print(f"rl-kernels {name}: {error}", file=sys.stderr)
         return USAGE
@@ -82,7 +82,7 @@ def installed() -> dict[str, tuple[str, Callable[[], Command]]]:
 
 
 def _summary(point: EntryPoint) -> str:
-    return OTHERS[point.name][1] if point.name in OTHERS else f"from {point.value.split(':')[0]}"
+    return EXTENSIONS[point.name][1] if point.name in EXTENSIONS else f"from {point.value.split(':')[0]}"
 
 
 def _command(module: str, function: str) -> Command:

@@ -24,18 +24,18 @@ VARIABLES = ("RL_KERNELS_BACKEND", "RL_KERNELS_STRICT", canary.ACTION, canary.RE
 
 def doctor(argv: Sequence[str]) -> int:
     """Print versions, devices, and for every backend of every operator whether it can run here, or why not."""
-    made = json_parser("doctor", "Print what is installed, what can run here, and why the rest cannot.")
-    made.add_argument(
+    parser = json_parser("doctor", "Print what is installed, what can run here, and why the rest cannot.")
+    parser.add_argument(
         "--canary",
         action="store_true",
         help="make small calls with every backend instead, and compare their bits with those recorded; with --json "
         f"print them as a record, which {canary.RECORD} may name",
     )
-    given = made.parse_args(argv)
+    args = parser.parse_args(argv)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     arch = arch_of(device.type, device.index)
-    if given.canary:
-        return _canaries(device, arch, as_record=given.json)
+    if args.canary:
+        return _canaries(device, arch, as_record=args.json)
     facts = [
         ("rl-kernels-core", version("rl-kernels-core")),
         ("python, torch", f"{platform.python_version()}, {torch.__version__}"),
@@ -47,8 +47,8 @@ def doctor(argv: Sequence[str]) -> int:
         *((name, os.environ.get(name, "not set")) for name in VARIABLES),
     ]
     verdicts = verdicts_of(Call(device, torch.float32, arch))
-    if given.json:
-        backends = {name: [as_json(each) for each in found] for name, found in verdicts.items()}
+    if args.json:
+        backends = {name: [as_json(verdict) for verdict in per_backend] for name, per_backend in verdicts.items()}
         print_json({"found": dict(facts), "operators": backends})
         return 0
     print(table(("what", "found"), facts), as_table(verdicts, "here"), sep="\n\n")
@@ -59,12 +59,12 @@ def _canaries(device: torch.device, arch: str, *, as_record: bool) -> int:
     """Print the bits of all canaries; return 1 if some are not those recorded."""
     rows, status = [], 0
     record: dict[str, dict[str, dict[str, canary.Digests]]] = {}
-    for operator, backend, dtype, found in _measured(device):
+    for operator, backend, dtype, digests in _measured(device):
         known = canary.recorded(kernel_registry.load(operator), arch, backend, DTYPES[dtype])
-        same = "not recorded" if known is None else "as recorded" if known == found else "other bits than recorded"
+        same = "not recorded" if known is None else "as recorded" if known == digests else "other bits than recorded"
         status = max(status, int(same.startswith("other")))
-        rows.append((operator, backend, dtype, *(found[each][:12] for each in canary.PASSES), same))
-        record.setdefault(operator, {}).setdefault(backend, {})[dtype] = found
+        rows.append((operator, backend, dtype, *(digests[name][:12] for name in canary.PASSES), same))
+        record.setdefault(operator, {}).setdefault(backend, {})[dtype] = digests
     if as_record:
         print_json({arch: record})
     else:
@@ -81,24 +81,24 @@ def _measured(device: torch.device) -> Iterator[tuple[str, str, str, dict[str, s
                 continue
             for dtype in canary.BITS:
                 try:
-                    found = canary.measured(operator, backend.name, dtype, device)
+                    digests = canary.measured(operator, backend.name, dtype, device)
                 except BackendUnavailable:
                     continue
-                yield name, backend.name, next(each for each in DTYPES if DTYPES[each] == dtype), found
+                yield name, backend.name, next(key for key in DTYPES if DTYPES[key] == dtype), digests
 
 
 def _cuda() -> list[tuple[str, str]]:
     """Return the facts about CUDA C++: driver, compiler (or how to get one) and kernel cache."""
     reason = toolchain.why_no_compiler()
     compiler = reason or "CUDA " + ".".join(map(str, toolchain.nvrtc_version()))
-    held = cache.trouble()
-    if held is None:
+    cache_state = cache.trouble()
+    if cache_state is None:
         sizes = [size for _, size, _ in cache.contents(cache.folder())]
-        held = f"{cache.folder()}: {len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB, can be written"
+        cache_state = f"{cache.folder()}: {len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB, can be written"
     driver = toolchain.driver_major() if toolchain.bindings_version() else None
     return [
         ("driver", "not asked: no GPU, or no cuda-bindings" if driver is None else f"CUDA {driver}"),
         ("cuda-bindings", toolchain.bindings_version() or "not installed"),
         ("NVRTC", compiler),
-        ("kernel cache", held),
+        ("kernel cache", cache_state),
     ]

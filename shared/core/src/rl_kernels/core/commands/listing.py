@@ -10,26 +10,31 @@ from rl_kernels.core.registry import kernel_registry
 
 def list_operators(argv: Sequence[str]) -> int:
     """Print the installed operators."""
-    given = json_parser("list", "Print the installed operators, their other names and their backends.").parse_args(argv)
+    args = json_parser("list", "Print the installed operators, their other names and their backends.").parse_args(argv)
     operators = [kernel_registry.load(name) for name in kernel_registry.names()]
-    if given.json:
+    if args.json:
         print_json(
             [
                 {
-                    "operator": each.name,
-                    "aliases": list(each.aliases),
-                    "functions": list(each.functions),
-                    "backends": [backend.name for backend in each.backends],
-                    "shape": list(each.shape),
-                    "summary": each.summary,
+                    "operator": operator.name,
+                    "aliases": list(operator.aliases),
+                    "functions": list(operator.functions),
+                    "backends": [backend.name for backend in operator.backends],
+                    "shape": list(operator.shape),
+                    "summary": operator.summary,
                 }
-                for each in operators
+                for operator in operators
             ]
         )
         return 0
     rows = [
-        (each.name, ", ".join(each.aliases), ", ".join(backend.name for backend in each.backends), each.summary)
-        for each in operators
+        (
+            operator.name,
+            ", ".join(operator.aliases),
+            ", ".join(backend.name for backend in operator.backends),
+            operator.summary,
+        )
+        for operator in operators
     ]
     print(table(("operator", "aliases", "backends", "what it computes"), rows))
     return 0
