@@ -6,7 +6,7 @@ import torch
 from rl_kernels.core.constants import SEGMENT
 from rl_kernels.core.rowwise.logp_gradient import LogpUpstream, dlogits
 from rl_kernels.core.rowwise.softmax import finish, merge, softmax_state
-from rl_kernels.core.rowwise.sums import _alike, row_sum, tree_sum
+from rl_kernels.core.rowwise.sums import _library_is_invariant, row_sum, tree_sum
 from rl_kernels.core.testing import Draw, bits_of
 
 LENGTHS = (1, 2, 3, 5, 16, 31, 4095, 4096, 4097, 8192, 10_001)
@@ -69,12 +69,12 @@ def test_a_library_that_sums_few_rows_in_another_order_is_not_used(monkeypatch, 
         return library(x * 3 if len(x) == height else x, dim)
 
     x = Draw(torch.float32).normal(5, 1000)
-    _alike.cache_clear()
+    _library_is_invariant.cache_clear()
     monkeypatch.setattr(torch.Tensor, "sum", planted)
     try:
         assert same_bits(row_sum(x), tree_sum(x))
     finally:
-        _alike.cache_clear()
+        _library_is_invariant.cache_clear()
 
 
 def one(x):

@@ -25,7 +25,7 @@ from rl_kernels.core.registry import PUBLISHED, kernel_registry, published_opera
 T = TypeVar("T")
 AUTO = "auto"
 KEPT = 4096
-"""Entries at which a cache of choices is cleared."""
+"""Number of entries at which a cache of choices is cleared."""
 
 
 class BackendUnavailable(ValueError):
@@ -48,7 +48,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One line of ``explain``: a backend with ``chosen`` and maybe a note, or the reason it was not."""
+    """One line of ``explain``: a backend that is chosen, maybe with a note, or the reason why it is not."""
 
     backend: str
     reason: str | None
@@ -92,15 +92,15 @@ def _read_environment() -> tuple[dict[str, str], str | None]:
 
 _environment, _mistake = _read_environment()
 _blocks: tuple[Mapping[str, str], ...] = ()
-"""What each active ``use_backend`` forces, oldest first; replaced as a whole, so that readers need no lock."""
+"""Backends that each active ``use_backend`` forces, oldest first; replaced as a whole, so that readers need no lock."""
 _entering = Lock()
 _strict: bool = os.environ.get("RL_KERNELS_STRICT", "0") not in ("", "0")
 _logs: list[list[Choice]] = []
-"""Logs of every call: nothing is remembered while there is one."""
+"""Logs of every call: no choice is cached while there is one."""
 _logs_of_choices: list[list[Choice]] = []
-"""Logs of the choices that are made, not of those remembered from earlier calls."""
+"""Logs of new choices; a choice that is cached from an earlier call is not logged."""
 _remembering: list[dict[tuple[object, ...], Any]] = []
-"""The caches of all functions made by ``remembered_choice``, ``planned_choice`` and ``remembered_plan``."""
+"""Caches of all functions decorated with ``remembered_choice``, ``planned_choice`` and ``remembered_plan``."""
 
 
 class use_backend:
@@ -185,16 +185,16 @@ def choose(operator: Operator, call: Call, backend: str | None = None) -> Backen
         BackendUnavailable: the forced backend, or every backend, cannot run the call.
         CanaryMismatch: the backend gives other bits than those recorded for this architecture.
     """
-    wanted = _wanted(operator.name) if backend is None else backend
-    chosen = _first(operator, call) if wanted == AUTO else _named(operator, call, wanted)
+    requested = _requested(operator.name) if backend is None else backend
+    chosen = _automatic(operator, call) if requested == AUTO else _by_name(operator, call, requested)
     if not torch.compiler.is_compiling() and canary.is_due(operator, call, chosen):
         canary.run(operator, call, chosen)
-    for log in _listening():
-        log.append(Choice(operator.name, chosen.name, call.device.type, wanted != AUTO))
+    for log in _active_logs():
+        log.append(Choice(operator.name, chosen.name, call.device.type, requested != AUTO))
     return chosen
 
 
-def _listening() -> list[list[Choice]]:
+def _active_logs() -> list[list[Choice]]:
     # A list that grows between calls would make torch.compile trace again.
     if torch.compiler.is_compiling():
         return _logs
@@ -238,14 +238,14 @@ def remembered_plan(make: Callable[..., T | None]) -> Callable[..., T | None]:
     The result returns the plan, or None for a kind of arguments that has none. It also returns None, without looking at
     the arguments, when nothing is cached. Callers need a general path as well, which checks and chooses for itself.
     """
-    found = _remembered(lambda *args: (make(*args),), lambda *args: (None,))
-    return functools.wraps(make)(lambda *args: found(*args)[0])
+    remembered = _remembered(lambda *args: (make(*args),), lambda *args: (None,))
+    return functools.wraps(make)(lambda *args: remembered(*args)[0])
 
 
 def forget() -> None:
     """Clear all cached choices and plans; needed when backends are replaced by others."""
-    for known in _remembering:
-        known.clear()
+    for cache in _remembering:
+        cache.clear()
 
 
 @contextmanager
@@ -255,14 +255,14 @@ def without_canaries() -> Iterator[None]:
         try:
             yield
         finally:
-            # No canary has seen what was chosen here.
+            # No canary has checked the choices made here.
             forget()
 
 
 def _remembered(first: Callable[..., T], always: Callable[..., T]) -> Callable[..., T]:
     """Return a function that calls ``first`` once for each kind of arguments, or ``always`` when nothing is cached."""
-    known: dict[tuple[object, ...], T] = {}
-    _remembering.append(known)
+    cache: dict[tuple[object, ...], T] = {}
+    _remembering.append(cache)
 
     @functools.wraps(first)
     def chosen(*args: object) -> T:
@@ -279,23 +279,23 @@ def _remembered(first: Callable[..., T], always: Callable[..., T]) -> Callable[.
                 for x in args
             ]
             key = (_strict, *kinds)
-            found = known.get(key)
+            result = cache.get(key)
         except (TypeError, RuntimeError):
             # An argument without a hash (a list, a symbolic size), or a tensor without strides.
             return always(*args)
-        if found is None:
-            found = first(*args)
+        if result is None:
+            result = first(*args)
             if not canary.is_settled():
-                return found
-            if len(known) >= KEPT:
-                known.clear()
-            known[key] = found
-        return found
+                return result
+            if len(cache) >= KEPT:
+                cache.clear()
+            cache[key] = result
+        return result
 
     return chosen
 
 
-def _wanted(operator: str) -> str:
+def _requested(operator: str) -> str:
     """Return the backend that is forced outside of the call, or ``auto``."""
     check_environment()
     for block in reversed(_blocks):
@@ -304,7 +304,7 @@ def _wanted(operator: str) -> str:
     return _environment.get(operator, AUTO)
 
 
-def _named(operator: Operator, call: Call, name: str) -> Backend:
+def _by_name(operator: Operator, call: Call, name: str) -> Backend:
     backend = operator.backend(name)
     reason = backend.why_not(call)
     if reason is not None:
@@ -312,7 +312,7 @@ def _named(operator: Operator, call: Call, name: str) -> Backend:
     return backend
 
 
-def _first(operator: Operator, call: Call) -> Backend:
+def _automatic(operator: Operator, call: Call) -> Backend:
     if call.device.type == "meta":
         hint = "use torch._subclasses.fake_tensor.FakeTensorMode to get shapes"
         raise BackendUnavailable(f"backend: {operator.name}: tensors on meta hold no values; {hint}")
@@ -328,16 +328,16 @@ def _first(operator: Operator, call: Call) -> Backend:
 def explain_call(operator: Operator, call: Call) -> list[Verdict]:
     """Return a verdict on every backend of an operator for a described call, in order of priority."""
     verdicts: list[Verdict] = []
-    taken = False
+    is_decided = False
     for backend in operator.backends:
         reason = reason_against(backend, call)
-        verdicts.append(Verdict(backend.name, reason, chosen=reason is None and not taken))
-        taken = taken or reason is None
+        verdicts.append(Verdict(backend.name, reason, chosen=reason is None and not is_decided))
+        is_decided = is_decided or reason is None
     return verdicts
 
 
 def explain_with_notes(operator: Operator, call: Call) -> list[Verdict]:
-    """Return the same, with the note of the chosen backend."""
+    """Return the verdicts of ``explain_call``, with the note of the chosen backend."""
     verdicts = zip(operator.backends, explain_call(operator, call), strict=True)
     return [replace(verdict, note=backend.note(call)) if verdict.chosen else verdict for backend, verdict in verdicts]
 

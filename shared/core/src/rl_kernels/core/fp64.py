@@ -1,4 +1,4 @@
-"""Products in FP64 on blocks of one shape: what FP64 operands take, GPUs, and a CPU whose library keeps no bits."""
+"""Products in FP64 on blocks of one shape: for FP64 operands, GPUs, and a CPU whose library is not batch-invariant."""
 
 from __future__ import annotations
 

@@ -46,33 +46,35 @@ def load(target: str) -> Loaded:
         module = _import_file(Path(source).expanduser()) if source.endswith(".py") else importlib.import_module(source)
     except (Exception, SystemExit) as error:
         raise Unusable(f"cannot import {source}: {type(error).__name__}: {error}") from error
-    found: Any = module
+    loaded: Any = module
     for attribute in path.split("."):
-        found = getattr(found, attribute, None)
+        loaded = getattr(loaded, attribute, None)
     # An instance has no name of its own.
-    name = getattr(found, "__name__", path.rpartition(".")[2])
-    forward = getattr(found, "forward", None)
-    if not callable(found):
-        found = forward
-    if not callable(found):
+    name = getattr(loaded, "__name__", path.rpartition(".")[2])
+    forward = getattr(loaded, "forward", None)
+    if not callable(loaded):
+        loaded = forward
+    if not callable(loaded):
         raise Unusable(f"{source} has no callable {path!r}")
     # The arguments of an nn.Module are those of its forward: __call__ takes anything and passes it on.
-    return Loaded(found, name, *_parameters(forward if callable(forward) else found))
+    return Loaded(loaded, name, *_parameters(forward if callable(forward) else loaded))
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str] | None, tuple[str, ...], bool]:
-    """Return the keywords that a function names, those without a default, and whether it takes others.
+    """Return the keywords that a function names, the keywords without a default, and whether it takes any other.
 
-    It may ignore what it takes by ``**kwargs``.
+    A function with ``**kwargs`` may ignore other keywords.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return None, (), True
-    named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-    takes = frozenset(each.name for each in named if each.kind is not each.POSITIONAL_ONLY)
-    needs = tuple(each.name for each in named if each.default is each.empty)
-    return takes, needs, any(each.kind is each.VAR_KEYWORD for each in parameters)
+    named = [
+        parameter for parameter in parameters if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    takes = frozenset(parameter.name for parameter in named if parameter.kind is not parameter.POSITIONAL_ONLY)
+    needs = tuple(parameter.name for parameter in named if parameter.default is parameter.empty)
+    return takes, needs, any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _import_file(path: Path) -> ModuleType:

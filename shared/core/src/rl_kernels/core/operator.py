@@ -1,4 +1,4 @@
-"""Definitions: what an operator is, what a backend promises, what the choice of a backend may depend on.
+"""Definitions of an operator, of a backend with its promises, and of the call by which a backend is chosen.
 
 Everything here is a frozen dataclass, so that it can be read under ``torch.compile`` and compared in tests. This module
 knows no operator and imports no backend.
@@ -36,7 +36,7 @@ def arch_of(device_type: str, index: int | None = None) -> str:
 
 
 archs_of_devices: dict[str, str] = {}
-"""What tensors without data count as while kernels are compiled ahead (triton_lib/ahead.py), by type of device."""
+"""Architecture that meta tensors stand for during ahead-of-time compilation (triton_lib/ahead.py), by device type."""
 _archs: dict[int, str] = {}
 """A cache by GPU index: every call needs the architecture, and asking the driver is slow."""
 
@@ -55,7 +55,7 @@ def tiles_change_no_bit(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Call:
-    """What the choice of a backend may depend on: never the number of rows, or bits would depend on the batch.
+    """A call as seen by the choice of a backend: without row counts, so that bits do not depend on the batch.
 
     Attributes:
         device: device of all tensors of the call.
@@ -71,7 +71,7 @@ class Call:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, **traits: Any) -> Call:
-        """Describe a call by its leading tensor and the traits of the others."""
+        """Describe a call by its leading tensor and its traits."""
         device = tensor.device
         return cls(device, tensor.dtype, arch_of(device.type, device.index), traits)
 
@@ -89,10 +89,10 @@ class Backend:
         name: its name in ``backend=`` and ``explain``: ``native``, ``triton``, ``cuda-generic``, ``cuda-sm90``.
         module: import path of its module, which holds one function for each schema of the operator; imported at
             first use only.
-        promises: device type -> what it promises there; a device type that is not a key is not supported.
+        promises: device type -> promises on it; a device type that is not a key is not supported.
         limits: ``call -> reason``: why it cannot run this call, or None. An exception propagates.
         by_name: device types on which it runs only if it is asked for by name.
-        note: ``call -> text``: what ``explain`` adds where it is chosen, or None.
+        note: ``call -> text``: the note that ``explain`` adds if it is chosen, or None.
     """
 
     name: str

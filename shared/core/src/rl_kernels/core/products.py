@@ -23,9 +23,9 @@ from rl_kernels.core.rowwise.operands import compute_dtype, pad_to
 from rl_kernels.core.verified import HEIGHTS, TILE_COLUMNS, TILE_ROWS, Kind, Settings, Way
 
 WIDTH = 4096
-"""Most columns of a block: bounds the memory of a trial, and that of a piece of a 16-bit operand in FP32."""
+"""Largest number of columns of a block: bounds the memory of a trial, and of a piece of a 16-bit operand in FP32."""
 MANY, PAIRS = 256, 8
-"""From so many terms on a sum is padded to a multiple of ``PAIRS``: a trial needs pairs, which cancel."""
+"""Sums of at least ``MANY`` terms are padded to a multiple of ``PAIRS``: a trial needs pairs of terms, which cancel."""
 ROWS = 512
 """Rows of a chain that are converted to FP32 at a time."""
 SIZES = ((100, 37), (64, 256), (576, 192))
@@ -52,19 +52,19 @@ def matmul(
             returned.
     """
     computed = compute_dtype(a.dtype)
-    wanted = out_dtype or computed
+    result_dtype = out_dtype or computed
     if a.device.type != "cpu" or a.dtype == torch.float64:
-        found = _finished(fp64.matmul(a, b), bias, wanted)
-        return found if out is None else out.copy_(found)
-    if wanted == a.dtype == b.dtype and wanted != computed and bias is None:
-        return _product(a, b, wanted)
-    return _finished(_product(a.to(computed), b, computed, out), bias, wanted)
+        product = _finished(fp64.matmul(a, b), bias, result_dtype)
+        return product if out is None else out.copy_(product)
+    if result_dtype == a.dtype == b.dtype and result_dtype != computed and bias is None:
+        return _product(a, b, result_dtype)
+    return _finished(_product(a.to(computed), b, computed, out), bias, result_dtype)
 
 
-def _finished(product: torch.Tensor, bias: torch.Tensor | None, wanted: torch.dtype) -> torch.Tensor:
+def _finished(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     if bias is not None:
         product += bias
-    return product.to(wanted)
+    return product.to(dtype)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -92,33 +92,33 @@ def _columns(left: torch.Tensor, b: torch.Tensor, out: torch.Tensor, settings: S
         return
     right = _right(b, out.dtype)
     padded = right.shape[1]
-    what = padded, out.dtype, right.stride(0) == 1, verified.offset_of(right), settings
+    layout = padded, out.dtype, right.stride(0) == 1, verified.offset_of(right), settings
     for first, end, height in blocks(out.shape[0]):
         full, alone = end - first == height, height >= out.shape[0]
         block = left if alone else left[first:end]
         part = out if alone else out[first:end]
         if not full:
             block = pad_to(block, 0, height)
-        way = verified.way_of(Kind(height, left.shape[1], *what))
+        way = verified.way_of(Kind(height, left.shape[1], *layout))
         if way is not Way.WHOLE:
-            found = (tiles if way is Way.TILES else _exact)(block, right)
+            product = (tiles if way is Way.TILES else _exact)(block, right)
         elif full and width == padded:
             verified.library(block, right, part)
             continue
         else:
-            found = verified.library(block, right)
-        part.copy_(found[: end - first, :width])
+            product = verified.library(block, right)
+        part.copy_(product[: end - first, :width])
 
 
 @functools.lru_cache(1024)
 def blocks(count: int) -> tuple[tuple[int, int, int], ...]:
     """Cut rows into the blocks that the library gets, the highest first; return (first row, end, height) of each."""
-    found, first = [], 0
+    cuts, first = [], 0
     for height in HEIGHTS:
         while count - first >= height or (height == HEIGHTS[-1] and first < count):
-            found.append((first, min(first + height, count), height))
+            cuts.append((first, min(first + height, count), height))
             first += height
-    return tuple(found)
+    return tuple(cuts)
 
 
 def _right(b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -137,12 +137,12 @@ def _whole_terms(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _multiple(inner: int) -> int:
-    """Return the multiple to which an inner size is padded. Sums of a few terms often hide another order."""
+    """Return the multiple to which an inner size is padded. Short sums often have the same bits in another order."""
     return PAIRS if inner >= MANY else STEP
 
 
 def tiles(block: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return ``block @ right`` by products of the library that are all like the tile that was tried."""
+    """Return ``block @ right`` by library products of the shape of the tile that was tried."""
     return verified.on_one_thread(lambda: _tiles(block, right))
 
 
@@ -215,7 +215,7 @@ def _steps_of_tiles(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor
 
 
 def ways(inner: int, columns: int, dtype: torch.dtype, *, transposed: bool = True) -> Counter[Way]:
-    """Return how blocks of rows are multiplied by ``[inner, columns]``, counted by the way that each height takes."""
+    """Return for how many heights of a block the product with ``[inner, columns]`` takes each way."""
     settings = verified.current_settings(dtype)
     size = inner + -inner % _multiple(inner), min(max(columns, TILE_ROWS), WIDTH)
     with verified.applied(settings):
@@ -224,17 +224,17 @@ def ways(inner: int, columns: int, dtype: torch.dtype, *, transposed: bool = Tru
 
 
 def note(inner: int, columns: int, dtype: torch.dtype, *, transposed: bool = True) -> str | None:
-    """Return what ``explain`` says of such products on a CPU where not all go to the library a block at a time."""
-    found = ways(inner, columns, dtype, transposed=transposed)
-    slow = [way for way in (Way.FP64, Way.TILES) if found[way]]
+    """Return the note of ``explain`` on such products; None if the CPU's library multiplies all blocks whole."""
+    counts = ways(inner, columns, dtype, transposed=transposed)
+    slow = [way for way in (Way.FP64, Way.TILES) if counts[way]]
     return f"products {slow[0].value}" if slow else None
 
 
 def tried() -> str:
-    """Return what ``doctor`` says: how the products of a few sizes and all dtypes are computed on this CPU."""
-    found = Counter[Way]()
+    """Return a summary for ``doctor``: the ways in which products of a few sizes and all dtypes are computed here."""
+    counts = Counter[Way]()
     for (inner, columns), dtype in product(SIZES, (torch.float32, torch.bfloat16, torch.float16)):
         for transposed in (True, False):
-            found += ways(inner, columns, dtype, transposed=transposed)
-    counted = "; ".join(f"{found[way]} {way.value}" for way in Way if found[way])
-    return f"{found.total()} kinds tried: {counted}"
+            counts += ways(inner, columns, dtype, transposed=transposed)
+    summary = "; ".join(f"{counts[way]} {way.value}" for way in Way if counts[way])
+    return f"{counts.total()} kinds tried: {summary}"

@@ -1,4 +1,4 @@
-"""The installed operators: found by entry point, imported only when asked for."""
+"""The installed operators, which announce themselves by entry points and are imported at first use."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class KernelRegistry:
     """The installed operators. Reading their names imports none of them."""
 
     def __init__(self, found: dict[str, EntryPoint]) -> None:
-        self._found = found
+        self._points = found
         self._loaded: dict[str, Operator] = {}
 
     def names(self) -> list[str]:
         """Return the registry names of the installed operators, sorted."""
-        return sorted(self._found)
+        return sorted(self._points)
 
     def load(self, name: str) -> Operator:
         """Return an operator by name, by an alias, or by the name of another function of its package.
@@ -52,7 +52,7 @@ class KernelRegistry:
         """
         if name in self._loaded:
             return self._loaded[name]
-        operator = self._import(name) if name in self._found else self._by_alias(name)
+        operator = self._import(name) if name in self._points else self._by_alias(name)
         self._loaded[name] = operator
         return operator
 
@@ -62,31 +62,31 @@ class KernelRegistry:
         return operator.function(name if name in operator.functions else "")
 
     def _import(self, name: str) -> Operator:
-        operator = self._found[name].load()
+        operator = self._points[name].load()
         if not isinstance(operator, Operator) or operator.name != name:
             raise TypeError(f"entry point {name!r} of {GROUP} must give the Operator of that name, got {operator!r}")
         return operator
 
     def _by_alias(self, name: str) -> Operator:
         known = published_operator(name)
-        if known in self._found:
+        if known in self._points:
             return self._import(known)
         if known is not None:
             hint = install_hint(PUBLISHED[known]["distribution"])
             raise UnknownOperator(f"operator {name!r} is not installed; {hint}")
-        for operator in map(self._import, self._found):
+        for operator in map(self._import, self._points):
             if name in (*operator.aliases, *operator.functions):
                 return operator
         raise UnknownOperator(f"unknown operator {name!r}; installed: {', '.join(self.names()) or 'none'}")
 
 
 def _discover() -> dict[str, EntryPoint]:
-    found: dict[str, EntryPoint] = {}
+    points: dict[str, EntryPoint] = {}
     for point in entry_points(group=GROUP):
-        other = found.setdefault(point.name, point)
-        if other.value != point.value:
-            raise ImportError(f"operator {point.name!r} is announced twice: as {other.value} and as {point.value}")
-    return found
+        first = points.setdefault(point.name, point)
+        if first.value != point.value:
+            raise ImportError(f"operator {point.name!r} is announced twice: as {first.value} and as {point.value}")
+    return points
 
 
 # Searched once, at import: entry points cannot be read while torch.compile traces.

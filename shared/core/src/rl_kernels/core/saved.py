@@ -1,4 +1,4 @@
-"""What autograd saves for the backward pass."""
+"""Tensors that autograd saves for the backward pass."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 def savable(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor that autograd can save: a copy of one that was made in inference mode.
 
-    What a rollout gives to an update often was.
+    Results of a rollout, which an update reads, often were.
     """
     return x.clone() if not torch.compiler.is_compiling() and x.is_inference() else x
 
 
 def save(ctx: Any, *tensors: torch.Tensor | None) -> None:
-    """Save tensors for backward as ``ctx.save_for_backward`` does; of those made in inference mode, copies."""
+    """Save tensors for backward as ``ctx.save_for_backward`` does; tensors made in inference mode are copied."""
     if not torch.compiler.is_compiling():
         # A loop, because a comprehension takes longer, and there is hardly ever such a tensor.
         for x in tensors:
@@ -27,7 +27,7 @@ def save(ctx: Any, *tensors: torch.Tensor | None) -> None:
 
 
 def are_hooked() -> bool:
-    """Say whether hooks handle what is saved now, as in ``torch.utils.checkpoint``.
+    """Say whether hooks for saved tensors are active, as in ``torch.utils.checkpoint``.
 
     They may give one tensor to several readers, and autograd does not see that it changed before a backward pass.
     """

@@ -24,10 +24,10 @@ def tuned(package: str) -> dict[str, Any]:
         MalformedTable: the file holds no JSON object.
     """
     try:
-        found = json.loads(_file(package).read_text(encoding="utf-8"))
+        table = json.loads(_file(package).read_text(encoding="utf-8"))
     except ValueError as error:
         raise MalformedTable(f"{_file(package)}: expected JSON: {error}") from error
-    return _checked(package, "", found, dict)
+    return _checked(package, "", table, dict)
 
 
 def entry(package: str, *keys: str, kind: type[T]) -> T:
@@ -41,45 +41,43 @@ def entry(package: str, *keys: str, kind: type[T]) -> T:
     Raises:
         MalformedTable: the value is missing, or of another kind.
     """
-    found: Any = tuned(package)
+    value: Any = tuned(package)
     for depth, key in enumerate(keys):
         place = ".".join(keys[:depth])
-        if key not in _checked(package, place, found, dict):
+        if key not in _checked(package, place, value, dict):
             raise MalformedTable(f"{_file(package)}: {place or 'the table'}: expected a key {key!r}")
-        found = found[key]
-    return _made(package, ".".join(keys), found, kind)
+        value = value[key]
+    return _parsed(package, ".".join(keys), value, kind)
 
 
-def _made(package: str, place: str, found: Any, kind: Any) -> Any:
+def _parsed(package: str, place: str, value: Any, kind: Any) -> Any:
     """Return a value of the table as ``kind``."""
     if get_origin(kind) is tuple:
-        items = enumerate(_checked(package, place, found, list))
-        return tuple(_made(package, f"{place}[{index}]", value, get_args(kind)[0]) for index, value in items)
+        items = enumerate(_checked(package, place, value, list))
+        return tuple(_parsed(package, f"{place}[{index}]", item, get_args(kind)[0]) for index, item in items)
     if get_origin(kind) is dict:
-        values = _checked(package, place, found, dict)
-        return {key: _made(package, f"{place}.{key}", value, get_args(kind)[1]) for key, value in values.items()}
+        values = _checked(package, place, value, dict)
+        return {key: _parsed(package, f"{place}.{key}", item, get_args(kind)[1]) for key, item in values.items()}
     if not is_dataclass(kind):
-        return _checked(package, place, found, kind)
-    given, wanted = _checked(package, place, found, dict), {one.name: one for one in fields(kind)}
-    missing = [name for name, one in wanted.items() if name not in given and one.default is MISSING]
-    unknown = [name for name in given if name not in wanted]
+        return _checked(package, place, value, kind)
+    values, expected = _checked(package, place, value, dict), {member.name: member for member in fields(kind)}
+    missing = [name for name, member in expected.items() if name not in values and member.default is MISSING]
+    unknown = [name for name in values if name not in expected]
     if missing or unknown:
         raise MalformedTable(
-            f"{_file(package)}: {place}: expected the keys {', '.join(wanted)}, got {', '.join(given) or 'none'}"
+            f"{_file(package)}: {place}: expected the keys {', '.join(expected)}, got {', '.join(values) or 'none'}"
         )
     hints, make = get_type_hints(kind), cast(Callable[..., Any], kind)
-    return make(**{name: _made(package, f"{place}.{name}", value, hints[name]) for name, value in given.items()})
+    return make(**{name: _parsed(package, f"{place}.{name}", item, hints[name]) for name, item in values.items()})
 
 
-def _checked(package: str, place: str, found: Any, kind: type) -> Any:
+def _checked(package: str, place: str, value: Any, kind: type) -> Any:
     """Return a value if it is of that kind: an integer is a float too; true and false are not numbers."""
     kinds = (int, float) if kind is float else kind
-    if not isinstance(found, kinds) or (isinstance(found, bool) and kind is not bool):
-        wanted = {dict: "an object", list: "a list", int: "an integer", float: "a number", bool: "true or false"}[kind]
-        raise MalformedTable(
-            f"{_file(package)}: {place or 'the table'}: expected {wanted}, got {json.dumps(found)[:40]}"
-        )
-    return found
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
+        noun = {dict: "an object", list: "a list", int: "an integer", float: "a number", bool: "true or false"}[kind]
+        raise MalformedTable(f"{_file(package)}: {place or 'the table'}: expected {noun}, got {json.dumps(value)[:40]}")
+    return value
 
 
 def _file(package: str) -> Any:

@@ -44,7 +44,7 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], ndim: int | 
 
 
 def _instead(name: str, value: object) -> str:
-    """Name what to pass instead of a module."""
+    """Return a hint for a module: what to pass instead of it."""
     if not isinstance(value, torch.nn.Module):
         return ""
     if name == "lm_head_weight":
@@ -67,9 +67,9 @@ def _of_operator() -> str:
 
 def shape(name: str, value: torch.Tensor, expected: Iterable[int], why: str) -> None:
     """Require a shape; ``why`` says where it comes from, as in "the leading dims of logits"."""
-    wanted = tuple(expected)
-    if tuple(value.shape) != wanted:
-        raise ValueError(f"{name}: expected shape {wanted} ({why}), got {tuple(value.shape)}")
+    expected_shape = tuple(expected)
+    if tuple(value.shape) != expected_shape:
+        raise ValueError(f"{name}: expected shape {expected_shape} ({why}), got {tuple(value.shape)}")
 
 
 def same_device(**tensors: torch.Tensor | None) -> None:
@@ -228,8 +228,8 @@ def target_ids(name: str, value: object, leading: Sequence[int], why: str) -> No
 def ignore_index(value: object, ids: torch.Tensor) -> None:
     """Require None, or an integer in the range of the ids' dtype: outside, it would be compared as another number."""
     if value is not None:
-        held = torch.iinfo(ids.dtype)
-        integer("ignore_index", value, least=held.min, most=held.max)
+        limits = torch.iinfo(ids.dtype)
+        integer("ignore_index", value, least=limits.min, most=limits.max)
 
 
 def main_grad(name: str, value: torch.Tensor, weight: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Which products of the CPU's library keep a row's bits: tried at first use, once for each kind in a process.
+"""Trials of which products of the CPU's library keep a row's bits: at first use, once for each kind in a process.
 
 A trial repeats the 16 rows and 64 columns of a small tile, in a drawn order, up to the size of the product. Each number
 of the result must have the bits that it has in the tile. The drawn sums cancel, so a number is the rounding of its sum,
@@ -24,15 +24,15 @@ T = TypeVar("T")
 HEIGHTS = (512, 256, 128, 64, 32, 16, 8)
 """Rows of a block. With fewer than 4, libraries add in the order of a matrix times a vector."""
 TILE_ROWS, TILE_COLUMNS = 16, 64
-"""Of the product that all others are compared with. That of a step of a chain has 64 rows too."""
+"""Size of the small product with which all products are compared; for steps of a chain, 64 rows and 64 columns."""
 ALIGNMENT = 64
-"""Bytes to which PyTorch aligns what it allocates; where a weight lies, modulo these, is part of a kind."""
+"""Bytes to which PyTorch aligns its allocations; the address of a weight modulo these is part of a kind."""
 ERROR = 16 * 2.0**-24
 """Largest error of a tile in units of the sum of the magnitudes of its terms; sums in FP32 show up to 3.2 * 2**-24."""
 
 
 class Way(enum.Enum):
-    """How products of a kind are computed."""
+    """A way to compute the products of a kind."""
 
     WHOLE = "a block at a time"
     TILES = "tile by tile on one thread, as the library's bits depend on the size of a block or on threads"
@@ -40,23 +40,23 @@ class Way(enum.Enum):
 
 
 class Settings(NamedTuple):
-    """What a user may switch in mid run, and a library may choose its kernel by."""
+    """Settings that a user may change at any time, and by which a library may choose its kernel."""
 
     threads: int
     onednn: bool
 
 
 class Kind(NamedTuple):
-    """What a library may choose its kernel by.
+    """The properties of a product by which a library may choose its kernel.
 
     Attributes:
         height: rows of the block.
-        inner: its columns.
-        columns: those of the right operand.
-        dtype: of operands and result.
+        inner: columns of the block.
+        columns: columns of the right operand.
+        dtype: dtype of operands and result.
         transposed: whether the right operand is stored column by column.
         offset: bytes from the last aligned address to the right operand.
-        settings: of the moment.
+        settings: settings of PyTorch that are in effect.
     """
 
     height: int
@@ -74,17 +74,17 @@ _ways_of_steps: dict[tuple[torch.Size, tuple[int, ...], int, Settings], Way] = {
 
 
 def current_settings(dtype: torch.dtype) -> Settings:
-    """Return the settings that products in ``dtype`` get: oneDNN may not compute those of FP32 in fewer bits."""
+    """Return the settings for products in ``dtype``: oneDNN may not compute FP32 products in fewer bits."""
     onednn: bool = torch._C._get_mkldnn_enabled()
     if onednn and dtype == torch.float32:
         # PyTorch before 2.9 has one setting for all libraries.
-        found = _precision("mkldnn", "matmul") if _precision else torch.get_float32_matmul_precision()
-        onednn = found in ("none", "ieee", "highest")
+        precision = _precision("mkldnn", "matmul") if _precision else torch.get_float32_matmul_precision()
+        onednn = precision in ("none", "ieee", "highest")
     return Settings(torch.get_num_threads(), onednn)
 
 
 class applied:
-    """Turn oneDNN off meanwhile, if it is on and the settings say so. (A generator would cost 2 us more.)"""
+    """Turn oneDNN off inside the block, if it is on and the settings say so. (A generator would cost 2 us more.)"""
 
     __slots__ = ("_switched",)
 
@@ -111,14 +111,14 @@ def offset_of(x: torch.Tensor) -> int:
 
 
 def way_of(kind: Kind) -> Way:
-    """Return how products of this kind keep the bits of a row; called within ``applied(kind.settings)``."""
-    found = _ways.get(kind)
-    if found is None:
+    """Return the way in which products of this kind keep a row's bits; call it within ``applied(kind.settings)``."""
+    way = _ways.get(kind)
+    if way is None:
         with aside():
             tile = tile_of(kind.inner, kind.dtype, kind.settings.onednn)
-            found = Way.FP64 if tile is None else Way.WHOLE if _whole_holds(kind, tile) else Way.TILES
-        _ways[kind] = found
-    return found
+            way = Way.FP64 if tile is None else Way.WHOLE if _block_matches_tile(kind, tile) else Way.TILES
+        _ways[kind] = way
+    return way
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def aside() -> Iterator[None]:
 
 
 def counts() -> Counter[Way]:
-    """Return how many kinds of products this process has tried, by the way that each takes."""
+    """Return the number of kinds of products that take each way, of all that this process has tried."""
     return Counter(_ways.values())
 
 
@@ -164,7 +164,7 @@ def _tried_tile(inner: int, dtype: torch.dtype) -> _Tile | None:
     return _Tile(rows, columns, product)
 
 
-def _whole_holds(kind: Kind, tile: _Tile) -> bool:
+def _block_matches_tile(kind: Kind, tile: _Tile) -> bool:
     draw = torch.Generator().manual_seed(kind.inner)
     row = torch.randint(TILE_ROWS, (kind.height,), generator=draw, device="cpu")
     column = torch.randint(TILE_COLUMNS, (kind.columns,), generator=draw, device="cpu")
@@ -204,13 +204,13 @@ def _tried_steps(shape: torch.Size, strides: tuple[int, ...], offset: int, setti
 
 
 def way_of_steps(out: torch.Tensor, settings: Settings) -> Way:
-    """Return how products of 16 terms are added to ``out``, FP32, with the same bits at every place of it."""
+    """Return the way in which products of 16 terms are added to FP32 ``out`` with the same bits everywhere in it."""
     kind = out.shape, out.stride(), offset_of(out), settings
-    found = _ways_of_steps.get(kind)
-    if found is None:
+    way = _ways_of_steps.get(kind)
+    if way is None:
         with aside():
-            found = _ways_of_steps[kind] = _tried_steps(*kind)
-    return found
+            way = _ways_of_steps[kind] = _tried_steps(*kind)
+    return way
 
 
 def _cancelling(
@@ -225,12 +225,12 @@ def _cancelling(
 
 
 def permuted(count: int, draw: torch.Generator) -> torch.Tensor:
-    """Return a drawn order of so many places."""
+    """Return a random permutation of ``count`` indices."""
     return torch.randperm(count, generator=draw, device="cpu")
 
 
 def normal(shape: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
-    """Return drawn numbers in FP32."""
+    """Return normally distributed random numbers in FP32."""
     return torch.randn(shape, generator=draw, dtype=torch.float32, device="cpu")
 
 
@@ -243,7 +243,7 @@ def _is_accurate(inner: int, dtype: torch.dtype, draw: torch.Generator) -> bool:
 
 
 def _placed(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, offset: int) -> torch.Tensor:
-    """Return room at this distance from an aligned address."""
+    """Return zeros with these strides, ``offset`` bytes after an aligned address."""
     first = offset // dtype.itemsize
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     return torch.zeros(first + last + 1, dtype=dtype, device="cpu").as_strided(shape, strides, first)

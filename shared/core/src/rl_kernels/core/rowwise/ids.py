@@ -1,4 +1,4 @@
-"""The column that each row selects by its id."""
+"""Selection of one column in each row, by an id."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def select(z: torch.Tensor, ids: torch.Tensor, first: int = 0) -> torch.Tensor:
 
 def column_of(z: torch.Tensor, ids: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the column ``[N, 1]`` of each row's id in this part of the row, and whether it is in another part."""
-    wanted = (ids.long() - first if first else ids.long())[:, None]
-    column = wanted.clamp(0, z.shape[1] - 1)
-    return column, column != wanted
+    index = (ids.long() - first if first else ids.long())[:, None]
+    column = index.clamp(0, z.shape[1] - 1)
+    return column, column != index
 
 
 def outside(ids: torch.Tensor, size: int) -> torch.Tensor:

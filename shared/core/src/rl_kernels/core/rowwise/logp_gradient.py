@@ -21,9 +21,9 @@ class LogpUpstream(NamedTuple):
     grad_entropy: torch.Tensor | None
 
     def rows(self, index: torch.Tensor | slice) -> LogpUpstream:
-        """Return the same for some of the rows."""
-        ids, norm, *others = self
-        return LogpUpstream(ids[index], norm[index], *(None if field is None else field[index] for field in others))
+        """Return the fields of the selected rows."""
+        ids, norm, *optional = self
+        return LogpUpstream(ids[index], norm[index], *(None if field is None else field[index] for field in optional))
 
 
 def dlogits(

@@ -1,4 +1,4 @@
-"""What sums and products do to their operands first: the dtype in which they compute, and padding with zeros."""
+"""Preparation of operands of sums and products: the dtype in which they are computed, and padding with zeros."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ class SoftmaxState(NamedTuple):
     Attributes:
         top: max x.
         total: sum of e^(z - max z).
-        weighted: sum of (z - max z) e^(z - max z); None if the entropy is not wanted, which changes no bit of the
-            others.
+        weighted: sum of (z - max z) e^(z - max z); None if the entropy is not requested, which changes no bit
+            of the other fields.
     """
 
     top: torch.Tensor
@@ -31,7 +31,7 @@ class Statistics(NamedTuple):
     """Softmax statistics of whole rows: ``norm[N, 2]`` holds max x and the log of the sum of e^(z - max z).
 
     ``norm[:, 0] / temperature + norm[:, 1]`` is the logsumexp. Both parts are kept, because the rounded logsumexp is
-    too coarse to subtract where x is large. It is None where the entropy is.
+    too coarse to subtract where x is large. The logsumexp is None where the entropy is None.
     """
 
     norm: torch.Tensor

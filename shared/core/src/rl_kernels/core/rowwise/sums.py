@@ -1,7 +1,7 @@
 """Batch-invariant sums: a row gives the same bits wherever it is in the batch.
 
 Library sums choose their reduction order by shape, alignment and thread count. Here every order is fixed: sums of 64
-terms by the library, once it is seen to give them the same bits in every row, added in ascending order; or power-of-two
+terms by the library, if a trial shows the same bits in every row, added in ascending order; or power-of-two
 trees of element-wise additions over fixed segments, merged in ascending order.
 """
 
@@ -23,7 +23,12 @@ def row_sum(x: torch.Tensor) -> torch.Tensor:
     Zeros appended to a row change no bit, nor does the sign of a zero: an all-zero row sums to +0. On a GPU, under
     torch.compile, and where the library's sums depend on a row's place, this is ``tree_sum``.
     """
-    if not x.is_cpu or not x.shape[-1] or torch.compiler.is_compiling() or not _alike(x.dtype, torch.get_num_threads()):
+    if (
+        not x.is_cpu
+        or not x.shape[-1]
+        or torch.compiler.is_compiling()
+        or not _library_is_invariant(x.dtype, torch.get_num_threads())
+    ):
         return tree_sum(x)
     return _library_sum(x)
 
@@ -34,20 +39,20 @@ def _library_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _alike(dtype: torch.dtype, threads: int) -> bool:
+def _library_is_invariant(dtype: torch.dtype, threads: int) -> bool:
     """Say whether a row's sum by the library depends on that row alone; tried once for each number of threads."""
     with aside():
         # Enough rows for several threads, aligned to one element only.
         rows = torch.linspace(1, 1000, 517 * 5 * FAN + 1, dtype=dtype, device="cpu").sin_()[1:].view(517, -1)
         sums = _library_sum(rows)
         cuts = [slice(row, row + height) for height in (1, 2, 3, 64) for row in range(67)]
-        alone = all(torch.equal(_library_sum(rows[cut].clone()), sums[cut]) for cut in cuts)
-        alone = alone and torch.equal(on_one_thread(lambda: _library_sum(rows)), sums)
-        return alone and torch.equal(_library_sum(F.pad(rows, [0, 9 * FAN])), sums)
+        is_invariant = all(torch.equal(_library_sum(rows[cut].clone()), sums[cut]) for cut in cuts)
+        is_invariant = is_invariant and torch.equal(on_one_thread(lambda: _library_sum(rows)), sums)
+        return is_invariant and torch.equal(_library_sum(F.pad(rows, [0, 9 * FAN])), sums)
 
 
 def tree_sum(x: torch.Tensor) -> torch.Tensor:
-    """Return ``row_sum`` in another order, on every device: trees over segments, merged in ascending order."""
+    """Return the sum over the last dim, on any device: trees over segments, merged in ascending order."""
     trees = _tree(pad_to(x, -1, SEGMENT).unflatten(-1, (-1, SEGMENT)) if x.shape[-1] > SEGMENT else x[..., None, :])
     total = x.new_zeros(x.shape[:-1])
     for segment in trees.unbind(-1):

@@ -1,1 +1,1 @@
-"""How operators join PyTorch: their ops, first-order gradients, numbers as tensors, autocast."""
+"""Integration of operators with PyTorch: their ops, first-order gradients, numbers as tensors, autocast."""

@@ -35,17 +35,17 @@ def autocast_linear(
     if dtype is None:
         return x, weight, bias
 
-    def cast(value: Any, *, may_keep: bool) -> Any:
+    def cast(value: Any, *, may_cache: bool) -> Any:
         if not isinstance(value, torch.Tensor) or value.dtype == dtype or value.dtype not in CASTABLE:
             return value
         if value.layout != torch.strided:
             return value
         # The cached cast has no gradient, and is freed before a CUDA graph that was captured meanwhile.
-        if may_keep and type(value) in PLAIN and not torch.is_grad_enabled() and not values_hidden(value):
+        if may_cache and type(value) in PLAIN and not torch.is_grad_enabled() and not values_hidden(value):
             # The one op that autocast casts for and that returns its argument; autocast on the CPU does not know it.
-            kept = torch.ops.aten.einsum.default("...", [value])
-            if kept.dtype == dtype:
-                return kept
+            cached = torch.ops.aten.einsum.default("...", [value])
+            if cached.dtype == dtype:
+                return cached
         return value.to(dtype)
 
-    return cast(x, may_keep=False), cast(weight, may_keep=True), cast(bias, may_keep=True)
+    return cast(x, may_cache=False), cast(weight, may_cache=True), cast(bias, may_cache=True)

@@ -47,11 +47,11 @@ def is_asked_for(ctx: Any, number: int) -> bool:
     if torch.compiler.is_compiling():
         return True
     try:
-        asked: bool = torch._C._will_engine_execute_node(ctx.next_functions[number][0])
+        is_needed: bool = torch._C._will_engine_execute_node(ctx.next_functions[number][0])
     except RuntimeError:
         # PyTorch raises for a leaf whose gradient ``torch.autograd.grad`` returns.
         return True
-    return asked
+    return is_needed
 
 
 def may_overwrite(saved: torch.Tensor) -> bool:
@@ -83,11 +83,11 @@ def no_lost_derivatives(name: str, *values: Any) -> None:
     # Check the level first: every call comes here, and few are inside forward-mode AD.
     if forward_ad._current_level >= 0 and (torch.compiler.is_compiling() or any(map(_has_tangent, values))):
         raise RuntimeError(f"{name}: forward-mode AD is not supported")
-    around = _transform()
+    transform = _transform()
     # Under torch.compile we cannot see what a tensor wraps.
-    if around and torch.is_grad_enabled() and (torch.compiler.is_compiling() or any(map(_requires_grad, values))):
-        hint = "" if around == "vmap" else "; torch.autograd.grad and .backward() are"
-        raise RuntimeError(f"{name}: gradients through {around} are not supported{hint}")
+    if transform and torch.is_grad_enabled() and (torch.compiler.is_compiling() or any(map(_requires_grad, values))):
+        hint = "" if transform == "vmap" else "; torch.autograd.grad and .backward() are"
+        raise RuntimeError(f"{name}: gradients through {transform} are not supported{hint}")
 
 
 def _has_tangent(value: Any) -> bool:
@@ -102,7 +102,7 @@ def _transform() -> str:
     """Name the active transform of ``torch.func`` that gradients cannot pass through, or return ""."""
     if _functorch.maybe_current_level() is None:
         return ""
-    kinds = {one.key() for one in _functorch.get_interpreter_stack() or ()}
+    kinds = {interpreter.key() for interpreter in _functorch.get_interpreter_stack() or ()}
     if _functorch.TransformType.Vmap in kinds:
         return "vmap"
     return "torch.func.grad" if _functorch.TransformType.Grad in kinds else ""

@@ -1,4 +1,4 @@
-"""What watches or wraps the ops that are called now: modes, transforms, tracers, a profiler, the compiler."""
+"""Detection of what observes or wraps current calls of ops: modes, transforms, tracers, a profiler, the compiler."""
 
 from __future__ import annotations
 

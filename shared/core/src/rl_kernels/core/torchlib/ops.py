@@ -129,7 +129,7 @@ def define_check(name: str, schema: str, check: Callable[..., None]) -> Callable
 
 
 def as_native(kernel: Callable[..., Any], *inputs: Any) -> Any:
-    """Call a kernel made of PyTorch ops; meanwhile ``within_native`` is True in this thread."""
+    """Call a kernel made of PyTorch ops; while it runs, ``within_native`` is True in this thread."""
     _native.depth += 1
     try:
         return kernel(*inputs)

@@ -17,19 +17,19 @@ def scalar(value: float, dtype: torch.dtype) -> torch.Tensor:
 
     Do not write to it: in eager mode the next call with this number gets the same tensor.
     """
-    # Made a float first, because torch takes no integer of more than 64 bits.
+    # Converted to a float first, because torch takes no integer of more than 64 bits.
     if torch.compiler.is_compiling():
         # A product, unlike torch.full, stays one graph when the number varies from call to call.
         return torch.ones((), dtype=dtype, device="cpu") * (value * 1.0)
     value = value * 1.0
-    return _made()(value, math.copysign(1.0, value), dtype)
+    return _numbers_function()(value, math.copysign(1.0, value), dtype)
 
 
 def scalars(*values: float) -> torch.Tensor:
     """Return numbers as one FP64 tensor ``[n]`` on the CPU, as ``scalar`` does, at the cost of one call."""
     if torch.compiler.is_compiling():
         return torch.stack([scalar(value, torch.float64) for value in values])
-    return _made()(values, tuple(map(math.copysign, repeat(1.0), values)), torch.float64)
+    return _numbers_function()(values, tuple(map(math.copysign, repeat(1.0), values)), torch.float64)
 
 
 def _numbers(values: float | tuple[float, ...], _: float | tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -42,7 +42,7 @@ def _numbers(values: float | tuple[float, ...], _: float | tuple[float, ...], dt
 _cached_numbers = functools.lru_cache(maxsize=1024)(_numbers)
 
 
-def _made() -> Callable[..., torch.Tensor]:
+def _numbers_function() -> Callable[..., torch.Tensor]:
     # Under a mode the tensor may be of another type, which must not be cached.
     return _numbers if ops_are_observed() else _cached_numbers
 
