@@ -5,10 +5,10 @@ uses another one's cubins. A cubin in a wheel (``cubins/`` beside its source) is
 what the compiler read. The version of NVRTC is left out: it was fixed when the wheel was built, and there may be no
 NVRTC here. Shipped cubins come first; after a change of the source or of an option the name no longer matches.
 
-Each file begins with the digest of its rest, so a truncated file is detected and compiled again. Files are written
-under another name and renamed, so any number of processes may read and write at once. The digest is no signature, and
-what is read runs on the GPU: a folder is used only if its owner is this user or root, and only owner and group can
-write to it.
+Each file begins with a digest of the cubin after it, so a truncated file is detected and compiled again. Files are
+written under another name and renamed, so any number of processes may read and write at once. The digest is no
+signature, and what is read runs on the GPU: a folder is used only if its owner is this user or root, and only owner and
+group can write to it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ VARIABLE = "RL_KERNELS_CACHE"
 SUFFIX = ".cubin"
 WRITING = ".writing-"
 OWN = re.compile(rf"([0-9a-f]{{64}}|{re.escape(WRITING)}.+){re.escape(SUFFIX)}")
-"""Names of the files that this module writes; all others in the folder are left alone."""
+"""Names of the files that this module writes; other files in the folder are left alone."""
 LIMIT = 256 * 2**20
-"""Bytes on disk above which the least recently used files are removed."""
+"""Size of the cache in bytes above which the least recently used files are removed."""
 
 ADVICE = f"set {VARIABLE} to a folder of your own that can be read and written"
 
@@ -48,10 +48,10 @@ def folder() -> Path:
     Raises:
         RuntimeError: the user's home folder is unknown.
     """
-    given, shared = os.environ.get(VARIABLE), os.environ.get("XDG_CACHE_HOME")
-    if given:
-        return Path(given).expanduser()
-    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "rl-kernels"
+    own, cache_home = os.environ.get(VARIABLE), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return Path(own).expanduser()
+    return (Path(cache_home).expanduser() if cache_home else Path.home() / ".cache") / "rl-kernels"
 
 
 def trouble() -> str | None:
@@ -59,10 +59,10 @@ def trouble() -> str | None:
     try:
         place = folder()
         reason = _why_unsafe(place)
-        there = next(path for path in (place, *place.absolute().parents) if path.exists())
+        existing = next(path for path in (place, *place.absolute().parents) if path.exists())
     except (RuntimeError, OSError) as error:
         return f"{error}; {ADVICE}"
-    if reason is None and not (there.is_dir() and os.access(there, os.R_OK | os.W_OK | os.X_OK)):
+    if reason is None and not (existing.is_dir() and os.access(existing, os.R_OK | os.W_OK | os.X_OK)):
         reason = f"{place} cannot be written"
     return reason and f"{reason}; {ADVICE}"
 
@@ -87,20 +87,20 @@ def cubin_of(program: Program) -> bytes:
     Raises:
         CompileError: it is not cached and cannot be compiled.
     """
-    found = _memory.get(program)
-    if found is None:
+    cubin = _memory.get(program)
+    if cubin is None:
         with _lock:
-            found = _memory.get(program) or _found(program)
-            _memory[program] = found
-    return found
+            cubin = _memory.get(program) or _loaded_or_compiled(program)
+            _memory[program] = cubin
+    return cubin
 
 
-def _found(program: Program) -> bytes:
+def _loaded_or_compiled(program: Program) -> bytes:
     inputs = inputs_of(program)
     shipped = files(program.package) / SHIPPED / shipped_name(program, inputs)
-    found = unsealed(shipped.read_bytes()) if shipped.is_file() else None
-    if found is not None:
-        return found
+    cubin = unsealed(shipped.read_bytes()) if shipped.is_file() else None
+    if cubin is not None:
+        return cubin
     reason = toolchain.why_no_compiler()
     if reason:
         raise CompileError(f"{program}: {reason}")
@@ -114,8 +114,8 @@ def shipped_name(program: Program, inputs: Inputs) -> str:
 
 def ships(package: str, arch: str) -> bool:
     """Return whether a package ships any cubins for a target."""
-    brought = files(package) / SHIPPED
-    return brought.is_dir() and any(file.name.startswith(f"{arch}-") for file in brought.iterdir())
+    cubins = files(package) / SHIPPED
+    return cubins.is_dir() and any(file.name.startswith(f"{arch}-") for file in cubins.iterdir())
 
 
 def path_of(inputs: Inputs) -> Path:
@@ -132,16 +132,16 @@ def _from_disk(program: Program, inputs: Inputs) -> bytes:
     if reason:
         _warn(reason)
         return compile_program(program).cubin
-    found = _read(path)
-    if found is None:
-        found = compile_program(program).cubin
-        keep(path, found)
-    return found
+    cubin = _read(path)
+    if cubin is None:
+        cubin = compile_program(program).cubin
+        keep(path, cubin)
+    return cubin
 
 
 def _read(path: Path) -> bytes | None:
     try:
-        found = unsealed(path.read_bytes())
+        cubin = unsealed(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -150,7 +150,7 @@ def _read(path: Path) -> bytes | None:
     # A file of another user, or on a read-only disk, can still be used.
     with suppress(OSError):
         os.utime(path)
-    return found
+    return cubin
 
 
 def sealed(cubin: bytes) -> bytes:
@@ -197,7 +197,7 @@ def write(path: Path, cubin: bytes) -> None:
 
 def contents(place: Path) -> list[tuple[float, int, Path]]:
     """Return time of last use, size and path of each file of ours in a folder, the least recently used first."""
-    found = []
+    entries = []
     for path in place.iterdir() if place.is_dir() else ():
         try:
             status = path.lstat()
@@ -205,14 +205,14 @@ def contents(place: Path) -> list[tuple[float, int, Path]]:
             # Another process has removed it.
             continue
         if OWN.fullmatch(path.name) and stat.S_ISREG(status.st_mode):
-            found.append((status.st_mtime, status.st_size, path))
-    return sorted(found)
+            entries.append((status.st_mtime, status.st_size, path))
+    return sorted(entries)
 
 
 def _prune(place: Path) -> None:
-    held = contents(place)
-    total = sum(size for _, size, _ in held)
-    for _, size, path in held:
+    entries = contents(place)
+    total = sum(size for _, size, _ in entries)
+    for _, size, path in entries:
         if total <= LIMIT:
             return
         path.unlink(missing_ok=True)

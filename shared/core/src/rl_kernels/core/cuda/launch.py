@@ -18,9 +18,9 @@ from rl_kernels.core.cuda.signature import MAP, Buffer, Signature
 from rl_kernels.core.gpu import on_device, stream_of
 
 SHARED = 48 * 1024
-"""Bytes of shared memory, static and dynamic, that a block may have without an attribute of the kernel."""
+"""Bytes of static and dynamic shared memory that a block may have unless an attribute of the kernel raises them."""
 KEPT = 256
-"""Maximum launch configurations that a kernel remembers."""
+"""Largest number of launch configurations that a kernel remembers."""
 
 _kernels: dict[tuple[Program, str, int], Kernel] = {}
 _modules: dict[tuple[Program, int], Any] = {}
@@ -40,19 +40,19 @@ def kernel(program: Program, entry: str, signature: str, device: torch.device) -
     Raises:
         CompileError: it cannot be compiled.
         CudaError: the driver cannot load it, or it has no such entry.
-        ValueError: the signature is not that of the entry.
+        ValueError: the signature does not fit the entry.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     key = (program, entry, index)
-    found = _kernels.get(key)
-    if found is None:
+    loaded = _kernels.get(key)
+    if loaded is None:
         with _lock, on_device(index), _uncaptured():
-            found = _kernels.get(key)
-            if found is None:
-                found = _kernels[key] = Kernel(_module(program, index), entry, Signature(signature), index)
-    if found.signature.text != signature:
-        raise ValueError(f"signature: {entry} was asked for with {found.signature.text!r} before, now {signature!r}")
-    return found
+            loaded = _kernels.get(key)
+            if loaded is None:
+                loaded = _kernels[key] = Kernel(_module(program, index), entry, Signature(signature), index)
+    if loaded.signature.text != signature:
+        raise ValueError(f"signature: {entry} was asked for with {loaded.signature.text!r} before, now {signature!r}")
+    return loaded
 
 
 @contextmanager
@@ -71,10 +71,10 @@ def _uncaptured() -> Iterator[None]:
 def _module(program: Program, index: int) -> Any:
     from cuda.bindings import driver
 
-    found = _modules.get((program, index))
-    if found is None:
-        found = _modules[program, index] = checked(driver.cuModuleLoadData(cubin_of(program)), str(program))
-    return found
+    module = _modules.get((program, index))
+    if module is None:
+        module = _modules[program, index] = checked(driver.cuModuleLoadData(cubin_of(program)), str(program))
+    return module
 
 
 class Kernel:
@@ -119,7 +119,7 @@ class Kernel:
                 accesses memory.
 
         Raises:
-            TypeError: the arguments are not those of the signature.
+            TypeError: the arguments do not fit the signature.
             CudaError: the driver refused the launch.
         """
         x, y, z = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
@@ -160,21 +160,21 @@ class Kernel:
 
     def _check_signature(self) -> None:
         """Compare the signature with the compiled kernel: a misplaced argument would be read as garbage."""
-        wanted = []
-        for place in count():
+        compiled = []
+        for index in count():
             try:
-                status, *found = self._driver.cuFuncGetParamInfo(self._function, place)
+                status, *place = self._driver.cuFuncGetParamInfo(self._function, index)
             except RuntimeError:
-                # Drivers before CUDA 12.4 cannot tell.
+                # Drivers before CUDA 12.4 do not report parameters.
                 return
             if status:
                 break
-            wanted.append(tuple(found))
-        if MAP in self.signature.text and [size for _, size in wanted] == [size for _, size in self.signature.places]:
-            self.signature = Signature(self.signature.text, [offset for offset, _ in wanted])
-        if tuple(wanted) != self.signature.places:
+            compiled.append(tuple(place))
+        if MAP in self.signature.text and [size for _, size in compiled] == [size for _, size in self.signature.places]:
+            self.signature = Signature(self.signature.text, [offset for offset, _ in compiled])
+        if tuple(compiled) != self.signature.places:
             ours = f"{self.signature.text!r} has {list(self.signature.places)}"
-            raise ValueError(f"signature: {ours}, {self.entry} has {wanted} (offset and size of each parameter)")
+            raise ValueError(f"signature: {ours}, {self.entry} has {compiled} (offset and size of each parameter)")
 
     def _allow(self, shared: int) -> None:
         attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -185,20 +185,20 @@ class Kernel:
 
     def _configuration(self, *key: int) -> Any:
         """Return the configuration of a programmatic dependent launch."""
-        found = self._configurations.get(key)
-        if found is None:
+        configuration = self._configurations.get(key)
+        if configuration is None:
             if len(self._configurations) >= KEPT:
                 self._configurations.clear()
-            found = self._configurations[key] = self._configured(*key)
-        return found
+            configuration = self._configurations[key] = self._configured(*key)
+        return configuration
 
     def _configured(self, x: int, y: int, z: int, block: int, shared: int, stream: int) -> Any:
-        made = self._driver.CUlaunchConfig()
-        made.gridDimX, made.gridDimY, made.gridDimZ = x, y, z
-        made.blockDimX, made.blockDimY, made.blockDimZ = block, 1, 1
-        made.sharedMemBytes, made.hStream = shared, stream
+        configuration = self._driver.CUlaunchConfig()
+        configuration.gridDimX, configuration.gridDimY, configuration.gridDimZ = x, y, z
+        configuration.blockDimX, configuration.blockDimY, configuration.blockDimZ = block, 1, 1
+        configuration.sharedMemBytes, configuration.hStream = shared, stream
         early = self._driver.CUlaunchAttribute()
         early.id = self._driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         early.value.programmaticStreamSerializationAllowed = 1
-        made.attrs, made.numAttrs = [early], 1
-        return made
+        configuration.attrs, configuration.numAttrs = [early], 1
+        return configuration

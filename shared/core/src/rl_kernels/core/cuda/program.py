@@ -18,11 +18,11 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Program:
-    """What is compiled into one cubin.
+    """The source, constants and target of one cubin.
 
     Attributes:
         package: import path of the package that the file is in.
-        file: its name there. It can include the ``.cuh`` files beside it by name, and those of core as
+        file: its file name. It can include the ``.cuh`` files beside it by name, and those of core as
             ``rl_kernels/NAME.cuh``.
         arch: the compiler's name of the target, such as ``sm_90a``.
         defines: names and integer values, passed as ``-DNAME=VALUE``.
@@ -55,7 +55,7 @@ class Inputs:
     options: tuple[str, ...]
 
     def digest(self, *more: str) -> str:
-        """Return a digest of the inputs and of further strings that the result depends on."""
+        """Return a digest of the inputs, and of further strings on which the cubin depends."""
         total = sha256()
         named = [*((name.encode(), text) for name, text in self.headers), (b"", self.source)]
         for part in (*(part for pair in named for part in pair), *(word.encode() for word in (*self.options, *more))):

@@ -46,14 +46,14 @@ def resources_of(log: str) -> list[Resources]:
 
 
 def _resources(entry: str, text: str) -> Resources:
-    frames = [tuple(map(int, found)) for found in STACK.findall(text)]
+    frames = [tuple(map(int, match)) for match in STACK.findall(text)]
     stack, stores, loads = (sum(column) for column in zip(*frames, strict=True)) if frames else (0, 0, 0)
     registers, shared = (max(map(int, pattern.findall(text)), default=0) for pattern in (USED, SHARED))
     return Resources(entry, registers, shared, stores, loads, stack)
 
 
 def warnings_of(log: str) -> list[str]:
-    """Return the lines of a log that warn."""
+    """Return the warnings in a log."""
     return [line.strip() for line in log.splitlines() if WARNING.search(line)]
 
 

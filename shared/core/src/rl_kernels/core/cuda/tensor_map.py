@@ -1,4 +1,4 @@
-"""Descriptors of the Tensor Memory Accelerator (TMA): how a box of a tensor is copied to or from shared memory.
+"""Descriptors of the Tensor Memory Accelerator (TMA), by which it copies a box of a tensor to or from shared memory.
 
 A descriptor is 128 bytes with address, sizes, strides and box. It is passed to a kernel by value, as a ``T`` of its
 signature (``const __grid_constant__`` in the kernel). It owns no memory, so it may outlive the tensor; as for a
@@ -25,7 +25,7 @@ SWIZZLES = (0, 32, 64, 128)
 PROMOTIONS = (64, 128, 256)
 DIMS = range(2, 6)
 LONGEST = 256
-"""Elements that a box may have along each dimension."""
+"""Largest number of elements of a box along each dimension."""
 ROOM = 128
 """Alignment of a descriptor while it is written."""
 KEPT = 4096
@@ -49,12 +49,12 @@ def tensor_map(
     Args:
         tensor: two to five dimensions, the last one contiguous, the others at multiples of 16 bytes; if ``transposed``,
             its transpose, for a matrix.
-        box: the sizes, along its dimensions, of what one copy moves.
+        box: sizes of the box that one copy moves.
         swizzle: swizzle width of the box in shared memory, in bytes: 0 (none), 32, 64 or 128; a row of the box is at
             most this long.
         promotion: bytes that are loaded into the L2 cache at a time, even beyond the box: 64, 128 or 256.
         transposed: describe the transpose.
-        strides: strides of the described tensor, in place of its own: those of dimensions of size 1 count too.
+        strides: strides of the described tensor, in place of its own; strides of dimensions of size 1 count too.
 
     Raises:
         ValueError: an argument is not as described.
@@ -62,22 +62,22 @@ def tensor_map(
     """
     shape, own = tensor.shape, tensor.stride()
     key = (tensor.data_ptr(), shape, own, tensor.dtype, box, swizzle, promotion, transposed, strides)
-    found = _maps.get(key)
-    if found is None:
-        seen = seen_as(tensor, transposed, strides)
-        _check(seen, box, swizzle, promotion)
+    descriptor = _maps.get(key)
+    if descriptor is None:
+        view = described_view(tensor, transposed, strides)
+        _check(view, box, swizzle, promotion)
         if len(_maps) >= KEPT:
             _maps.clear()
         # The driver needs a context, which an autograd thread may not have yet.
         with device_of(tensor):
-            found = _maps[key] = _encoded(seen, box, swizzle, promotion)
-    return found
+            descriptor = _maps[key] = _encoded(view, box, swizzle, promotion)
+    return descriptor
 
 
-def seen_as(tensor: torch.Tensor, transposed: bool, strides: tuple[int, ...] | None) -> torch.Tensor:
-    """Return what a descriptor covers: the tensor or its transpose, with ``strides`` if they are given."""
-    seen = tensor.t() if transposed else tensor
-    return seen if strides is None else seen.as_strided(seen.shape, strides)
+def described_view(tensor: torch.Tensor, transposed: bool, strides: tuple[int, ...] | None) -> torch.Tensor:
+    """Return the view that a descriptor covers: the tensor or its transpose, with ``strides`` if they are given."""
+    view = tensor.t() if transposed else tensor
+    return view if strides is None else view.as_strided(view.shape, strides)
 
 
 def _check(tensor: torch.Tensor, box: tuple[int, ...], swizzle: int, promotion: int) -> None:
@@ -107,12 +107,12 @@ def _check(tensor: torch.Tensor, box: tuple[int, ...], swizzle: int, promotion: 
 def _encoded(tensor: torch.Tensor, box: tuple[int, ...], swizzle: int, promotion: int) -> TensorMap:
     from cuda.bindings import driver
 
-    room = ctypes.create_string_buffer(MAP_SIZE + ROOM)
-    start = -ctypes.addressof(room) % ROOM
+    buffer = ctypes.create_string_buffer(MAP_SIZE + ROOM)
+    start = -ctypes.addressof(buffer) % ROOM
     dims, size = tensor.ndim, tensor.element_size()
     steps = [step * size for step in tensor.stride()[:-1]]
     status = _encode()(
-        ctypes.addressof(room) + start,
+        ctypes.addressof(buffer) + start,
         getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{DTYPES[tensor.dtype]}"),
         dims,
         tensor.data_ptr(),
@@ -127,7 +127,7 @@ def _encoded(tensor: torch.Tensor, box: tuple[int, ...], swizzle: int, promotion
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     checked((driver.CUresult(status), None), f"tensor map of {tuple(tensor.shape)} in boxes of {box}")
-    return TensorMap(room.raw[start : start + MAP_SIZE])
+    return TensorMap(buffer.raw[start : start + MAP_SIZE])
 
 
 @cache

@@ -31,7 +31,7 @@ def nvrtc_version() -> tuple[int, int]:
     try:
         status, major, minor = nvrtc.nvrtcVersion()
     except RuntimeError as error:
-        # How cuda.bindings reports a missing library.
+        # cuda.bindings reports a missing library in this way.
         raise OSError((str(error).strip() or "no reason is given").splitlines()[0]) from error
     if status:
         raise OSError(status.name)
@@ -44,10 +44,10 @@ def targets() -> frozenset[int]:
     from cuda.bindings import nvrtc
 
     nvrtc_version()
-    status, found = nvrtc.nvrtcGetSupportedArchs()
+    status, archs = nvrtc.nvrtcGetSupportedArchs()
     if status:
         raise OSError(status.name)
-    return frozenset(found)
+    return frozenset(archs)
 
 
 @cache
@@ -58,8 +58,8 @@ def driver_major() -> int | None:
         return None
     from cuda.bindings import driver
 
-    status, found = driver.cuDriverGetVersion()
-    return None if status else found // 1000
+    status, number = driver.cuDriverGetVersion()
+    return None if status else number // 1000
 
 
 def why_no_compiler() -> str | None:

@@ -22,7 +22,7 @@ import torch
 
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.cuda.signature import MAP_SIZE, Buffer, Signature
-from rl_kernels.core.cuda.tensor_map import DIMS, seen_as
+from rl_kernels.core.cuda.tensor_map import DIMS, described_view
 from rl_kernels.core.testing.parameters import parameters_of, signature_of
 
 MOST_THREADS, MOST_SHARED = 1024, 227 << 10
@@ -163,7 +163,7 @@ def tensor_map(
     strides: tuple[int, ...] | None = None,
 ) -> Box:
     """Stand in for ``core.cuda.tensor_map``; checks what TMA requires of the tensor."""
-    tensor = seen_as(tensor, transposed, strides)
+    tensor = described_view(tensor, transposed, strides)
     size = tensor.element_size()
     assert tensor.ndim in DIMS, f"tensor map: {tensor.ndim} dims"
     assert tensor.numel(), "tensor map: empty tensor"

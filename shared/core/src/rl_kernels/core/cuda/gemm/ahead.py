@@ -1,9 +1,10 @@
 """The products that ``rl-kernels compile`` compiles: each schedule that may be chosen, for aligned operands and output.
 
-What is left out is compiled at first use: other operands; other output dtypes than those of gradients; swapped
-schedules that continue a chain, or whose operands both have contiguous rows and whose output is FP32, which a gradient
-needs only for at most 64 rows in several parts, or for at most 64 rows of a weight. Of products in segments of K there
-are those whose left operand has contiguous terms, with an output in the operands' dtype, or in FP32 for other ranks.
+All other products are compiled at first use: those with other operands, or with output dtypes that no gradient has;
+swapped schedules that continue a chain, or whose operands both have contiguous rows and whose output is FP32, which a
+gradient needs only for at most 64 rows in several parts, or for at most 64 rows of a weight. Products in segments of K
+are compiled ahead if the left operand has contiguous terms and the output has the operands' dtype, or FP32 for other
+ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ ARCH = "sm_90a"
 def programs_of(arch: str) -> list[Program]:
     """Return the programs of whole products for a target: all for ``sm_90a``, none for others."""
     majors = [(left, right) for left in (K_MAJOR, MN_MAJOR) for right in (K_MAJOR, MN_MAJOR)]
-    cuts = [(cut, pair) for cut in (one.schedule for one in candidates()) for pair in majors]
+    cuts = [(cut, pair) for cut in (candidate.schedule for candidate in candidates()) for pair in majors]
     return [
         program(dtype, out, cut, cut.depth(pair[1]), pair, stored, continues)
         for dtype in (HALVES if arch == ARCH else ())
@@ -33,22 +34,22 @@ def programs_of(arch: str) -> list[Program]:
 
 def segmented_of(arch: str) -> list[Program]:
     """Return the programs of products in segments of K for a target: all for ``sm_90a``, none for others."""
-    cuts = [one.schedule for segments in SEGMENTS for one in in_segments(segments)]
+    cuts = [candidate.schedule for segments in SEGMENTS for candidate in in_segments(segments)]
     layouts = [(cut, (K_MAJOR, right)) for cut in cuts for right in (K_MAJOR, MN_MAJOR)]
-    found = [(cut, operands_of(cut, majors)) for cut, majors in layouts if fits(cut, majors)]
+    fitting = [(cut, operands_of(cut, majors)) for cut, majors in layouts if fits(cut, majors)]
     return [
         program(dtype, out, cut, cut.depth(pair[1]), pair, stored, False)
         for dtype in (HALVES if arch == ARCH else ())
-        for cut, pair in found
+        for cut, pair in fitting
         if cut.fitted(*pair) == cut
         for out, stored in ((dtype, _own(cut)), (torch.float32, _wide(cut)))
     ]
 
 
 def _outputs_of(cut: Schedule, majors: tuple[int, int], dtype: torch.dtype) -> list[tuple[torch.dtype, int, bool]]:
-    """Return the ways to store an aligned output: the operands' dtype; FP32 too for gradients.
+    """Return (dtype, store mode, continues) of each aligned output: in the operands' dtype; for gradients in FP32 too.
 
-    Those are ``dc @ weight``, whose right operand is read along its rows, and unswapped also ``a^T @ dc``.
+    Gradients are ``dc @ weight``, whose right operand is read along its rows, and unswapped also ``a^T @ dc``.
     """
     own = (dtype, _own(cut), False)
     if cut.swapped:
@@ -59,10 +60,10 @@ def _outputs_of(cut: Schedule, majors: tuple[int, int], dtype: torch.dtype) -> l
 
 
 def _own(cut: Schedule) -> int:
-    """Return how an aligned output in the operands' dtype is stored."""
+    """Return the store mode of an aligned output in the operands' dtype."""
     return BY_STRIDES if not cut.in_boxes else TRANSPOSED if cut.swapped else BOXES
 
 
 def _wide(cut: Schedule) -> int:
-    """Return how an aligned output in FP32 is stored."""
+    """Return the store mode of an aligned output in FP32."""
     return BOXES if cut.in_boxes and not cut.swapped else BY_STRIDES

@@ -39,7 +39,7 @@ PROMOTION, PROMOTION_ONCE = 256, 128
 BY_ROW, BY_COLUMN = 1, 2
 """The direction of a bias along a tile; 0 is no bias."""
 BY_STRIDES, BOXES, TRANSPOSED = 0, 1, 2
-"""How the output is stored."""
+"""Store modes of an output: through its strides, in TMA boxes, or in TMA boxes of its transpose."""
 
 
 def matmul(
@@ -85,7 +85,7 @@ def matmul(
     return True
 
 
-class Lying(NamedTuple):
+class MatrixLayout(NamedTuple):
     """The layout of a matrix: all that a launch depends on, except its address."""
 
     shape: tuple[int, ...]
@@ -93,19 +93,19 @@ class Lying(NamedTuple):
     dtype: torch.dtype
     aligned: bool
 
-    def t(self) -> Lying:
+    def t(self) -> MatrixLayout:
         """Return the layout of the transpose."""
-        return Lying(self.shape[::-1], self.strides[::-1], self.dtype, self.aligned)
+        return MatrixLayout(self.shape[::-1], self.strides[::-1], self.dtype, self.aligned)
 
 
 class Box(NamedTuple):
-    """How to make a tensor map: of the tensor or its transpose, with other strides if a map cannot have its own.
+    """The part of a matrix that a tensor map covers: the tensor or its transpose, with other strides if TMA needs them.
 
     Attributes:
-        transposed: whether the map views the transpose.
-        strides: of the map, or None for those of the tensor.
-        size: rows and columns of one copy.
-        swizzle: its width in bytes.
+        transposed: whether the map covers the transpose.
+        strides: strides of the map, or None for the strides of the tensor.
+        size: rows and columns that one copy moves.
+        swizzle: swizzle width in bytes.
         promotion: bytes brought into the L2 cache.
     """
 
@@ -139,11 +139,11 @@ class Plan(NamedTuple):
         program: the kernel.
         grid: number of blocks.
         block: number of threads of a block.
-        boxes: of the left operand, the right one and the output, for the tensors as given; None is no map.
-        strides: of the output, the left operand and the right one.
+        boxes: boxes of the left operand, the right operand and the output, for the tensors of the call; None is no map.
+        strides: strides of the output, the left operand and the right operand.
         sizes: rows and columns of the output, K, rows of tiles that are processed together.
         length: terms of a segment of K.
-        scratch: bytes of global memory for sums that wait.
+        scratch: bytes of global memory for the sums that wait for a merge.
         along: the direction of a bias.
         shared: bytes of dynamic shared memory.
         pdl: whether blocks may start early (programmatic dependent launch).
@@ -185,9 +185,9 @@ def plan_of(
 
     None if K is cut into segments and TMA does not take an operand.
     """
-    left = Lying(a_shape, a_strides, dtype, a_aligned)
-    right = Lying(b_shape, b_strides, dtype, b_aligned).t()
-    target = Lying((a_shape[0], b_shape[1]), out_strides, out_dtype, out_aligned)
+    left = MatrixLayout(a_shape, a_strides, dtype, a_aligned)
+    right = MatrixLayout(b_shape, b_strides, dtype, b_aligned).t()
+    target = MatrixLayout((a_shape[0], b_shape[1]), out_strides, out_dtype, out_aligned)
     along, (m, k), n = BY_COLUMN, left.shape, right.shape[0]
     flipped = target.strides[1] != 1 and target.strides[0] == 1
     if flipped:
@@ -230,7 +230,7 @@ def plan_of(
 
 
 def scratch_of(size: int, device: torch.device) -> torch.Tensor | None:
-    """Return global memory for the sums that wait in a launch, or None if none do."""
+    """Return global memory for the sums that wait for a merge, or None if none do."""
     return torch.empty(size, dtype=torch.uint8, device=device) if size else None
 
 
@@ -272,20 +272,20 @@ def program(
     return Program("rl_kernels.core.cuda.gemm", "gemm_sm90.cu", "sm_90a", tuple(defines.items()))
 
 
-def _major(x: Lying) -> int:
+def _major(x: MatrixLayout) -> int:
     """Return the layout of ``x[rows, K]``."""
     return next((major for major, view in ((K_MAJOR, x), (MN_MAJOR, x.t())) if _has_map(view)), PLAIN)
 
 
-def _has_map(x: Lying) -> bool:
-    """Say whether TMA takes a matrix, with the strides of ``_strides``."""
+def _has_map(x: MatrixLayout) -> bool:
+    """Say whether TMA can read or write a matrix, with the strides of ``_strides``."""
     (rows, columns), (outer, inner) = x.shape, x.strides
     if not (rows and columns and x.aligned) or (inner != 1 and columns != 1):
         return False
     return rows == 1 or (outer >= columns and outer * x.dtype.itemsize % ALIGNED == 0)
 
 
-def _strides(x: Lying) -> tuple[int, int] | None:
+def _strides(x: MatrixLayout) -> tuple[int, int] | None:
     """Return strides that a map can have, or None if it can have the matrix's own."""
     (rows, columns), (outer, inner) = x.shape, x.strides
     if rows > 1 and inner == 1:
@@ -295,7 +295,7 @@ def _strides(x: Lying) -> tuple[int, int] | None:
     return (outer if rows > 1 else -(-columns // per) * per, 1)
 
 
-def _operand(x: Lying, major: int, rows: int, promotion: int) -> Box | None:
+def _operand(x: MatrixLayout, major: int, rows: int, promotion: int) -> Box | None:
     """Return the box of an operand for tiles of ``rows`` rows."""
     if major == PLAIN:
         return None
@@ -304,8 +304,8 @@ def _operand(x: Lying, major: int, rows: int, promotion: int) -> Box | None:
     return Box(True, _strides(x.t()), (BOX, ROWS), SWIZZLE, promotion)
 
 
-def _output(target: Lying, cut: Schedule) -> tuple[int, Box | None]:
-    """Return how tiles of this schedule store the output, and the box of the output."""
+def _output(target: MatrixLayout, cut: Schedule) -> tuple[int, Box | None]:
+    """Return the store mode of the output with this schedule, and the box of the output."""
     columns, size = cut.columns, target.dtype.itemsize
     if cut.in_boxes and _has_map(target):
         width = _widest(columns * size)

@@ -1,9 +1,9 @@
 """Schedules of ``gemm_sm90.cu`` on a Hopper GPU, from a fixed table: nothing is timed at run time.
 
-All schedules give the same bits, so the choice may depend on all sizes: it is the one with the least expected time.
-``tuned/h200.json`` holds the speed of each. ``tools/tune_matmul.py`` measured most of them; those for 33 to 64 rows
-were measured before their launches were dependent. Those of 64 x 64 and 64 x 128 and those for up to 32 rows were
-fitted to products of models' layers, timed alternately as with ``--beside``.
+All schedules give the same bits, so the choice may depend on all sizes: it takes the least expected time.
+``tuned/h200.json`` holds the speed of each. ``tools/tune_matmul.py`` measured most of them; schedules for 33 to 64
+rows were measured before their launches were dependent. Schedules of 64 x 64 and 64 x 128 tiles, and for up to 32 rows,
+were fitted to products of models' layers, timed alternately as with ``--beside``.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ SHALLOWEST = 3
 SMALL = 64 * 128
 """Tiles with up to this many numbers take longer to load than to multiply, as measured."""
 SUMS = 192
-"""Registers of a thread for sums: of a segment, and those that wait for it."""
+"""Registers of a thread for the sums of a segment, and for the sums that wait for a merge with it."""
 PLAIN_COLUMNS = 128
-"""Most columns of a tile whose operand is read number by number, which needs registers."""
+"""Largest number of columns of a tile whose operand is read number by number, which needs registers."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +79,18 @@ class Schedule:
 
     @property
     def waiting(self) -> int:
-        """Return the levels of the tree of a block's segments whose left sums do not fit in registers."""
+        """Return the number of levels of the tree of a block's segments whose left sums do not fit in registers."""
         return max(self.segments.bit_length() - SUMS // (self.columns // 2), 0)
 
     @property
     def near(self) -> int:
-        """Return the levels whose left sums wait in shared memory: as many as leave room for stages."""
+        """Return the number of levels whose left sums wait in shared memory: as many as leave room for stages."""
         room = (ROOM - SHALLOWEST * self.stage_bytes(K_MAJOR)) // self.consumers
         return min(self.waiting, max(room, 0) // self.sums)
 
     @property
     def far(self) -> int:
-        """Return the levels whose left sums wait in global memory."""
+        """Return the number of levels whose left sums wait in global memory."""
         return self.waiting - self.near
 
     @property
@@ -100,7 +100,7 @@ class Schedule:
 
     @property
     def behind(self) -> int:
-        """Return the bytes after the stages: boxes, sums that wait, or what a tile of few rows reads beyond its own."""
+        """Return the bytes after the stages: boxes, sums that wait, or rows beyond a tile of few rows that it reads."""
         of_consumer = max(BOXES if self.in_boxes else 0, self.near * self.sums)
         return max(self.consumers * of_consumer, (ROWS - self.rows) * SWIZZLE)
 
@@ -166,34 +166,36 @@ class Candidate:
         """Return the expected time of a product on ``processors`` multiprocessors, in microseconds."""
         cut = self.schedule
         rows, columns = (n, m) if cut.swapped else (m, n)
-        rounds, rest = divmod(cut.units(rows, columns), processors)
+        rounds, remaining = divmod(cut.units(rows, columns), processors)
         tile, stage = self.tile + (self.continued if continues else 0.0), max(self.alone, self.stage)
         # In the last round fewer tiles load, so the operands of each arrive sooner.
-        last = max(self.alone, self.stage * rest / processors) if cut.bound_by_loads else stage
-        stages = -(-k // cut.inner) * (rounds * stage + (last if rest else 0.0))
-        return self.start + (rounds + bool(rest)) * tile + stages
+        last = max(self.alone, self.stage * remaining / processors) if cut.bound_by_loads else stage
+        stages = -(-k // cut.inner) * (rounds * stage + (last if remaining else 0.0))
+        return self.start + (rounds + bool(remaining)) * tile + stages
 
 
 @functools.lru_cache(maxsize=4096)
 def schedule_for(m: int, n: int, k: int, majors: tuple[int, int], processors: int, continues: bool = False) -> Schedule:
     """Choose the schedule for ``[m, k] x [k, n]``; ``majors`` are the layouts of ``a`` and of ``b`` transposed."""
     possible = possible_of(candidates(), m, majors)
-    best = min(possible, key=lambda one: one.time(m, n, k, processors, continues))
+    best = min(possible, key=lambda candidate: candidate.time(m, n, k, processors, continues))
     return best.schedule.fitted(*operands_of(best.schedule, majors))
 
 
 def possible_of(known: tuple[Candidate, ...], m: int, majors: tuple[int, int]) -> list[Candidate]:
-    """Return those of the candidates that can be taken for ``m`` rows of operands with these layouts."""
-    fitting = [one for one in known if one.schedule.swapped == (m <= FEW)]
+    """Return the candidates for products of ``m`` rows and operands with these layouts."""
+    fitting = [candidate for candidate in known if candidate.schedule.swapped == (m <= FEW)]
     # One tile must hold every row, or the weights would be read twice.
-    fitting = [one for one in fitting if not one.schedule.swapped or one.schedule.columns >= m]
+    fitting = [candidate for candidate in fitting if not candidate.schedule.swapped or candidate.schedule.columns >= m]
     possible = [
-        one for one in fitting if one.schedule.fitted(*operands_of(one.schedule, majors)) == one.schedule
+        candidate
+        for candidate in fitting
+        if candidate.schedule.fitted(*operands_of(candidate.schedule, majors)) == candidate.schedule
     ] or fitting
     if m <= FEW:
         # But no wider than needed: columns beyond the matrix cost as much as others.
-        width = min(one.schedule.columns for one in possible)
-        possible = [one for one in possible if one.schedule.columns == width]
+        width = min(candidate.schedule.columns for candidate in possible)
+        possible = [candidate for candidate in possible if candidate.schedule.columns == width]
     return possible
 
 

@@ -1,6 +1,6 @@
 """Schedules of products whose sum over K is cut into segments: tiles of the tuned table, with merges.
 
-All of them give the same bits. The times of merges were fitted to products of models' layers on an H100.
+All schedules give the same bits. The times of merges were fitted to products of models' layers on an H100.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
 WHOLE = 78
 """Multiprocessors of the smallest Hopper chip; slices of one (MIG) may have no room for a cluster."""
 WIDEST = 160
-"""Most columns of tiles with several segments in each block of a cluster: a merge needs the registers of sums."""
+"""Largest width of tiles with several segments in each block of a cluster: a merge needs the registers of sums."""
 FARTHEST = 1
-"""Most levels of sums that wait in global memory: with two, registers do not suffice."""
+"""Largest number of levels whose sums wait in global memory: with two, registers do not suffice."""
 IN_REGISTERS, NEAR, FAR = 0.3, 2.0, 3.7
-"""Microseconds of a merge of 128 x 128 sums, by where the left ones wait."""
+"""Microseconds of a merge of 128 x 128 sums whose left ones wait in registers, shared or global memory."""
 OF_CLUSTER = 3.0, 0.5
-"""Microseconds of a merge over a cluster, and more for each of its blocks."""
+"""Microseconds of a merge over a cluster, and additional microseconds for each of its blocks."""
 ALONE = 1.0
-"""Microseconds that a tile takes longer if no other one is multiplied while it is stored."""
+"""Additional microseconds of a tile if no other tile is multiplied while it is stored."""
 WORTH = 0.9
 """A cluster is taken if it is expected to take at most this share of the time."""
 BYTES = 2.9e6
@@ -61,13 +61,15 @@ def schedule_of_segments(
     def time(candidate: Candidate) -> float:
         return time_of(candidate, m, n, length, processors)
 
-    possible = [one for one in possible_of(in_segments(segments), m, majors) if fits(one.schedule, majors)]
-    best = min((one for one in possible if one.schedule.cluster == 1), key=time)
-    clusters = [one for one in possible if one.schedule.cluster > 1]
+    possible = [
+        candidate for candidate in possible_of(in_segments(segments), m, majors) if fits(candidate.schedule, majors)
+    ]
+    best = min((candidate for candidate in possible if candidate.schedule.cluster == 1), key=time)
+    clusters = [candidate for candidate in possible if candidate.schedule.cluster > 1]
     if clusters and processors >= WHOLE:
-        other = min(clusters, key=time)
+        clustered = min(clusters, key=time)
         floor = 2.0 * n * k / BYTES
-        best = other if max(time(other), floor) < WORTH * max(time(best), floor) else best
+        best = clustered if max(time(clustered), floor) < WORTH * max(time(best), floor) else best
     return best.schedule.fitted(*operands_of(best.schedule, majors))
 
 
@@ -82,18 +84,18 @@ def fits(cut: Schedule, majors: tuple[int, int]) -> bool:
 @functools.cache
 def in_segments(segments: int) -> tuple[Candidate, ...]:
     """Return all tiles of the table with this many segments, in one block or in a cluster of blocks."""
-    return tuple(cut for one in candidates() for cut in _cut(one, segments))
+    return tuple(cut for candidate in candidates() for cut in _cut(candidate, segments))
 
 
-def _cut(one: Candidate, segments: int) -> Iterator[Candidate]:
-    turns = one.schedule.turns
+def _cut(candidate: Candidate, segments: int) -> Iterator[Candidate]:
+    turns = candidate.schedule.turns
     for cluster in CLUSTERS:
         # Products of few rows are bound by loads, and gain nothing from more blocks.
-        if cluster > segments or (cluster > 1 and (turns or one.schedule.swapped)):
+        if cluster > segments or (cluster > 1 and (turns or candidate.schedule.swapped)):
             continue
-        cut = replace(one.schedule, turns=False, segments=segments // cluster, cluster=cluster)
+        cut = replace(candidate.schedule, turns=False, segments=segments // cluster, cluster=cluster)
         if cut.far <= FARTHEST and not (1 < cluster < segments and cut.columns > WIDEST):
-            yield replace(one, schedule=cut, tile=one.tile + _merging(cut) + (ALONE if turns else 0.0))
+            yield replace(candidate, schedule=cut, tile=candidate.tile + _merging(cut) + (ALONE if turns else 0.0))
 
 
 def time_of(candidate: Candidate, m: int, n: int, length: int, processors: int) -> float:
@@ -109,6 +111,6 @@ def _merging(cut: Schedule) -> float:
     # The highest levels of a tree wait farthest, and each level has half the merges of the one below.
     far = (1 << cut.far) - 1
     near = (1 << cut.waiting) - 1 - far
-    each = far * FAR + near * NEAR + (cut.segments - 1 - far - near) * IN_REGISTERS
+    square_us = far * FAR + near * NEAR + (cut.segments - 1 - far - near) * IN_REGISTERS
     of_cluster = OF_CLUSTER[0] + OF_CLUSTER[1] * cut.cluster if cut.cluster > 1 else 0.0
-    return each * cut.rows * cut.columns / 128**2 + of_cluster
+    return square_us * cut.rows * cut.columns / 128**2 + of_cluster
