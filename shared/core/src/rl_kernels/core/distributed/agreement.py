@@ -1,4 +1,4 @@
-"""What ranks must agree on before they exchange tensors; if they do not, each rank raises the same error."""
+"""Agreement of ranks on a call before they exchange tensors: if they disagree, each rank raises the same error."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ RECORD = 4096
 SHOWN = 60
 """Characters of a value that a message shows."""
 TEXT = 1500
-"""Bytes of an error that reach the other ranks."""
+"""Largest number of bytes of an error that are sent to other ranks."""
 FACTORS = (0x9E3779B1, 0x85EBCA77)
-"""Of the weights of rows and columns: primes, so that rows and columns cannot be exchanged."""
+"""Factors of the weights of rows and of columns: different primes, so that rows and columns cannot be exchanged."""
 KINDS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 """Errors that keep their type on other ranks; any other becomes a RuntimeError."""
 
 Validate = bool | Literal["ranks"]
-"""Check a call's own arguments, and over ranks the first call of a kind; with ``"ranks"`` every call."""
+"""True: check a call's arguments, and compare the first call of a kind over ranks; ``"ranks"`` compares every call."""
 _agreed: WeakKeyDictionary[ProcessGroup, set[Hashable]] = WeakKeyDictionary()
 """Kinds of calls that the ranks of a group have compared."""
 
@@ -55,7 +55,7 @@ def agree_on_kind(
         error: as in ``agree``.
         same: returns what ``agree`` compares.
         own: as in ``agree``.
-        check: is given ``own`` of each rank, and raises if they do not fit.
+        check: called with ``own`` of each rank; raises if they do not fit.
 
     Raises:
         TypeError, ValueError, RuntimeError: as in ``agree``.
@@ -65,9 +65,9 @@ def agree_on_kind(
         if error is not None:
             raise error
         return
-    found = agree(name, group, error, {} if error is not None else same(), own)
+    own_of_ranks = agree(name, group, error, {} if error is not None else same(), own)
     if check is not None:
-        check(found)
+        check(own_of_ranks)
     known.add(kind)
 
 
@@ -87,11 +87,11 @@ def agree(
     It costs one all-gather of 4 KiB a rank, and on NCCL a sync of the GPU.
 
     Args:
-        name: of the function that runs, as users call it.
-        group: of the call.
-        error: what the checks of this rank raised, or None.
+        name: name of the function that runs, as users call it.
+        group: process group of the call.
+        error: the error of this rank's checks, or None.
         same: argument -> value, compared as text: must be equal on all ranks.
-        own: name -> integer of this rank, which the others need.
+        own: name -> integer of this rank, which other ranks need.
 
     Returns:
         ``own`` of each rank.
@@ -117,10 +117,10 @@ def agree(
             raise KINDS.get(kind, RuntimeError)(f"{text} (on rank {rank} of process_group)") from error
     named = dict.fromkeys(key for other in records for key in other["same"])
     for key in ("name", *named):
-        found = [other["name"] if key == "name" else other["same"].get(key) for other in records]
-        if any(value != found[0] for value in found):
+        values = [other["name"] if key == "name" else other["same"].get(key) for other in records]
+        if any(value != values[0] for value in values):
             called = "function" if key == "name" else key
-            shown = ", ".join(f"{value if key == 'name' else (value or ['nothing'])[0]}" for value in found)
+            shown = ", ".join(f"{value if key == 'name' else (value or ['nothing'])[0]}" for value in values)
             raise ValueError(f"{called}: expected the same on every rank of process_group, got {shown}")
     return [other["own"] for other in records]
 
@@ -136,11 +136,11 @@ def fingerprint(x: torch.Tensor) -> int:
         torch.arange(n, device=x.device) * 2 * factor + 1 for n, factor in zip(rows.shape, FACTORS, strict=True)
     )
     step = max(1, (1 << 22) // rows.shape[1])
-    found = [
+    sums = [
         ((part.long() * along).sum(1) * weight).sum()
         for part, weight in zip(rows.split(step), down.split(step), strict=True)
     ]
-    return int(torch.stack(found).sum())
+    return int(torch.stack(sums).sum())
 
 
 def _kind(error: Exception) -> str:
@@ -148,7 +148,7 @@ def _kind(error: Exception) -> str:
 
 
 def _encoded(record: Mapping[str, Any]) -> bytes:
-    """Return a record of fixed size: of each value what a message shows, and a checksum of all of it."""
+    """Return a record of fixed size: of each value the part that a message shows, and a checksum of the whole."""
     for shown in (SHOWN, 0):
         same = {key: [value[:shown], zlib.crc32(value.encode())] for key, value in record["same"].items()}
         text = json.dumps({**record, "same": same}, ensure_ascii=False).encode()

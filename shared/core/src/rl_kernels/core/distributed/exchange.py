@@ -55,9 +55,9 @@ def all_reduce(
         return total(_gathered(x, group, size), order, bias, dtype)
     rows = x.reshape(-1, x.shape[-1] if bias is not None else 1)
     count = rows.shape[0]
-    each = -(-count // size)
-    if each * size != count:
-        rows = F.pad(rows, (0, 0, 0, each * size - count))
+    rows_of_rank = -(-count // size)
+    if rows_of_rank * size != count:
+        rows = F.pad(rows, (0, 0, 0, rows_of_rank * size - count))
     mine = total(_exchanged(rows, size, group), order, bias, dtype)
     return _gathered(mine, group, size).flatten(0, 1)[:count].reshape(x.shape)
 
@@ -82,8 +82,8 @@ def reduce_scatter(
         return total(x[None], order, bias, dtype)
     if dim:
         parts = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
-        found = reduce_scatter(parts.flatten(0, 1), group, order=order, bias=bias, dtype=dtype)
-        return found.view(parts.shape[1:])
+        result = reduce_scatter(parts.flatten(0, 1), group, order=order, bias=bias, dtype=dtype)
+        return result.view(parts.shape[1:])
     x = x.contiguous()
     if _is_symmetric(x, order):
         planned = reduction_of(group, x, x.shape, dtype or x.dtype, scatter_dim=0, bias=bias)
@@ -107,16 +107,16 @@ def reduce_product(
     Args:
         write: called with ``out[n, N]``, FP32 and contiguous, first and end: writes rows first to end of this rank's
             part to it.
-        shape: of a part, ``[..., N]``; its rows are those of ``[M, N]``.
+        shape: shape of a part, ``[..., N]``; its rows are the rows of ``[M, N]``.
         like: a tensor on the device of the parts.
         group: as in ``all_reduce``.
-        scatter_dim: None for the whole sum, or the dim of which this rank gets its slice, as in ``reduce_scatter``.
+        scatter_dim: None for the whole sum, or the dim along which this rank gets its slice, as in ``reduce_scatter``.
         bias: as in ``all_reduce``.
         dtype: as in ``all_reduce``.
     """
     if scatter_dim is None or math.prod(shape[:scatter_dim]) == 1:
-        of_sum = dtype or torch.float32
-        planned = reduction_of(group, like, shape, of_sum, scatter_dim=scatter_dim, bias=bias, is_product=True)
+        sum_dtype = dtype or torch.float32
+        planned = reduction_of(group, like, shape, sum_dtype, scatter_dim=scatter_dim, bias=bias, is_product=True)
         if planned is not None:
             return planned.of_product(write, like, bias)
     rows = math.prod(shape[:-1])

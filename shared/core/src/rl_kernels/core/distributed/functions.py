@@ -1,4 +1,4 @@
-"""The exchanges of ``exchange`` with gradients: those of a loss that every rank computes alike.
+"""The exchanges of ``exchange`` with gradients, for a loss that every rank computes alike.
 
 | forward | gradient of ``x`` |
 |---|---|
@@ -24,8 +24,8 @@ def all_gather(x: torch.Tensor, group: ProcessGroup, dim: int = 0) -> torch.Tens
     """Return the tensors of all ranks, of one shape, concatenated along ``dim``; differentiable."""
     if not _has_gradient(x):
         return exchange.all_gather(x, group, dim)
-    found: torch.Tensor = _AllGather.apply(x, group, dim)
-    return found
+    result: torch.Tensor = _AllGather.apply(x, group, dim)
+    return result
 
 
 def split(x: torch.Tensor, group: ProcessGroup, dim: int = 0) -> torch.Tensor:
@@ -38,8 +38,8 @@ def split(x: torch.Tensor, group: ProcessGroup, dim: int = 0) -> torch.Tensor:
         raise ValueError(f"x: expected dim {dim} to divide by {group_size(group)} ranks, got shape {tuple(x.shape)}")
     if not _has_gradient(x):
         return _slice(x, group, dim)
-    found: torch.Tensor = _Split.apply(x, group, dim)
-    return found
+    result: torch.Tensor = _Split.apply(x, group, dim)
+    return result
 
 
 def all_reduce(
@@ -66,8 +66,8 @@ def all_reduce(
     options = {"order": order, "bias": bias, "dtype": dtype}
     if not _has_gradient(x):
         return exchange.all_reduce(x, group, **options)  # type: ignore[arg-type]
-    found: torch.Tensor = _AllReduce.apply(x, group, options)
-    return found
+    result: torch.Tensor = _AllReduce.apply(x, group, options)
+    return result
 
 
 def reduce_scatter(
@@ -88,8 +88,8 @@ def reduce_scatter(
     options = {"dim": dim, "order": order, "bias": bias, "dtype": dtype}
     if not _has_gradient(x):
         return exchange.reduce_scatter(x, group, **options)  # type: ignore[arg-type]
-    found: torch.Tensor = _ReduceScatter.apply(x, group, options)
-    return found
+    result: torch.Tensor = _ReduceScatter.apply(x, group, options)
+    return result
 
 
 def _has_gradient(x: torch.Tensor) -> bool:

@@ -58,11 +58,11 @@ def group_rank(group: ProcessGroup) -> int:
 
 
 def _place(group: ProcessGroup) -> tuple[int, int]:
-    """Return (rank, size); kept, because a group's own methods wait for other threads of the process."""
-    found = _places.get(group)
-    if found is None:
-        found = _places[group] = group.rank(), group.size()
-    return found
+    """Return (rank, size); cached, because a group's own methods wait for other threads of the process."""
+    place = _places.get(group)
+    if place is None:
+        place = _places[group] = group.rank(), group.size()
+    return place
 
 
 _places: WeakKeyDictionary[ProcessGroup, tuple[int, int]] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""Sums over ranks through symmetric memory, planned once for parts of one shape: one launch, and where the parts lie.
+"""Sums over ranks through symmetric memory, planned once for parts of one shape: one launch, and the parts' places.
 
 Multicast is not used, because its sums have no fixed order.
 """
@@ -21,7 +21,7 @@ from rl_kernels.core.torchlib.observed import values_hidden
 SENT_ROWS = 1024
 """From this many rows of a slice on, products write their parts into the memory of the rank that adds them."""
 KEPT = 512
-"""Plans of a group that are kept."""
+"""Largest number of plans of a group that are cached."""
 Write = Callable[[torch.Tensor, int, int], None]
 """Called with ``out[n, N]``, first and end: writes rows first to end of a part to it."""
 
@@ -30,10 +30,10 @@ class Reduction:
     """The tree sum over ranks of FP32 parts ``[..., N]`` of one shape, plus a bias, or this rank's slice of it.
 
     Args:
-        window: of the group, with room for a part.
+        window: window of the group, with room for a part.
         group: 2, 4 or 8 ranks.
-        shape: of a part.
-        dtype: to which the sum is rounded.
+        shape: shape of a part.
+        dtype: dtype to which the sum is rounded.
         scatter_dim: None, or the dim along which a rank gets its slice; all dims before it have size 1.
         has_bias: whether sums get a bias.
         is_product: whether parts are written by ``of_product``.
@@ -62,22 +62,26 @@ class Reduction:
         self._dtype, self._device = dtype, window.memory.device
         self._copied = not scatters and 4 * count <= ONE_SHOT
         """Whether the kernel copies a part to the window."""
-        each = rows // ranks
-        sends = is_product and each >= SENT_ROWS and rows % ranks == 0
-        # Each rank's memory takes the parts of its slice from all ranks, while the others are still computed. The
-        # slices of other ranks are first, so that their way is hidden.
+        rows_of_rank = rows // ranks
+        sends = is_product and rows_of_rank >= SENT_ROWS and rows % ranks == 0
+        # Each rank's memory takes the parts of its slice from all ranks, while later parts are still computed. The
+        # slices of other ranks are first, so that their transfer is hidden.
         owners = [*range(rank + 1, ranks), *range(rank + 1)] if sends else []
         self._targets = [
-            (window.slice_of(owner, rank * each * columns, (each, columns)), owner * each, (owner + 1) * each)
+            (
+                window.slice_of(owner, rank * rows_of_rank * columns, (rows_of_rank, columns)),
+                owner * rows_of_rank,
+                (owner + 1) * rows_of_rank,
+            )
             for owner in owners
         ] or [(window.slice_of(rank, 0, self._matrix), 0, rows)]
         self._memories = window.handle.buffer_ptrs_dev
-        of_sum = peers.Sum(count, columns, rank, ranks, has_bias, self._device.index)
+        summed = peers.Sum(count, columns, rank, ranks, has_bias, self._device.index)
         if self._copied:
-            self._launch = peers.exchange(of_sum, 0, window.small)
+            self._launch = peers.exchange(summed, 0, window.small)
         else:
-            sent = each * columns if sends else 0
-            self._launch = peers.exchange_slices(of_sum, 0, window.parts, window.sums, scatters=scatters, sent=sent)
+            sent = rows_of_rank * columns if sends else 0
+            self._launch = peers.exchange_slices(summed, 0, window.parts, window.sums, scatters=scatters, sent=sent)
 
     def of_part(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return the sum of the contiguous parts ``x`` of all ranks."""
@@ -120,20 +124,20 @@ def reduction_of(
     """Return the plan of a sum on the GPU of ``like``, or None without symmetric memory; ranks call it alike."""
     if not like.is_cuda or torch.compiler.is_compiling():
         return None
-    known = _planned.get(group)
-    if known is None:
-        known = _planned[group] = {}
+    plans = _planned.get(group)
+    if plans is None:
+        plans = _planned[group] = {}
     # A launch is for one dtype of the bias.
     key = shape, like.get_device(), dtype, scatter_dim, None if bias is None else bias.dtype, is_product
-    found = known.get(key)
-    if found is None:
+    plan = plans.get(key)
+    if plan is None:
         window = window_of(group, like, 4 * math.prod(shape)) if group_size(group) > 1 else None
         if window is None:
             return None
-        if len(known) >= KEPT:
-            known.clear()
-        found = known[key] = Reduction(window, group, shape, dtype, scatter_dim, bias is not None, is_product)
+        if len(plans) >= KEPT:
+            plans.clear()
+        plan = plans[key] = Reduction(window, group, shape, dtype, scatter_dim, bias is not None, is_product)
     # A captured stream cannot wait for work outside its graph; the docs ask for one stream.
     if not values_hidden(like):
-        found.window.follow()
-    return found
+        plan.window.follow()
+    return plan

@@ -26,10 +26,10 @@ def chain_sum(parts: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
 
     It has the bits of gradients that are accumulated in ``.grad`` one after the other.
     """
-    first, *others = list(parts)
-    for part in others:
-        first = first + part
-    return first
+    total, *later = list(parts)
+    for part in later:
+        total = total + part
+    return total
 
 
 def total(
@@ -37,8 +37,8 @@ def total(
 ) -> torch.Tensor:
     """Return the sum of ``parts[n, ..., N]``, plus ``bias[N]``, rounded once to ``dtype``."""
     dtype = dtype or parts.dtype
-    if order == "tree" and parts.is_cuda and (found := _fused(parts, bias, dtype)) is not None:
-        return found
+    if order == "tree" and parts.is_cuda and (fused := _fused(parts, bias, dtype)) is not None:
+        return fused
     sums: Callable[..., torch.Tensor] = tree_sum if order == "tree" else chain_sum
     result = sums(parts)
     if bias is not None:

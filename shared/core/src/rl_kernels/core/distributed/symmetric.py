@@ -1,7 +1,7 @@
 """Memory of GPUs of one node that all ranks of a group can read and write.
 
 ``reductions`` adds parts through it. This is faster than collectives, which move parts through buffers of their own.
-Where symmetric memory is not to be had, on every rank alike, callers use collectives; both give the same bits.
+Where symmetric memory is missing, on every rank alike, callers use collectives; both give the same bits.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.core.triton_lib.launch import INSTALLED
 
 VARIABLE = "RL_KERNELS_SYMMETRIC_MEMORY"
-"""``0`` turns it off; set it alike on all ranks."""
+"""Name of the variable: ``0`` turns symmetric memory off; set it alike on all ranks."""
 ONE_SHOT = 4 << 20
 """Up to this many bytes of a part, each rank adds the whole sum; above, a slice of it."""
 LARGEST = 1 << 30
 """Bytes of the largest part that goes through symmetric memory."""
 ALIGNED = 256
-"""Bytes of which areas are multiples."""
+"""Bytes to which areas are rounded up."""
 NAME = 64
-"""Bytes of a description of GPU and node that are compared."""
+"""Compared bytes of a description of GPU and node."""
 LEAST = 8 << 20
 """Bytes of the smallest window."""
 
@@ -61,13 +61,14 @@ class Window:
         """Return memory of any rank for FP32 numbers, from element ``first`` of its area for parts on."""
         # A window that is first used by a rollout in inference mode is written to in training too.
         with torch.inference_mode(False):
-            found: torch.Tensor = self.handle.get_buffer(owner, shape, torch.float32, self.parts // 4 + first)
-        return found
+            part: torch.Tensor = self.handle.get_buffer(owner, shape, torch.float32, self.parts // 4 + first)
+        return part
 
 
 _windows: WeakKeyDictionary[ProcessGroup, dict[int, Window | None]] = WeakKeyDictionary()
-"""By group and GPU; None where a rank has no symmetric memory."""
-_kept: list[Window | None] = []
+"""Windows by group and GPU; None where a rank has no symmetric memory."""
+_outgrown: list[Window | None] = []
+"""Smaller windows, which peers and captured graphs may still use."""
 
 
 def window_of(group: ProcessGroup, like: torch.Tensor, size: int) -> Window | None:
@@ -75,35 +76,34 @@ def window_of(group: ProcessGroup, like: torch.Tensor, size: int) -> Window | No
     # The kernels add a power of two of parts.
     if not like.is_cuda or torch.compiler.is_compiling() or not 0 < size <= LARGEST or group_size(group) not in SIZES:
         return None
-    known, device = _windows.setdefault(group, {}), like.get_device()
-    if device in known and ((found := known[device]) is None or found.size >= size):
-        return found
+    windows, device = _windows.setdefault(group, {}), like.get_device()
+    if device in windows and ((window := windows[device]) is None or window.size >= size):
+        return window
     if values_hidden(like):
         # Memory cannot be mapped while a graph is captured.
         return None
     off = os.environ.get(VARIABLE) == "0" or torch.version.hip is not None
     if off or not INSTALLED or distributed.get_backend(group) != "nccl":
-        known[device] = None
+        windows[device] = None
         return None
     size = max(LEAST, 1 << (size - 1).bit_length())
-    # Peers and captured graphs may still use a smaller window, so it is kept.
-    _kept.append(known.get(device))
-    known[device] = _mapped(group, like.device, size)
-    return known[device]
+    _outgrown.append(windows.get(device))
+    windows[device] = _mapped(group, like.device, size)
+    return windows[device]
 
 
 def _mapped(group: ProcessGroup, device: torch.device, size: int) -> Window | None:
     """Return a window if every rank could map one; by its exchanges, all flags are cleared before one is set."""
-    made: Window | None = None
+    window: Window | None = None
     if _are_alike(group, device):
         try:
-            made = Window(group, device, size)
+            window = Window(group, device, size)
         except RuntimeError:  # no access between these GPUs
-            made = None
-    fine = torch.full((1,), int(made is not None), device=device)
-    all_fine = fine.new_empty(group_size(group))
-    gather_into(all_fine, fine, group)
-    return made if bool(all_fine.all()) else None
+            window = None
+    is_mapped = torch.full((1,), int(window is not None), device=device)
+    all_mapped = is_mapped.new_empty(group_size(group))
+    gather_into(all_mapped, is_mapped, group)
+    return window if bool(all_mapped.all()) else None
 
 
 def _are_alike(group: ProcessGroup, device: torch.device) -> bool:

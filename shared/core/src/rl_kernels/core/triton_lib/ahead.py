@@ -1,4 +1,4 @@
-"""Calls that are only compiled: how a backend's module ``ahead`` makes them, which ``rl-kernels compile`` reads."""
+"""Tensors of calls that are only compiled: the calls that a backend's module ``ahead`` gives ``rl-kernels compile``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The canonical chain in Triton: a matrix product whose order of sums depends on K alone, not on tiles or stages.
 
 Order of every sum, which is the contract: ``acc = acc + A[:, k:k+16] B[k:k+16, :]`` for k = 0, 16, 32, ... in one FP32
-accumulator, K padded with zeros, rounded once at the end. With segments of K each is such a chain from 0, and a
-balanced tree merges them. FP32 operands are multiplied in FP32 (no TF32); the 16 terms
-of a step are summed from zero and then added to acc.
+accumulator, K padded with zeros, rounded once at the end. With segments of K each segment is such a chain from 0, and
+a balanced tree merges them. FP32 operands are multiplied in FP32 (no TF32); the 16 terms of a step are summed from zero
+and then added to acc.
 
 A program holds BLOCK_M x BLOCK_N accumulators and loads BLOCK_K terms at a time; which thread holds what is Triton's
 choice. Both operands are taken as ``[rows, K]``, the right one as its transpose. Neither is copied: a tile is loaded
@@ -28,9 +28,9 @@ from rl_kernels.core.triton_lib.arithmetic import INTERPRETED, fma
 from rl_kernels.core.triton_lib.schedule import HALF, Schedule, in_segments, processors, schedule_for
 
 ROWS, COLUMNS, POINTERS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""How an operand ``[rows, K]`` is read: through a descriptor of it, one of its transpose, or by pointers."""
+"""Ways to read an operand ``[rows, K]``: through its descriptor, through a descriptor of its transpose, by pointers."""
 BY_ROW, BY_COLUMN = tl.constexpr(1), tl.constexpr(2)
-"""Which dim of a tile a bias runs along; 0 is no bias."""
+"""Dim of a tile along which a bias runs; 0 is no bias."""
 STEP = tl.constexpr(constants.STEP)
 """Terms that one step of the chain adds."""
 
@@ -45,7 +45,7 @@ class Operand(NamedTuple):
 
 
 def operand(x: torch.Tensor, rows: int, k: int) -> Operand:
-    """Return how tiles ``[rows, k]`` of ``x[rows, K]`` are read in place."""
+    """Return the operand by which tiles ``[rows, k]`` of ``x[rows, K]`` are read in place."""
     # A descriptor holds its strides; passed as 0, they do not specialize the kernel.
     if described(x):
         return Operand(descriptor(x, rows, k), 0, 0, ROWS.value)
@@ -90,7 +90,7 @@ def matmul(
     """Write ``a[M, K] @ b[K, N] + bias[N]`` to ``out[M, N]``; if ``continues``, its FP32 chain starts from ``out``.
 
     Operands of one dtype, any strides; ``out`` of any floating dtype and any strides. ``schedule`` is chosen by the
-    sizes if it is not given. ``span``, a multiple of 16, is for FP32 operands: every ``span`` terms are summed from
+    sizes if it is None. ``span``, a multiple of 16, is for FP32 operands: every ``span`` terms are summed from
     zero in a chain of their own, and then added. Short spans lose digits if K is long; a chain that is to be continued
     must end at a whole span.
 
@@ -106,7 +106,7 @@ def matmul(
     left, right, target = (b.t(), a, out.t()) if cut.swapped else (a, b.t(), out)
     stored = described(target)
     if not stored and out.dtype == torch.float32:
-        # The room that storing such a tile takes does not fit beside the loads of the next one.
+        # The shared memory to store such a tile does not fit beside the loads of the next tile.
         cut = replace(cut, persistent=False, parts=1)
     tiles = cut.tiles(m, n)
     with device_of(a):
@@ -244,10 +244,10 @@ def _segments(
             *(LEFT, RIGHT, BLOCK_M, BLOCK_N, BLOCK_K, STEP, index * length),
         )
     else:
-        where = (a, a_row_stride, a_k_stride, b, b_row_stride, b_k_stride, row, column, M, N, K, length)
+        operands = (a, a_row_stride, a_k_stride, b, b_row_stride, b_k_stride, row, column, M, N, K, length)
         half: tl.constexpr = COUNT // 2
-        first = _segments(*where, index, half, LEFT, RIGHT, BLOCK_M, BLOCK_N, BLOCK_K)
-        second = _segments(*where, index + half, half, LEFT, RIGHT, BLOCK_M, BLOCK_N, BLOCK_K)
+        first = _segments(*operands, index, half, LEFT, RIGHT, BLOCK_M, BLOCK_N, BLOCK_K)
+        second = _segments(*operands, index + half, half, LEFT, RIGHT, BLOCK_M, BLOCK_N, BLOCK_K)
         total = _join(first, second)
     return total
 
@@ -349,10 +349,10 @@ def _matmul(
             else:
                 acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             acc = chain(*operands, acc, LEFT, RIGHT, BLOCK_M, BLOCK_N, BLOCK_K, SPAN)
-        where = (c, c_row_stride, c_column_stride, bias, bias_stride)
+        target = (c, c_row_stride, c_column_stride, bias, bias_stride)
         if PARTS == 2:
             first, second = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-            _store(first, *where, row, column, M, N, STORED, BIAS, BLOCK_M, BLOCK_N // 2)
-            _store(second, *where, row, column + BLOCK_N // 2, M, N, STORED, BIAS, BLOCK_M, BLOCK_N // 2)
+            _store(first, *target, row, column, M, N, STORED, BIAS, BLOCK_M, BLOCK_N // 2)
+            _store(second, *target, row, column + BLOCK_N // 2, M, N, STORED, BIAS, BLOCK_M, BLOCK_N // 2)
         else:
-            _store(acc, *where, row, column, M, N, STORED, BIAS, BLOCK_M, BLOCK_N)
+            _store(acc, *target, row, column, M, N, STORED, BIAS, BLOCK_M, BLOCK_N)

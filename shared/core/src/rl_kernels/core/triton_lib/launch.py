@@ -21,7 +21,7 @@ ALIGNMENT = 256
 PLAIN = frozenset({int, float, bool, type(None)})
 """Types of arguments that go into a key as they are; all others are tensors or tensor descriptors."""
 KEPT = 4096
-"""Maximum launches whose compiled kernel is remembered."""
+"""Largest number of launches whose compiled kernel is remembered."""
 
 direct = INTERPRETED or torch.version.hip is not None
 """Whether Triton inspects each launch itself: on ROCm it specializes on the sizes of tensors too."""
@@ -72,7 +72,7 @@ def launch(
     inspection of each argument, which is most of a launch on the host. The key is finer than anything that Triton
     specializes on: numbers and constants by value, tensors by dtype and address modulo 256, descriptors by dtype and
     block shape. The launch itself is ``compiled[grid](*args)``, the form of Triton's own tutorials, with the stream
-    given.
+    passed in.
 
     Args:
         kernel: of ``triton.jit``.
@@ -85,14 +85,14 @@ def launch(
     if direct:
         kernel[grid](*args, *numbers, num_warps=num_warps, **options)
         return
-    forms = [x if type(x) in PLAIN else _form(x) for x in args]
+    specializations = [x if type(x) in PLAIN else _specialization(x) for x in args]
     device = current()
-    key = (id(kernel), device, num_warps, *options.values(), numbers, *forms)
-    found = _compiled.get(key)
-    if found is not None:
+    key = (id(kernel), device, num_warps, *options.values(), numbers, *specializations)
+    cached = _compiled.get(key)
+    if cached is not None:
         sizes = (*grid, 1, 1)
         # Passed in, because Triton's own look-up of device and stream takes longer.
-        found[1][sizes](*args, *numbers, stream=stream_of(device))
+        cached[1][sizes](*args, *numbers, stream=stream_of(device))
         return
     compiled = kernel[grid](*args, *numbers, num_warps=num_warps, **options)
     if len(_compiled) >= KEPT:
@@ -102,8 +102,8 @@ def launch(
         _compiled[key] = kernel, compiled
 
 
-def _form(x: Any) -> tuple[Any, ...]:
-    """Return what a kernel is specialized on, of a tensor or of a descriptor of Triton's class."""
+def _specialization(x: Any) -> tuple[Any, ...]:
+    """Return the properties of a tensor, or of a descriptor of Triton's class, on which a kernel is specialized."""
     if isinstance(x, torch.Tensor):
         return x.dtype, x.data_ptr() % ALIGNMENT
     return x.base.dtype, *x.block_shape

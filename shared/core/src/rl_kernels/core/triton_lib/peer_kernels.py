@@ -48,7 +48,7 @@ def _flag(memories, owner, flags, program, other, ranks):
 
 @triton.jit
 def _meet(memories, flags, program, rank: tl.constexpr, RANKS: tl.constexpr):
-    """Wait until this program has come here on every rank; what they wrote before is then visible."""
+    """Wait until this program has come here on every rank; their earlier writes are then visible."""
     tl.debug_barrier()
     for other in tl.static_range(RANKS):
         if other != rank:

@@ -15,7 +15,7 @@ from rl_kernels.core.triton_lib.launch import Launch
 
 BLOCK = 2048
 MOST = 512
-"""Most programs of a launch."""
+"""Largest number of programs of a launch."""
 PROGRAMS = 2
 """Programs on a multiprocessor: enough loads in flight to hide the latency between GPUs, and all run at once."""
 
@@ -57,11 +57,11 @@ def exchange(total: Sum, flags: int, start: int) -> Launch:
     contiguous.
 
     Args:
-        total: what is added.
+        total: sizes of the sum.
         flags: byte in each rank's memory at which zeroed flags begin.
         start: byte at which each rank has room for its part.
     """
-    # All programs must run at once, because they wait for those of other GPUs.
+    # All programs must run at once, because they wait for programs of other GPUs.
     count = min(-(-total.size // BLOCK), MOST, processors(total.device))
     numbers = flags, start, total.size, total.columns, total.rank, total.ranks, total.has_bias, BLOCK
     return Launch(peer_kernels.exchange, (count,), numbers, num_warps=8)
@@ -70,27 +70,27 @@ def exchange(total: Sum, flags: int, start: int) -> Launch:
 def exchange_slices(total: Sum, flags: int, parts: int, sums: int, *, scatters: bool, sent: int) -> Launch:
     """Return the launch that writes the tree sum of all ranks' FP32 parts, plus bias, to ``out``.
 
-    Each rank adds a slice, and the others copy it. It takes the address of the table of all ranks' memories, ``bias``
-    (or any tensor) and ``out``, contiguous; with ``scatters`` that is this rank's slice of the sum.
+    Each rank adds one slice, and all other ranks copy it. It takes the address of the table of all ranks' memories,
+    ``bias`` (or any tensor) and ``out``, contiguous; with ``scatters``, ``out`` is this rank's slice of the sum.
 
     Args:
-        total: what is added.
+        total: sizes of the sum.
         flags: byte in each rank's memory at which zeroed flags begin.
         parts: byte at which each rank has its part.
         sums: byte at which each rank has room for rounded sums.
-        scatters: leave out the copies of other slices.
-        sent: 0: a rank reads its slice of the parts in the memory of all. Otherwise the elements of a slice: all ranks
-            have written their parts of it to this rank's memory, one after the other.
+        scatters: do not copy the slices of other ranks.
+        sent: 0 if a rank reads its slice of the parts in the memory of all ranks. Otherwise the number of elements of a
+            slice, whose parts all ranks have written to this rank's memory, one after the other.
     """
     size, ranks = total.size, total.ranks
-    each = sent or (size // ranks if scatters else aligned(-(-size // ranks)))
-    count = min(-(-each // BLOCK), MOST, PROGRAMS * processors(total.device))
+    slice_size = sent or (size // ranks if scatters else aligned(-(-size // ranks)))
+    count = min(-(-slice_size // BLOCK), MOST, PROGRAMS * processors(total.device))
     numbers = (
         flags,
         parts,
         sums,
         size,
-        each,
+        slice_size,
         total.columns,
         total.rank,
         ranks,

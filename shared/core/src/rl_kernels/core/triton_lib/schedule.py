@@ -21,7 +21,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a product ``[M, K] x [K, N]`` is cut into tiles.
+    """The tiling of a product ``[M, K] x [K, N]``.
 
     Attributes:
         rows: of a tile.
@@ -29,7 +29,7 @@ class Schedule:
         inner: terms of K that are loaded at a time: 16 in FP32, else a multiple of it.
         warps: of a program.
         stages: loads in flight.
-        group: rows of tiles per panel, so that what they share stays in the L2 cache.
+        group: rows of tiles per panel, so that their common operand stays in the L2 cache.
         persistent: one program per multiprocessor, each of which takes tile after tile.
         parts: pieces, 1 or 2, in which a tile is stored.
         swapped: operands are swapped, so a tile's rows are columns of the right operand; for a product of few rows.
@@ -57,18 +57,18 @@ ANYWHERE = {
     torch.float16: Schedule(64, 128, 32, 4, 3),
     torch.float32: Schedule(64, 64, 16, 8, 3),
 }
-"""For architectures without tuning: small enough for every GPU."""
+"""Schedules for architectures without tuning: small enough for every GPU."""
 FEW = 64
-"""Rows up to which a product is bound by reading the right operand; in 16 bits its schedule is then a swapped one."""
+"""Rows up to which a product is bound by reading the right operand; in 16 bits its schedule is then swapped."""
 FP32 = (
     (16, Schedule(16, 32, 16, 2, 4)),
     (FEW, Schedule(32, 64, 16, 4, 3)),
 )
 """FP32 on sm_90: (largest number of rows, schedule)."""
 FP32_SMALL, FP32_LARGE = Schedule(64, 64, 16, 4, 3), Schedule(128, 128, 16, 8, 4)
-"""FP32 on sm_90 for more rows: the small one where tiles of the large one would leave multiprocessors idle."""
+"""FP32 on sm_90 for more rows: small where large tiles would leave multiprocessors idle."""
 SUMS, SUMS_OF_FP32 = 192, 64
-"""Registers of a thread for sums; products of FP32 need more of them for their operands."""
+"""Registers of a thread for sums; FP32 products need more registers for their operands."""
 IN_INTERPRETER = Schedule(64, 64, 64, 4, 1)
 
 
@@ -81,7 +81,8 @@ class Candidate:
         start: microseconds that a wave of tiles takes in addition to its steps.
         alone: microseconds that a step of ``schedule.inner`` takes with few programs on the device: the latency that
             its stages do not hide.
-        steps: the same with one program on every multiprocessor, with two, and so on, up to as many as it holds.
+        steps: microseconds of such a step with one program on every multiprocessor, with two, and so on, up to as many
+            as fit.
     """
 
     schedule: Schedule
@@ -92,21 +93,21 @@ class Candidate:
     def time(self, m: int, n: int, k: int, units: int) -> float:
         """Return the microseconds that a product is expected to take on ``units`` multiprocessors."""
         count = -(-k // self.schedule.inner)
-        full, rest = divmod(self.schedule.tiles(m, n), units * len(self.steps))
+        full, remaining = divmod(self.schedule.tiles(m, n), units * len(self.steps))
         time = full * (self.start + count * self.steps[-1])
-        if rest:
-            each = -(-rest // units)
+        if remaining:
+            per_unit = -(-remaining // units)
             # Where reading the right operand bounds the time, fewer programs have more bandwidth each.
-            share = rest / (each * units) if self.schedule.swapped else 1.0
-            time += self.start + count * max(self.alone, self.steps[each - 1] * share)
+            share = remaining / (per_unit * units) if self.schedule.swapped else 1.0
+            time += self.start + count * max(self.alone, self.steps[per_unit - 1] * share)
         return time
 
 
 def schedule_for(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, spans: bool = False) -> Schedule:
     """Return the schedule for a product ``[m, k] x [k, n]``.
 
-    By dtype alone on architectures other than sm_90, and in FP32 with ``spans``, of which the bits of schedules have
-    not been compared.
+    On architectures other than sm_90, and in FP32 with ``spans``, it depends on the dtype alone: the bits of schedules
+    have not been compared there.
     """
     if INTERPRETED:
         return IN_INTERPRETER
@@ -127,9 +128,9 @@ def schedules(dtype: torch.dtype, device: torch.device) -> tuple[Schedule, ...]:
 
 
 def in_segments(cut: Schedule, segments: int, length: int, dtype: torch.dtype) -> Schedule:
-    """Return a schedule for a product whose K is cut into segments: the same, or one with smaller tiles.
+    """Return a schedule for a product whose K is cut into segments: ``cut``, or a schedule with smaller tiles.
 
-    The sums of a segment and those that wait for it must fit into a thread's registers, and no block of K may reach
+    The sums of a segment and the sums that wait for it must fit into a thread's registers, and no block of K may reach
     into the next segment.
     """
     levels = segments.bit_length() - 1

@@ -27,9 +27,9 @@ def _number(x):
 
 @triton.jit
 def _polynomial(square):
-    found = fma(square, _number(C9), _number(C7))
-    found = fma(found, square, _number(C5))
-    return fma(found, square, _number(C3))
+    value = fma(square, _number(C9), _number(C7))
+    value = fma(value, square, _number(C5))
+    return fma(value, square, _number(C3))
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from rl_kernels.core.triton_lib.launch import ceil_div
 
 BLOCK = 1024
 LARGEST = 8
-"""Most partials of a sum."""
+"""Largest number of partials of a sum."""
 
 
 def tree_total(parts: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 NVIDIA, AMD = "cuda", "hip"
 KIB = 1024
 LEAST = 64 * KIB
-"""Bytes of shared memory that a program has on every one of them."""
+"""Bytes of shared memory that a program has on every target."""
 
 
 @dataclass(frozen=True)
