@@ -204,12 +204,12 @@ def _norm(
     no_lost_derivatives(name, x, weight, bias, residual)
     inputs = (x, residual, weight, bias)
     if torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in inputs):
-        found = _Norm.apply(*inputs, main_grad, float(eps), *form, chosen)
+        outputs = _Norm.apply(*inputs, main_grad, float(eps), *form, chosen)
         if main_grad is not None and weight is not None and weight.requires_grad:
-            fold_grad_into_main_grad("weight", weight, found[0])
+            fold_grad_into_main_grad("weight", weight, outputs[0])
     else:
-        *found, _ = _forward(x, residual, weight, bias, float(eps), *form, chosen)
-    return found[0] if residual is None else NormAndSum(*found)
+        *outputs, _ = _forward(x, residual, weight, bias, float(eps), *form, chosen)
+    return outputs[0] if residual is None else NormAndSum(*outputs)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -256,7 +256,7 @@ def _chosen(
 
 
 class _Norm(torch.autograd.Function):
-    """A norm of rows, or the norm of a sum and the sum; backward adds to ``main_grad`` if there is one."""
+    """A norm of rows, or the norm of a sum and the sum; backward adds to ``main_grad`` if it is given."""
 
     @staticmethod
     def forward(
@@ -272,18 +272,18 @@ class _Norm(torch.autograd.Function):
         cast_first: bool,
         backend: str,
     ) -> Any:
-        *found, stats = _forward(x, residual, weight, bias, eps, centered, offset, cast_first, backend)
-        total = x if residual is None else found[1]
+        *outputs, stats = _forward(x, residual, weight, bias, eps, centered, offset, cast_first, backend)
+        total = x if residual is None else outputs[1]
         # Autograd counts only the tensors.
-        given = [value is not None for value in (x, residual, weight, bias)]
-        ctx.places = [sum(given[:number]) for number in range(len(given))]
+        present = [value is not None for value in (x, residual, weight, bias)]
+        ctx.places = [sum(present[:number]) for number in range(len(present))]
         # A sum that nobody uses has no gradient to read.
         ctx.set_materialize_grads(False)
         save(ctx, total, weight, stats)
         # Not saved for backward: main_grad may change in place between this call and its backward pass.
         ctx.main_grad, ctx.form, ctx.backend = main_grad, (centered, offset), backend
         ctx.dtypes = None if weight is None else weight.dtype, None if bias is None else bias.dtype
-        return tuple(found)
+        return tuple(outputs)
 
     @staticmethod
     def backward(
@@ -291,22 +291,22 @@ class _Norm(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         total, weight, stats = ctx.saved_tensors
         grad = torch.zeros_like(total) if grad is None else grad
-        needed = zip(ctx.needs_input_grad, ctx.places, strict=False)
-        wanted = [is_needed and is_asked_for(ctx, place) for is_needed, place in needed]
-        of_sum = None if grad_sum is None else _rows(grad_sum)
-        given = (_rows(grad), of_sum, _rows(total), weight, stats, *ctx.form)
+        inputs = zip(ctx.needs_input_grad, ctx.places, strict=False)
+        needed = [is_needed and is_asked_for(ctx, place) for is_needed, place in inputs]
+        rows_of_grad_sum = None if grad_sum is None else _rows(grad_sum)
+        arguments = (_rows(grad), rows_of_grad_sum, _rows(total), weight, stats, *ctx.form)
         dweight = None
-        if wanted[2] and ctx.main_grad is not None:
-            no_lost_derivatives("rms_norm", *given)
-            dx, dbias = ops["backward_into"](*given, ctx.main_grad, wanted[3], ctx.backend)
+        if needed[2] and ctx.main_grad is not None:
+            no_lost_derivatives("rms_norm", *arguments)
+            dx, dbias = ops["backward_into"](*arguments, ctx.main_grad, needed[3], ctx.backend)
         else:
-            dx, dweight, dbias = first_order(ops["backward"], *given, wanted[2], wanted[3], ctx.backend)
-            dweight = dweight.to(ctx.dtypes[0]) if wanted[2] else None
-        dbias = dbias.to(ctx.dtypes[1]) if wanted[3] else None
+            dx, dweight, dbias = first_order(ops["backward"], *arguments, needed[2], needed[3], ctx.backend)
+            dweight = dweight.to(ctx.dtypes[0]) if needed[2] else None
+        dbias = dbias.to(ctx.dtypes[1]) if needed[3] else None
         dx = dx.view(total.shape)
         # Otherwise two leaves would share this tensor as their gradient, and add to each other's.
-        of_residual = dx.clone() if wanted[0] and wanted[1] and _reaches_a_leaf(ctx) else dx
-        return dx if wanted[0] else None, of_residual if wanted[1] else None, dweight, dbias, *[None] * 6
+        dresidual = dx.clone() if needed[0] and needed[1] and _reaches_a_leaf(ctx) else dx
+        return dx if needed[0] else None, dresidual if needed[1] else None, dweight, dbias, *[None] * 6
 
 
 def _reaches_a_leaf(ctx: Any) -> bool:

@@ -17,11 +17,11 @@ def results(dtype: torch.dtype, device: torch.device, backend: str) -> Iterator[
     """Yield norms, and the sum with the residual."""
     for rows, width in SIZES:
         x, residual, weight, bias = _inputs(rows, width, dtype, device)
-        for found in (
+        for result in (
             rms_norm(x, weight, residual=residual, backend=backend),
             layer_norm(x, weight, bias, backend=backend),
         ):
-            yield from (found,) if isinstance(found, torch.Tensor) else found
+            yield from (result,) if isinstance(result, torch.Tensor) else result
 
 
 def gradients(dtype: torch.dtype, device: torch.device, backend: str) -> Iterator[torch.Tensor]:

@@ -21,7 +21,7 @@ from rl_kernels.core.triton_lib.launch import triton_backend
 from rl_kernels.norm.results import result_dtype
 
 WIDEST = 16384
-"""Most columns that one program of the Triton kernels holds in its registers."""
+"""Largest number of columns that one program of the Triton kernels holds in its registers."""
 _FORM = "Tensor? weight, Tensor? bias, float eps, bool centered, float offset, bool cast_first, str backend"
 _GRADIENTS = "Tensor grad, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor stats, bool centered, float offset"
 SCHEMAS = {
@@ -43,14 +43,14 @@ def _fake_forward_sum(x: torch.Tensor, residual: torch.Tensor, *form: Any) -> tu
     return output, x.new_empty(x.shape), stats
 
 
-def _fake_backward(grad: Any, grad_sum: Any, x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-    *_, stats, _, _, needs_weight, needs_bias = rest
-    made = (stats.new_empty(x.shape[1] if needed else 0) for needed in (needs_weight, needs_bias))
-    return x.new_empty(x.shape), *made
+def _fake_backward(grad: Any, grad_sum: Any, x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    *_, stats, _, _, needs_weight, needs_bias = arguments
+    gradients = (stats.new_empty(x.shape[1] if needed else 0) for needed in (needs_weight, needs_bias))
+    return x.new_empty(x.shape), *gradients
 
 
-def _fake_backward_into(grad: Any, grad_sum: Any, x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-    *_, stats, _, _, _, needs_bias = rest
+def _fake_backward_into(grad: Any, grad_sum: Any, x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    *_, stats, _, _, _, needs_bias = arguments
     return x.new_empty(x.shape), stats.new_empty(x.shape[1] if needs_bias else 0)
 
 

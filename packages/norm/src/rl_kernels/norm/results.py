@@ -17,5 +17,5 @@ class NormAndSum(NamedTuple):
 
 
 def result_dtype(x: torch.Tensor, weight: torch.Tensor | None, cast_first: bool) -> torch.dtype:
-    """Return the dtype of a norm: that of x, or with ``cast_first`` that of x times the weight."""
+    """Return the dtype of a norm: the dtype of x, or with ``cast_first`` the dtype of x times the weight."""
     return torch.promote_types(x.dtype, weight.dtype) if cast_first and weight is not None else x.dtype

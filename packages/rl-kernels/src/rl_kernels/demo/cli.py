@@ -29,7 +29,7 @@ WATCHED = (Stock("BF16"), Stock("FP32"), Ours("BF16"))  # beside the training of
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the demo; return 0 if it showed what it is for, 1 if not, 2 for unusable arguments."""
+    """Run the demo; return 0 if its verdict is good, 1 if not, 2 for unusable arguments."""
     parser = Parser("rl-kernels demo", DESCRIPTION)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to train (%(default)s)")
     parser.add_argument("--out", type=location, default="rl-kernels-demo", help="folder to write to (%(default)s)")
@@ -93,8 +93,8 @@ def run(settings: Settings, device: str, out: Path) -> report.Verdict:
         backends |= trainer.backends
     cases = [] if settings.llama else compared(trainer)
     verdict = report.judged(runs[Ours.way], cases, (GPU if settings.llama else CPU).steps)
-    where = environment(torch.device(device), ("rl-kernels", "transformers"))
-    document: Record = {"model": {"parameters": parameters}, "environment": where, "settings": asdict(settings)}
+    machine = environment(torch.device(device), ("rl-kernels", "transformers"))
+    document: Record = {"model": {"parameters": parameters}, "environment": machine, "settings": asdict(settings)}
     document |= {"backends": backends, "verdict": verdict.record, "comparison": cases, "runs": runs}
     write_json(out / "run.json", document)
     plot.draw(document, out / "curves.png")
@@ -110,7 +110,7 @@ def compared(trainer: Trainer) -> list[Record]:
     batch = trainer.sample()
     size = len(batch.answers)
     return [
-        {"numerics": each.name, "sequences": together, "gap": trainer.compare(each, batch, stride)}
-        for each in (trainer.own, *trainer.watched[::-1])
+        {"numerics": numerics.name, "sequences": together, "gap": trainer.compare(numerics, batch, stride)}
+        for numerics in (trainer.own, *trainer.watched[::-1])
         for together, stride in ((size, None), (1, -(-size // 16)))
     ]

@@ -46,7 +46,7 @@ class Llama(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers with a ReLU between; each normalized before and added to its input."""
+    """Attention, then two linear layers with a ReLU in between; both normalize their input and are added to it."""
 
     def __init__(self, width: int, feed_forward: int, heads: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def ordered_attention(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
     """Return attention whose bits do not depend on the batch, faster than ``det_attention`` on so few tokens.
 
     A score is a tree of additions over the head, whose size is a power of two, and keys are added one after the other;
-    those not seen add 0. Computed in FP32, rounded once to the dtype of ``q``.
+    keys that a query does not see add 0. Computed in FP32, rounded once to the dtype of ``q``.
     """
     dtype, (q, k, v) = q.dtype, (x.float() for x in (q, k, v))
     products = q[..., :, None, :] * k[..., None, :, :]

@@ -53,7 +53,7 @@ def run(settings: Settings, way: str) -> bool:
     parts = size if way == "dp" else 1
     settings = replace(settings, prompts=max(1, settings.prompts // parts))
     history, weights = trained(settings, way, parts, group)
-    # One process is enough for the comparison; the others wait.
+    # One process is enough for the comparison; all other processes wait.
     alone = trained(settings, way, parts, None)[1] if is_first else weights
     differing = sum(int((bits_of(value) != bits_of(alone[name])).sum()) for name, value in weights.items())
     counts = [sum(step[name] for step in history) for name in ("tokens", "mismatches")]

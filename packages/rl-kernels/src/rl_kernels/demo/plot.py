@@ -25,7 +25,7 @@ STYLE: Any = {
 
 
 class Line(NamedTuple):
-    """One way to compute, and what was measured of it."""
+    """One way to compute, and its measurements."""
 
     label: str
     color: str
@@ -70,7 +70,7 @@ def draw(document: Record, path: Path) -> None:
 def _lines(runs: Mapping[str, Sequence[Record]]) -> Iterator[Line]:
     for name, steps in runs.items():
         watched = dict.fromkeys(key for step in steps for key in step["watched"])
-        # What trains is measured in every step, in the dtype that is not watched.
+        # The numerics that train are measured in every step, in the dtype that is not watched.
         own = f"{name}, {'FP32' if f'{name}, BF16' in watched else 'BF16'}"
         for key in (*watched, own):
             measured = [step for step in steps if key in {own, *step["watched"]}]

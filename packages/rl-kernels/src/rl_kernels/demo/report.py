@@ -1,4 +1,4 @@
-"""What a run prints: the table of its steps, two runs side by side, and the verdict."""
+"""The output of a run: the table of its steps, two runs side by side, and the verdict."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_kernels.demo.train import Record, Trainer
 from rl_kernels.demo.ways import Ours
 
 ROWS, SHOWN = 10, 8
-"""Most rows of the table of steps, each the mean since the row before, and of answers that are printed."""
+"""Largest number of rows of the table of steps, each a mean since the row before, and of printed answers."""
 CAPTION = """Tokens whose log-prob differs in any bit between rollout and training, with rl-kernels
 (ours) and in stock PyTorch, and their KL. The last kind trains and is compared in every step,
 the others in one of"""
@@ -25,7 +25,7 @@ MARGIN = 0.5  # by which the mean reward, which lies between 0 and 1, must have 
 
 
 class Verdict(NamedTuple):
-    """What a run showed."""
+    """The verdict on a run."""
 
     record: Record  # as run.json has it
     passed: bool  # whether no bit differed, and the reward has risen if it is judged
@@ -53,15 +53,15 @@ def judged(ours: Sequence[Record], cases: Sequence[Record], needed: int) -> Verd
 def train(trainer: Trainer) -> list[Record]:
     """Take all steps of a trainer; print a table of them, a progress bar below it, and some answers."""
     history, latest = list[Record](), list[Record]()
-    numerics = "".join(f"{each.short} {each.dtype}".rjust(11) for each in (*trainer.watched, trainer.own))
+    numerics = "".join(f"{way.short} {way.dtype}".rjust(11) for way in (*trainer.watched, trainer.own))
     print(f"step  reward  solved{numerics}       KL  ms: rollout  update")
     for step in track(range(1, trainer.settings.steps + 1), "training"):
         history.append(trainer.step(step))
         latest.append(history[-1])
         if step % -(-trainer.settings.steps // ROWS) and step < trainer.settings.steps:
             continue
-        gaps = [[each["watched"][way.name] for each in latest if each["watched"]] for way in trainer.watched]
-        shares = "".join((share(each) if each else "").rjust(11) for each in (*gaps, latest))
+        gaps = [[record["watched"][way.name] for record in latest if record["watched"]] for way in trainer.watched]
+        shares = "".join((share(records) if records else "").rjust(11) for records in (*gaps, latest))
         rates = f"{mean('reward', latest):8.3f}{mean('solved', latest):8.0%}{shares}{small(mean('kl', latest)):>9}"
         times = f"{1000 * mean('rollout_seconds', latest):13,.0f}{1000 * mean('update_seconds', latest):8,.0f}"
         print(f"{step:4}{rates}{times}")
@@ -72,7 +72,7 @@ def train(trainer: Trainer) -> list[Record]:
 
 
 def mean(name: str, records: Sequence[Record]) -> float:
-    """Return the mean of what records have by this name."""
+    """Return the mean of the records' values by this name."""
     return fmean(record[name] for record in records)
 
 
@@ -95,13 +95,13 @@ def comparison(cases: Sequence[Record]) -> str:
 
 
 def side_by_side(runs: Mapping[str, Sequence[Record]]) -> Iterator[tuple[str, ...]]:
-    """Yield what each row that was measured says of both runs, and of the quotient of their times."""
-    for (label, one, ours), (_, other, stock) in zip(*map(_summary, runs.values()), strict=True):
-        yield label, one, other, f"{ours / stock:.2f}" if stock else ""
+    """Yield the rows of the table: label, text of each run, and the quotient of their times."""
+    for (label, our_text, ours), (_, stock_text, stock) in zip(*map(_summary, runs.values()), strict=True):
+        yield label, our_text, stock_text, f"{ours / stock:.2f}" if stock else ""
 
 
 def _summary(steps: Sequence[Record]) -> Iterator[tuple[str, str, float]]:
-    """Yield label, text, and the value of a time. Kernels are compiled in the first step, which times leave out."""
+    """Yield label, text, and the value of a time, or 0. Times skip the first step, in which kernels are compiled."""
     last, warm = steps[-max(1, len(steps) // 10) :], steps[1:] or steps
     fp32 = [gap for step in steps for gap in step["watched"].values()]
     kinds = [("", steps), (", FP32", fp32)] if fp32 else [("", steps)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is made of; the defaults are those of a CPU."""
+    """The settings of a run; the defaults are for a CPU."""
 
     steps: int = 100
     seed: int = 0
@@ -47,11 +47,11 @@ class Settings:
         return [self.characters.index(character) for character in text]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the characters of tokens; the end has none, nor has what is no token."""
+        """Return the characters of tokens, without the end token and ids that are no tokens."""
         return "".join(self.characters[token] for token in tokens if 0 <= token < self.end)
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 1: it rises, then falls in a line to a tenth."""
+        """Return the learning rate of a step, counted from 1: a linear warm-up, times a linear decay to a tenth."""
         return self.learning_rate * min(1.0, step / self.warmup_steps) * (1 - 0.9 * (step - 1) / self.steps)
 
 
@@ -62,13 +62,13 @@ GPU = replace(GPU, llama=True, dtype="BF16", width=768, feed_forward=3072, layer
 
 
 def draw_prompt(source: random.Random, settings: Settings) -> str:
-    """Return different digits, of which there are ten, and an equals sign."""
+    """Return a prompt: different digits, and an equals sign."""
     return "".join(source.sample("0123456789", source.randint(settings.shortest, settings.longest))) + "="
 
 
 def reward(prompt: str, answer: str) -> float:
     """Return the reward of an answer, from 0 to 1."""
-    right = sorted(prompt.removesuffix("="))
-    common = (Counter(answer) & Counter(right)).total()
-    in_place = sum(a == b for a, b in zip(answer, right, strict=False))
-    return (common + in_place) / (2 * max(len(answer), len(right)))
+    solution = sorted(prompt.removesuffix("="))
+    common = (Counter(answer) & Counter(solution)).total()
+    in_place = sum(a == b for a, b in zip(answer, solution, strict=False))
+    return (common + in_place) / (2 * max(len(answer), len(solution)))

@@ -1,4 +1,4 @@
-"""GRPO: sample groups with a cache, score them, take a few clipped steps on each padded batch; what is measured."""
+"""GRPO: sample groups with a cache, score them, take a few clipped steps on each padded batch; measurements."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ class Trainer:
         self.settings, self.own, self.device = settings, way(settings.dtype), torch.device(device)
         self.parts, self.group, self.draws = parts, group, random.Random(settings.seed)
         self.watched, self.sampler, self.clips = watched, rollout or self.own, cut is None
-        numerics = {self.own, self.sampler, *watched}
-        self.models = {each: make(settings, self.device, each.dtype) for each in numerics}
+        all_numerics = {self.own, self.sampler, *watched}
+        self.models = {numerics: make(settings, self.device, numerics.dtype) for numerics in all_numerics}
         self.model = self.models[self.own]
         if cut is not None:
             cut(self.model)
-        for each, model in self.models.items():
-            each.take(model)
+        for numerics, model in self.models.items():
+            numerics.take(model)
         self.reference = copy.deepcopy(self.model).requires_grad_(False) if settings.beta else None
         # BF16 is too coarse for small updates: AdamW takes its steps on FP32 copies of the weights.
         self.masters = [nn.Parameter(weight.detach().float()) for weight in self.model.parameters()]
@@ -87,9 +87,9 @@ class Trainer:
         with self._measured(step, self.own) as score:
             batch = self.scored(batch)
         watched = {}
-        for each in self.watched if (step - 1) % self.settings.measure_every == 0 else ():
-            with self._measured(step, each):
-                watched[each.name] = self.compare(each, batch)
+        for numerics in self.watched if (step - 1) % self.settings.measure_every == 0 else ():
+            with self._measured(step, numerics):
+                watched[numerics.name] = self.compare(numerics, batch)
         with self._measured(step, self.own) as update:
             first, last = self._learned(batch, self.settings.rate(step))
         return {
@@ -116,7 +116,7 @@ class Trainer:
             yield part
         synchronize()
         part.seconds = time.perf_counter() - start
-        self.backends.setdefault(numerics.name, {}).update({each.operator: each.backend for each in choices})
+        self.backends.setdefault(numerics.name, {}).update({choice.operator: choice.backend for choice in choices})
 
     def sample(self) -> Batch:
         """Draw prompts and sample a group of answers to each: to all, or to those of this rank."""
@@ -129,22 +129,22 @@ class Trainer:
         return sample(self.loaded(self.sampler), prompts, self.sampler, settings, generator, slice(first, first + rows))
 
     @torch.no_grad()
-    def loaded(self, each: Stock) -> Any:
-        """Return the policy in these numerics, with the weights of now."""
-        each.load(self.models[each], self.masters)
-        return self.models[each]
+    def loaded(self, numerics: Stock) -> Any:
+        """Return the policy in these numerics, with the current weights."""
+        numerics.load(self.models[numerics], self.masters)
+        return self.models[numerics]
 
     @torch.no_grad()
-    def compare(self, each: Stock, batch: Batch, stride: int | None = None) -> Record:
-        """Decode a rollout's tokens again with the weights of now, and compare with one training pass over all of them.
+    def compare(self, numerics: Stock, batch: Batch, stride: int | None = None) -> Record:
+        """Decode a rollout's tokens again with the current weights, and compare with one training pass over all tokens.
 
-        With a stride, only the first of so many sequences is decoded, and alone.
+        With a stride, only every ``stride``-th sequence is decoded, and alone.
         """
-        model, rows = self.loaded(each), slice(None, None, stride)
+        model, rows = self.loaded(numerics), slice(None, None, stride)
         parts = [slice(row, row + 1) for row in range(0, len(batch.answers), stride)] if stride else [rows]
-        decoded = torch.cat([decoded_logps(model, batch.rows(part), each, self.settings) for part in parts])
+        decoded = torch.cat([decoded_logps(model, batch.rows(part), numerics, self.settings) for part in parts])
         mask = batch.mask[rows]
-        return gap(decoded[mask], training_logps(model, batch, each)[rows][mask])
+        return gap(decoded[mask], training_logps(model, batch, numerics)[rows][mask])
 
     @torch.no_grad()
     def scored(self, batch: Batch) -> Batch:
@@ -171,7 +171,7 @@ class Trainer:
         return passes[0], passes[-1]
 
     def update(self, rate: float) -> None:
-        """Take the gradients of the weights, those of all ranks added, clip their common norm to 1, and step."""
+        """Take the gradients of the weights, added over all ranks, clip their common norm to 1, and step."""
         for weight, master in zip(self.model.parameters(), self.masters, strict=True):
             # In the order in which one process adds them to .grad.
             grad = weight.grad if self.group is None else all_reduce(weight.grad, self.group, order="chain")

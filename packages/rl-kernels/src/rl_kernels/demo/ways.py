@@ -1,4 +1,4 @@
-"""How a policy samples and scores: as PyTorch has it, and through the operators. They differ in rounding alone."""
+"""Ways to sample and score with a policy: stock PyTorch, and the operators. They differ in rounding alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IGNORE = -100  # target of a position whose next token is part of the prompt, or
 
 
 class Batch(NamedTuple):
-    """Prompts with their sampled answers, padded on the right; the fields with defaults are those of a scored batch."""
+    """Prompts with their sampled answers, padded on the right; a scored batch has the fields with defaults too."""
 
     tokens: Tensor  # [B, T]
     targets: Tensor  # [B, T - 1]: the token that was sampled behind each position, else IGNORE
@@ -36,20 +36,20 @@ class Batch(NamedTuple):
         return self.targets != IGNORE
 
     def rows(self, rows: slice) -> Batch:
-        """Return some of the sequences, padded as they were."""
+        """Return some of the sequences, with the same padding."""
         return Batch(*(None if part is None else part[rows] for part in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Stock:
-    """Stock PyTorch: the model as it comes, in a dtype, and the formulas as they are written."""
+    """Stock PyTorch: the unchanged model in a dtype, and the formulas as they are written."""
 
     dtype: str = "FP32"
     way, short = "stock PyTorch", "stock"
 
     @property
     def name(self) -> str:
-        """As records call it."""
+        """The name in records."""
         return f"{self.way}, {self.dtype}"
 
     def take(self, model: nn.Module) -> None:
@@ -109,8 +109,9 @@ class Ours(Stock):
 def sample(model: Any, prompts: Sequence[str], way: Stock, settings: Settings, draws: Generator, mine: slice) -> Batch:
     """Sample an answer to some of the prompts, with the draws that they have among all, on the device of ``draws``.
 
-    What all prompts have goes through the model in one pass; a longer one is fed on while others are sampled already,
-    so that no row needs padding and every batch has one shape. Nothing in the loop waits for the device.
+    The positions that all prompts have go through the model in one pass. The rest of a longer prompt is fed while
+    shorter prompts are sampled already, so that no row needs padding and every batch has one shape. Nothing in the loop
+    waits for the device.
     """
     # A prompt has an equals sign, an answer an end.
     longest, device = settings.longest + 1, draws.device

@@ -66,9 +66,9 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dx ``[N, D]``, dweight ``[D]``, dbias ``[D]``)."""
     dx, terms, upstream = _terms(grad, grad_sum, x, weight, stats, centered, offset)
-    nothing = stats.new_zeros(x.shape[1])
-    dweight = _chain(terms, nothing) if needs_weight else nothing[:0]
-    return dx, dweight, _chain(upstream, nothing) if needs_bias else nothing[:0].clone()
+    zeros = stats.new_zeros(x.shape[1])
+    dweight = _chain(terms, zeros) if needs_weight else zeros[:0]
+    return dx, dweight, _chain(upstream, zeros) if needs_bias else zeros[:0].clone()
 
 
 def backward_into(
@@ -85,8 +85,8 @@ def backward_into(
     """Add the gradient of the weight to ``main_grad[D]``; return (dx, dbias)."""
     dx, terms, upstream = _terms(grad, grad_sum, x, weight, stats, centered, offset)
     main_grad.copy_(_chain(terms, main_grad))
-    nothing = stats.new_zeros(x.shape[1])
-    return dx, _chain(upstream, nothing) if needs_bias else nothing[:0]
+    zeros = stats.new_zeros(x.shape[1])
+    return dx, _chain(upstream, zeros) if needs_bias else zeros[:0]
 
 
 def _terms(
@@ -98,7 +98,7 @@ def _terms(
     centered: bool,
     offset: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dx, terms of dweight, terms of dbias); the terms are yet to be summed over the rows."""
+    """Return (dx, terms of dweight, terms of dbias), the terms not summed over the rows."""
     inverse, mean = stats[0, :, None], stats[1, :, None]
     upstream = grad.to(stats.dtype)
     scaled = (x.to(stats.dtype) - mean).mul_(inverse) if centered else x.to(stats.dtype) * inverse

@@ -15,7 +15,7 @@ ROWS = 100
 SIZES = (64, 4096, WIDEST)
 """Columns: several rows in a tile, one row, and most numbers for each thread."""
 FEW, MANY = (1e-6, False, 0.0, False), (1e-6, True, 1.0, True)
-"""eps, centered, offset and cast_first: RMSNorm, and LayerNorm with everything."""
+"""eps, centered, offset and cast_first: RMSNorm, and LayerNorm with all options."""
 
 
 def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:

@@ -20,18 +20,18 @@ from rl_kernels.norm.backends.triton import kernels
 from rl_kernels.norm.results import result_dtype
 
 PER_STEP = 16384
-"""Numbers of a step, within the bounds on its rows below."""
+"""Numbers in a step, within the bounds on its rows below."""
 SHORTEST_STEP, LONGEST_STEP = 16, 128
-"""Fewest and most rows of a step: for rows of at least 1024 numbers, and of at most 128."""
+"""Smallest and largest number of rows of a step: for rows of at least 1024 numbers, and of at most 128."""
 PER_TILE = 2048
-"""Numbers of a tile of several rows."""
+"""Numbers in a tile of several rows."""
 MOST_ROWS = 16
-"""Most rows of a tile."""
+"""Largest number of rows of a tile."""
 PER_WARP = 512
 """Numbers of a tile for each warp of its program."""
 MOST_WARPS = 16
 FEW_STEPS = 32
-"""Up to this many steps do not fill a GPU: each program then takes one tile, and the chain adds the tiles."""
+"""Largest number of steps that does not fill a GPU: each program then takes one tile, and the chain adds tiles."""
 STAGES = 3
 """Tiles of a step that are in flight at once, if all but the first fit in STAGE_BYTES."""
 STAGE_BYTES = 1 << 16
@@ -108,9 +108,9 @@ def backward(
     needs_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dx ``[N, D]``, dweight ``[D]``, dbias ``[D]``)."""
-    given = (grad, grad_sum, x, weight, stats, centered, offset)
+    arguments = (grad, grad_sum, x, weight, stats, centered, offset)
     dweight, dbias = (stats.new_empty(x.shape[1] if needed else 0) for needed in (needs_weight, needs_bias))
-    dx = _backward(*given, dweight if needs_weight else None, dbias if needs_bias else None, continued=False)
+    dx = _backward(*arguments, dweight if needs_weight else None, dbias if needs_bias else None, continued=False)
     return dx, dweight, dbias
 
 
@@ -127,8 +127,8 @@ def backward_into(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add the gradient of the weight to ``main_grad[D]``; return (dx, dbias)."""
     dbias = stats.new_empty(x.shape[1] if needs_bias else 0)
-    given = (grad, grad_sum, x, weight, stats, centered, offset)
-    return _backward(*given, main_grad, dbias if needs_bias else None, continued=True), dbias
+    arguments = (grad, grad_sum, x, weight, stats, centered, offset)
+    return _backward(*arguments, main_grad, dbias if needs_bias else None, continued=True), dbias
 
 
 def _backward(
@@ -147,8 +147,8 @@ def _backward(
     count, size = x.shape
     dx = x.new_empty(x.shape)
     width, rows, step, warps = tile(size)
-    per = rows if ceil_div(count, step) <= FEW_STEPS else step
-    programs = ceil_div(count, per)
+    rows_of_program = rows if ceil_div(count, step) <= FEW_STEPS else step
+    programs = ceil_div(count, rows_of_program)
     parts = [None if out is None else stats.new_empty((programs, size)) for out in (dweight, dbias)]
     with device_of(x):
         if count:
@@ -164,7 +164,7 @@ def _backward(
                     size,
                     width,
                     rows,
-                    per,
+                    rows_of_program,
                     centered,
                     _stages(width * rows, x, grad, grad_sum),
                 ),
@@ -175,7 +175,7 @@ def _backward(
                 launch(
                     kernels.chain,
                     (ceil_div(size, COLUMNS),),
-                    *(part, out, programs, out.stride(0), size, COLUMNS, AHEAD, step // per, is_continued),
+                    *(part, out, programs, out.stride(0), size, COLUMNS, AHEAD, step // rows_of_program, is_continued),
                     num_warps=1,
                 )
     return dx
@@ -183,7 +183,7 @@ def _backward(
 
 @functools.cache
 def tile(size: int) -> tuple[int, int, int, int]:
-    """Return (columns of a tile, rows of a tile, rows of a step, warps): by D alone, since they fix the sum order."""
+    """Return (columns of a tile, rows of a tile, rows of a step, warps), by D alone, since they fix the sum order."""
     width = max(triton.next_power_of_2(size), 2)
     rows = min(max(PER_TILE // width, 1), MOST_ROWS)
     step = min(max(PER_STEP // width, SHORTEST_STEP), LONGEST_STEP)
