@@ -137,7 +137,7 @@ def test_threads_wait_for_the_first(runs, record, monkeypatch):
 
 def test_each_device_is_compared(runs, record, monkeypatch):
     record(fp32=right())
-    monkeypatch.setattr(canary, "_apart", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(canary, "_without_modes", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for index in (0, 1, 0):
         choose(OPERATOR, Call(torch.device("cuda", index), torch.float32, "cpu"))
@@ -156,7 +156,7 @@ def test_while_a_graph_is_captured_nothing_runs_and_nothing_is_kept(runs, record
     record(fp32=right())
     on_gpu = Call(torch.device("cuda", 0), torch.float32, "cpu")
     chosen = remembered_choice(lambda x: choose(OPERATOR, on_gpu).name)
-    monkeypatch.setattr(canary, "_apart", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(canary, "_without_modes", lambda device: contextlib.nullcontext())
     for is_capturing, count in ((True, 0), (True, 0), (False, 1), (False, 1)):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda is_capturing=is_capturing: is_capturing)
         assert chosen(torch.ones(2)) == "native"

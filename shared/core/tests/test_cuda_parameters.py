@@ -162,7 +162,7 @@ def test_a_transpose_and_other_strides_are_described_where_the_matrix_begins(enc
 
 
 def test_descriptors_that_are_kept_are_bounded(encoded, monkeypatch):
-    monkeypatch.setattr(maps, "KEPT", 3)
+    monkeypatch.setattr(maps, "CACHE_SIZE", 3)
     for rows in range(1, 10):
         tensor_map(X, (rows, 64))
         assert len(maps._maps) <= 3

@@ -108,7 +108,7 @@ def test_a_plan_is_made_once_for_arguments_of_each_kind_or_not_at_all():
 
 def test_what_is_remembered_of_choices_is_bounded(prepared, monkeypatch):
     prepare, looked = prepared
-    monkeypatch.setattr(dispatch, "KEPT", 2)
+    monkeypatch.setattr(dispatch, "CACHE_SIZE", 2)
     for size in (1, 2, 3, 1):
         prepare(torch.zeros(size), 3, True)
     assert len(looked) == 4

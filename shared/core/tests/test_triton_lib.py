@@ -93,7 +93,7 @@ def test_a_launch_of_a_plan_finds_what_was_compiled_by_addresses(launched):
 
 
 def test_what_is_remembered_is_bounded(launched, monkeypatch):
-    monkeypatch.setattr(launch, "KEPT", 3)
+    monkeypatch.setattr(launch, "CACHE_SIZE", 3)
     planned = launch.Launch(Kernel(launched, Kernel(launched)), (5,), (), num_warps=4)
     for place in range(10):
         launch.launch(Kernel(launched, Kernel(launched)), (5,), place, num_warps=4)

@@ -85,7 +85,7 @@ def rms_norm(
         weight: ``[D]``, in any of these dtypes (FP64 only if x is FP64); None is 1; differentiable.
         eps: added to the mean of squares, >= 0.
         residual: in the shape and dtype and on the device of x; differentiable. ``x + residual``, rounded to the dtype
-            of x, is then normalized, and is returned too. The bits are those of the two steps one after the other.
+            of x, is then normalized, and is returned too. The bits are the same as in two separate steps.
         offset: added to the weight: 1 for weights stored as a difference from 1, as in Gemma.
         cast_first: round the row to the dtype of x before multiplying it by the weight, as Llama and Qwen do; False
             rounds once at the end, as ``torch.nn.RMSNorm``, Gemma and gpt-oss do.
@@ -105,7 +105,7 @@ def rms_norm(
     """
     check.number("offset", offset)
     check.flag("cast_first", cast_first)
-    return _norm("rms_norm", x, weight, None, residual, eps, _Form(False, float(offset), cast_first), backend)
+    return _norm("rms_norm", x, weight, None, residual, eps, _Options(False, float(offset), cast_first), backend)
 
 
 @overload
@@ -175,10 +175,10 @@ def layer_norm(
         RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward: not supported. In the backward
             pass: ``weight.grad`` was set before a pass that adds to both it and ``main_grad``.
     """
-    return _norm("layer_norm", x, weight, bias, residual, eps, _Form(True, 0.0, False), backend)
+    return _norm("layer_norm", x, weight, bias, residual, eps, _Options(True, 0.0, False), backend)
 
 
-class _Form(NamedTuple):
+class _Options(NamedTuple):
     """The options of a norm, in the order of the raw ops."""
 
     centered: bool
@@ -193,10 +193,10 @@ def _norm(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     eps: float,
-    form: _Form,
+    options: _Options,
     backend: str | None,
 ) -> torch.Tensor | NormAndSum:
-    chosen = _chosen(x, weight, bias, residual, eps, backend)
+    backend_name = _choose_backend(x, weight, bias, residual, eps, backend)
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None:
         assert weight is not None
@@ -204,11 +204,11 @@ def _norm(
     no_lost_derivatives(name, x, weight, bias, residual)
     inputs = (x, residual, weight, bias)
     if torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in inputs):
-        outputs = _Norm.apply(*inputs, main_grad, float(eps), *form, chosen)
+        outputs = _Norm.apply(*inputs, main_grad, float(eps), *options, backend_name)
         if main_grad is not None and weight is not None and weight.requires_grad:
             fold_grad_into_main_grad("weight", weight, outputs[0])
     else:
-        *outputs, _ = _forward(x, residual, weight, bias, float(eps), *form, chosen)
+        *outputs, _ = _forward(x, residual, weight, bias, float(eps), *options, backend_name)
     return outputs[0] if residual is None else NormAndSum(*outputs)
 
 
@@ -217,18 +217,18 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _forward(
-    x: torch.Tensor, residual: torch.Tensor | None, *form: torch.Tensor | float | bool | str | None
+    x: torch.Tensor, residual: torch.Tensor | None, *options: torch.Tensor | float | bool | str | None
 ) -> tuple[torch.Tensor, ...]:
     """Return (norm, statistics of the rows) or (norm, sum, statistics)."""
     if residual is None:
-        output, stats = ops["forward"](_rows(x), *form)
+        output, stats = ops["forward"](_rows(x), *options)
         return output.view(x.shape), stats
-    output, total, stats = ops["forward_sum"](_rows(x), _rows(residual), *form)
+    output, total, stats = ops["forward_sum"](_rows(x), _rows(residual), *options)
     return output.view(x.shape), total.view(x.shape), stats
 
 
 @remembered_choice
-def _chosen(
+def _choose_backend(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,

@@ -50,7 +50,7 @@ class RMSNorm(nn.RMSNorm):
         return rms_norm(x, self.weight, eps=eps, offset=self.offset, cast_first=self.cast_first)
 
     def extra_repr(self) -> str:
-        """Return the arguments that are shown: those of ``nn.RMSNorm``, offset and cast_first."""
+        """Return the arguments that ``repr`` shows: the arguments of ``nn.RMSNorm``, offset and cast_first."""
         return f"{super().extra_repr()}, offset={self.offset}, cast_first={self.cast_first}"
 
 

@@ -22,24 +22,24 @@ from rl_kernels.norm.results import result_dtype
 
 WIDEST = 16384
 """Largest number of columns that one program of the Triton kernels holds in its registers."""
-_FORM = "Tensor? weight, Tensor? bias, float eps, bool centered, float offset, bool cast_first, str backend"
+_OPTIONS = "Tensor? weight, Tensor? bias, float eps, bool centered, float offset, bool cast_first, str backend"
 _GRADIENTS = "Tensor grad, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor stats, bool centered, float offset"
 SCHEMAS = {
-    "forward": f"(Tensor x, {_FORM}) -> (Tensor, Tensor)",
-    "forward_sum": f"(Tensor x, Tensor residual, {_FORM}) -> (Tensor, Tensor, Tensor)",
+    "forward": f"(Tensor x, {_OPTIONS}) -> (Tensor, Tensor)",
+    "forward_sum": f"(Tensor x, Tensor residual, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     "backward": f"({_GRADIENTS}, bool needs_weight, bool needs_bias, str backend) -> (Tensor, Tensor, Tensor)",
     "backward_into": f"({_GRADIENTS}, Tensor(a!) main_grad, bool needs_bias, str backend) -> (Tensor, Tensor)",
 }
 
 
-def _fake_forward(x: torch.Tensor, weight: torch.Tensor | None, *form: Any) -> tuple[torch.Tensor, ...]:
-    cast_first = form[-1]
+def _fake_forward(x: torch.Tensor, weight: torch.Tensor | None, *options: Any) -> tuple[torch.Tensor, ...]:
+    cast_first = options[-1]
     stats = x.new_empty((2, x.shape[0]), dtype=compute_dtype(x.dtype))
     return x.new_empty(x.shape, dtype=result_dtype(x, weight, cast_first)), stats
 
 
-def _fake_forward_sum(x: torch.Tensor, residual: torch.Tensor, *form: Any) -> tuple[torch.Tensor, ...]:
-    output, stats = _fake_forward(x, *form)
+def _fake_forward_sum(x: torch.Tensor, residual: torch.Tensor, *options: Any) -> tuple[torch.Tensor, ...]:
+    output, stats = _fake_forward(x, *options)
     return output, x.new_empty(x.shape), stats
 
 

@@ -48,7 +48,7 @@ def layer_norm(
 
 
 def _summed(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum in the dtype of x, and the same in FP32 (FP64 for FP64)."""
+    """Return the sum in the dtype of x, and the rounded sum in FP32 (FP64 for FP64)."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     total = x if residual is None else (x.to(dtype) + residual.to(dtype)).to(x.dtype)
     return total, total.to(dtype)

@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class Policy(nn.Module):
-    """Tokens to hidden states; ``head`` turns those into logits, ``attend`` computes attention."""
+    """Tokens to hidden states; ``head`` turns hidden states into logits, ``attend`` computes attention."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()

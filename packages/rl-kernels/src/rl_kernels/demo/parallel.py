@@ -24,7 +24,7 @@ RANKS = {"tp": (1, 2, 4), "dp": (1, 2, 4, 8)}  # by which the model's four heads
 
 
 def trained(settings: Settings, way: str, parts: int, group: ProcessGroup | None) -> tuple[list[Record], Any]:
-    """Train over a group, or the same in one process; return all steps, and the whole weights, on each rank.
+    """Train over a group, or equally in one process; return all steps, and the whole weights, on each rank.
 
     ``tp``: each rank has a part of the weights and runs every batch. ``dp``: each has all weights and runs one of
     ``parts`` micro-batches; gradients are added in the order of ranks.

@@ -29,7 +29,7 @@ class Line(NamedTuple):
 
     label: str
     color: str
-    width: float  # if it is 0 in every step: two such lines, one on the other, are both seen if one is thinner
+    width: float  # of a line that is always 0: of two such lines, the thinner one on top leaves both visible
     steps: Sequence[int]
     gaps: Sequence[Record]
 

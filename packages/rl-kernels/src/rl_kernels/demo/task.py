@@ -27,7 +27,7 @@ class Settings:
     warmup_steps: int = 10
     clip_eps: float = 0.2
     beta: float = 0.05  # weight of the KL penalty to the initial policy
-    measure_every: int = 10  # the gap in other numerics is measured in the first of so many steps
+    measure_every: int = 10  # steps between measurements of the gap in other numerics
     llama: bool = False  # whether the model is a LlamaForCausalLM, else model.Policy
     dtype: str = "FP32"  # of the weights that are trained
     width: int = 64
@@ -35,7 +35,7 @@ class Settings:
     layers: int = 2
     heads: int = 4
     kv_heads: int = 4
-    characters: str = "0123456789="  # with a token: those of the task alone, so that answers are found at once
+    characters: str = "0123456789="  # the vocabulary: the characters of the task alone, so that answers are found soon
 
     @property
     def end(self) -> int:

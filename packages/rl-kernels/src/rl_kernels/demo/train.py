@@ -26,7 +26,7 @@ Record = dict[str, Any]  # a step, a gap or a comparison, as run.json has it
 
 
 def gap(rollout: Tensor, training: Tensor) -> Record:
-    """Return how log-probabilities ``[N]`` of a rollout, FP32, differ from those of training with the same weights."""
+    """Return the differences of FP32 log-probabilities ``[N]`` of a rollout and of training with the same weights."""
     log_ratio = training.double() - rollout.double()
     return {
         "tokens": len(rollout),
@@ -82,16 +82,16 @@ class Trainer:
 
     def step(self, step: int) -> Record:
         """Sample a batch, and learn from it; the gap is between its rollout and the first training pass."""
-        with self._measured(step, self.own) as rollout:
+        with self._timed(step, self.own) as rollout:
             batch = self.sample()
-        with self._measured(step, self.own) as score:
+        with self._timed(step, self.own) as score:
             batch = self.scored(batch)
         watched = {}
         for numerics in self.watched if (step - 1) % self.settings.measure_every == 0 else ():
-            with self._measured(step, numerics):
+            with self._timed(step, numerics):
                 watched[numerics.name] = self.compare(numerics, batch)
-        with self._measured(step, self.own) as update:
-            first, last = self._learned(batch, self.settings.rate(step))
+        with self._timed(step, self.own) as update:
+            first, last = self._learn(batch, self.settings.rate(step))
         return {
             **gap(batch.logps[batch.mask], first[batch.mask]),
             "step": step,
@@ -106,7 +106,7 @@ class Trainer:
         }
 
     @contextmanager
-    def _measured(self, step: int, numerics: Stock) -> Iterator[SimpleNamespace]:
+    def _timed(self, step: int, numerics: Stock) -> Iterator[SimpleNamespace]:
         """Time a part of a step, and note the backends that it chooses: all in the first, then only new ones."""
         synchronize, part = torch.get_device_module(self.device).synchronize, SimpleNamespace()
         synchronize()
@@ -119,7 +119,7 @@ class Trainer:
         self.backends.setdefault(numerics.name, {}).update({choice.operator: choice.backend for choice in choices})
 
     def sample(self) -> Batch:
-        """Draw prompts and sample a group of answers to each: to all, or to those of this rank."""
+        """Draw prompts and sample a group of answers to each prompt, or to each prompt of this rank."""
         settings = self.settings
         drawn = [task.draw_prompt(self.draws, settings) for _ in range(settings.prompts * self.parts)]
         prompts = [prompt for prompt in drawn for _ in range(settings.samples_per_prompt)]
@@ -154,7 +154,7 @@ class Trainer:
         reference = None if self.reference is None else training_logps(self.reference, batch, self.own)
         return batch._replace(rewards=rewards, old=batch.logps, reference=reference)
 
-    def _learned(self, batch: Batch, rate: float) -> tuple[Tensor, Tensor]:
+    def _learn(self, batch: Batch, rate: float) -> tuple[Tensor, Tensor]:
         """Take the steps on a batch; return log-probabilities of the first pass and the last."""
         size, tokens, passes = self.settings.prompts * self.settings.samples_per_prompt, None, []
         parts = [batch.rows(slice(first, first + size)) for first in range(0, len(batch.answers), size)]

@@ -107,7 +107,7 @@ class Ours(Stock):
 
 @torch.no_grad()
 def sample(model: Any, prompts: Sequence[str], way: Stock, settings: Settings, draws: Generator, mine: slice) -> Batch:
-    """Sample an answer to some of the prompts, with the draws that they have among all, on the device of ``draws``.
+    """Sample an answer to the prompts ``mine``, with the same draws as among all prompts, on the device of ``draws``.
 
     The positions that all prompts have go through the model in one pass. The rest of a longer prompt is fed while
     shorter prompts are sampled already, so that no row needs padding and every batch has one shape. Nothing in the loop

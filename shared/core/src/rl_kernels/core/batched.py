@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from rl_kernels.core import fp64, products, verified
-from rl_kernels.core.verified import TILE_COLUMNS, TILE_ROWS, Settings, Way, aside, normal, tile_of
+from rl_kernels.core.verified import TILE_COLUMNS, TILE_ROWS, Settings, Way, normal, tile_of, without_modes
 
 
 class Kind(NamedTuple):
@@ -41,7 +41,7 @@ def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) 
 
     Args:
         a: FP32, each matrix row by row or column by column; K is a multiple of 16.
-        b: FP32, in the same way.
+        b: FP32, each matrix row by row or column by column.
         out: ``[B, M, N]``, FP32, row by row, or None.
     """
     if a.device.type != "cpu":
@@ -66,8 +66,8 @@ def library(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch
 @functools.lru_cache(8192)
 def way_of(kind: Kind) -> Way:
     """Return the way in which products of this kind keep a number's bits; call it within ``applied(kind.settings)``."""
-    with aside():
-        return _tried(kind)
+    with without_modes():
+        return _try_kind(kind)
 
 
 def note(rows: int, inner: int, columns: int) -> str | None:
@@ -78,7 +78,7 @@ def note(rows: int, inner: int, columns: int) -> str | None:
     return None if way is Way.WHOLE else f"products {way.value}"
 
 
-def _tried(kind: Kind) -> Way:
+def _try_kind(kind: Kind) -> Way:
     count, rows, inner, columns = kind.size
     tile = tile_of(inner, torch.float32, kind.settings.onednn)
     if tile is None:

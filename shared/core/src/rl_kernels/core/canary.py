@@ -1,4 +1,4 @@
-"""Canaries: at first use, the bits of a few small fixed calls are compared with those recorded for the architecture.
+"""Canaries: at first use, the bits of a few small fixed calls are compared with a record for the architecture.
 
 The order of sums fixes the bits of an operator (its guide). But a driver, compiler or library that adds in another
 order, or has another logarithm, would change them silently. So the first eager call for an operator, backend, device
@@ -8,7 +8,7 @@ compares gradients too.
 
 ``RL_KERNELS_CANARY`` says what happens on other bits: ``raise`` (the default, also if empty), ``warn``, or ``off``.
 ``RL_KERNELS_CANARY_RECORD`` names a file that ``rl-kernels doctor --canary --json`` has written: its records come
-before those of the packages.
+before the records of the packages.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Records = Mapping[str, Mapping[str, Mapping[str, Mapping[str, Digests]]]]
 
 
 class CanaryMismatch(RuntimeError):
-    """An operator gives other bits than those recorded for this architecture."""
+    """An operator gives other bits than the record for this architecture."""
 
 
 def read_environment() -> tuple[str, Records]:
@@ -130,7 +130,7 @@ def run(operator: Operator, call: Call, backend: Backend) -> None:
         if key in _passed:
             return
         _owed.discard(key)
-        with _marked(), _apart(call.device), torch.no_grad():
+        with _marked_as_canary(), _without_modes(call.device), torch.no_grad():
             actual = digest(_module(operator).results(call.dtype, call.device, backend.name))
         if actual != expected(operator, call, backend):
             message = _message(operator, call, backend, actual)
@@ -157,7 +157,7 @@ def measured(operator: Operator, backend: str, dtype: torch.dtype, device: torch
         BackendUnavailable: the backend cannot run these calls.
     """
     module = _module(operator)
-    with _one_at_a_time, _marked(), _apart(device):
+    with _one_at_a_time, _marked_as_canary(), _without_modes(device):
         with torch.no_grad():
             forward = digest(module.results(dtype, device, backend))
         return {"forward": forward, "backward": digest(module.gradients(dtype, device, backend))}
@@ -219,7 +219,7 @@ def integers(*shape: int, below: int, salt: int, device: torch.device) -> torch.
 
 
 @contextmanager
-def _marked() -> Iterator[None]:
+def _marked_as_canary() -> Iterator[None]:
     """Mark the calls of this thread as calls of a canary."""
     outer, _own.runs = is_running(), True
     try:
@@ -229,7 +229,7 @@ def _marked() -> Iterator[None]:
 
 
 @contextmanager
-def _apart(device: torch.device) -> Iterator[None]:
+def _without_modes(device: torch.device) -> Iterator[None]:
     """Leave autocast, inference mode and dispatch modes of the caller, and let the host wait for the device."""
     warned = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else 0
     with torch.inference_mode(False), torch.autocast(device.type, enabled=False), _disable_current_modes():

@@ -1,4 +1,4 @@
-"""The tolerance contract: how far a result may be from what it is compared with, the same for every backend.
+"""The tolerance contract: the largest allowed error of each comparison, the same for every backend.
 
 ``tolerance_contract.json`` holds one row for each (relation, op_class, dtype, direction). A missing row is an error,
 never a default, and no backend can relax a row for itself. An architecture may override rows by its key. A row also
@@ -133,14 +133,14 @@ def parse(document: Mapping[str, Any]) -> Contract:
         ValueError: a missing or unknown key, a value of another kind, two rows for one comparison, or measured values
             without ``calibration``.
     """
-    _kind(document, dict, "the tolerance contract")
-    _known(document, DOCUMENT_KEYS, "the tolerance contract")
-    _has(document, ("version", "arch_overrides", "rows"), "the tolerance contract")
+    _check_type(document, dict, "the tolerance contract")
+    _check_known(document, DOCUMENT_KEYS, "the tolerance contract")
+    _check_required(document, ("version", "arch_overrides", "rows"), "the tolerance contract")
     for name, kind in (("version", str), ("arch_overrides", dict), ("rows", list)):
-        _kind(document[name], kind, name)
+        _check_type(document[name], kind, name)
     overrides = {}
     for arch, rows in document["arch_overrides"].items():
-        _kind(rows, list, f"arch_overrides: {arch}")
+        _check_type(rows, list, f"arch_overrides: {arch}")
         overrides[arch] = _rows(rows)
     calibration = None
     if "calibration" in document:
@@ -155,12 +155,12 @@ def parse(document: Mapping[str, Any]) -> Contract:
 def _rows(rows: list[Mapping[str, Any]]) -> dict[Key, Tolerance]:
     parsed: dict[Key, Tolerance] = {}
     for number, row in enumerate(rows, 1):
-        _kind(row, dict, f"row {number}")
-        _has(row, ROW_KEYS[:6], f"row {number}")
+        _check_type(row, dict, f"row {number}")
+        _check_required(row, ROW_KEYS[:6], f"row {number}")
         key = (row["relation"], row["op_class"], row["dtype"], row["direction"])
         where = f"row {' / '.join(map(str, key))}"
-        _has(row, ("provenance",), where)
-        _known(row, ROW_KEYS, where)
+        _check_required(row, ("provenance",), where)
+        _check_known(row, ROW_KEYS, where)
         for name, value, known in zip(ROW_KEYS, key, NAMES, strict=False):
             if value not in known:
                 raise ValueError(f"{where}: {name}: expected one of {', '.join(known)}, got {value!r}")
@@ -184,23 +184,23 @@ def _measured(values: Mapping[str, Any], where: str) -> Measured:
 
 
 def _filled(kind: type[Filled], values: Mapping[str, Any], where: str) -> Filled:
-    _known(values, kind._fields, where)
-    _has(values, kind._fields, where)
+    _check_known(values, kind._fields, where)
+    _check_required(values, kind._fields, where)
     return kind(**values)
 
 
-def _kind(value: Any, kind: type, where: str) -> None:
+def _check_type(value: Any, kind: type, where: str) -> None:
     if not isinstance(value, kind):
         raise ValueError(f"{where}: expected {KINDS[kind]}, got {value!r:.40}")
 
 
-def _has(values: Mapping[str, Any], names: Sequence[str], where: str) -> None:
+def _check_required(values: Mapping[str, Any], names: Sequence[str], where: str) -> None:
     missing = [name for name in names if name not in values]
     if missing:
         raise ValueError(f"{where}: no {', '.join(missing)}")
 
 
-def _known(values: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
+def _check_known(values: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
     unknown = sorted(values.keys() - set(keys))
     if unknown:
         raise ValueError(f"{where}: unknown {', '.join(unknown)}; known: {', '.join(keys)}")

@@ -24,7 +24,7 @@ from rl_kernels.core.registry import PUBLISHED, kernel_registry, published_opera
 
 T = TypeVar("T")
 AUTO = "auto"
-KEPT = 4096
+CACHE_SIZE = 4096
 """Number of entries at which a cache of choices is cleared."""
 
 
@@ -243,7 +243,7 @@ def remembered_plan(make: Callable[..., T | None]) -> Callable[..., T | None]:
 
 
 def forget() -> None:
-    """Clear all cached choices and plans; needed when backends are replaced by others."""
+    """Clear all cached choices and plans; needed when backends are replaced."""
     for cache in _remembering:
         cache.clear()
 
@@ -287,7 +287,7 @@ def _remembered(first: Callable[..., T], always: Callable[..., T]) -> Callable[.
             result = first(*args)
             if not canary.is_settled():
                 return result
-            if len(cache) >= KEPT:
+            if len(cache) >= CACHE_SIZE:
                 cache.clear()
             cache[key] = result
         return result

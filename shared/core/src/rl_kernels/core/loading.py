@@ -56,7 +56,7 @@ def load(target: str) -> Loaded:
         loaded = forward
     if not callable(loaded):
         raise Unusable(f"{source} has no callable {path!r}")
-    # The arguments of an nn.Module are those of its forward: __call__ takes anything and passes it on.
+    # An nn.Module takes the arguments of its forward: __call__ takes anything and passes it on.
     return Loaded(loaded, name, *_parameters(forward if callable(forward) else loaded))
 
 

@@ -54,14 +54,14 @@ def matmul(
     computed = compute_dtype(a.dtype)
     result_dtype = out_dtype or computed
     if a.device.type != "cpu" or a.dtype == torch.float64:
-        product = _finished(fp64.matmul(a, b), bias, result_dtype)
+        product = _with_bias(fp64.matmul(a, b), bias, result_dtype)
         return product if out is None else out.copy_(product)
     if result_dtype == a.dtype == b.dtype and result_dtype != computed and bias is None:
         return _product(a, b, result_dtype)
-    return _finished(_product(a.to(computed), b, computed, out), bias, result_dtype)
+    return _with_bias(_product(a.to(computed), b, computed, out), bias, result_dtype)
 
 
-def _finished(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def _with_bias(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     if bias is not None:
         product += bias
     return product.to(dtype)
@@ -71,26 +71,26 @@ def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, out: torch.Te
     """Return the product of ``a`` in its dtype, or write it to ``out``."""
     if out is None:
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
-    left = _whole_terms(a, 1).contiguous()
+    left = _pad_inner(a, 1).contiguous()
     if verified.offset_of(left):
         left = left.clone()
     settings = verified.current_settings(dtype)
     with verified.applied(settings):
         if b.shape[1] <= WIDTH:
-            _columns(left, b, out, settings)
+            _multiply_columns(left, b, out, settings)
             return out
         for first in range(0, b.shape[1], WIDTH):
             part = slice(first, first + WIDTH)
-            _columns(left, b[:, part], out[:, part], settings)
+            _multiply_columns(left, b[:, part], out[:, part], settings)
     return out
 
 
-def _columns(left: torch.Tensor, b: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
+def _multiply_columns(left: torch.Tensor, b: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
     """Write ``left @ b`` to ``out``, block by block."""
     width = out.shape[1]
     if not width:
         return
-    right = _right(b, out.dtype)
+    right = _packed_right(b, out.dtype)
     padded = right.shape[1]
     layout = padded, out.dtype, right.stride(0) == 1, verified.offset_of(right), settings
     for first, end, height in blocks(out.shape[0]):
@@ -101,7 +101,7 @@ def _columns(left: torch.Tensor, b: torch.Tensor, out: torch.Tensor, settings: S
             block = pad_to(block, 0, height)
         way = verified.way_of(Kind(height, left.shape[1], *layout))
         if way is not Way.WHOLE:
-            product = (tiles if way is Way.TILES else _exact)(block, right)
+            product = (tiles if way is Way.TILES else _in_fp64)(block, right)
         elif full and width == padded:
             verified.library(block, right, part)
             continue
@@ -121,9 +121,9 @@ def blocks(count: int) -> tuple[tuple[int, int, int], ...]:
     return tuple(cuts)
 
 
-def _right(b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _packed_right(b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the right operand as the library gets it: without gaps, row by row or column by column, sizes padded."""
-    b = _whole_terms(b.to(dtype), 0)
+    b = _pad_inner(b.to(dtype), 0)
     if b.shape[1] < TILE_ROWS:
         # Libraries multiply by a narrow matrix in other orders.
         b = pad_to(b, 1, TILE_ROWS)
@@ -132,11 +132,11 @@ def _right(b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return b.t().contiguous().t() if b.stride(0) == 1 else b.contiguous()
 
 
-def _whole_terms(x: torch.Tensor, dim: int) -> torch.Tensor:
-    return pad_to(x, dim, _multiple(x.shape[dim]))
+def _pad_inner(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return pad_to(x, dim, _inner_multiple(x.shape[dim]))
 
 
-def _multiple(inner: int) -> int:
+def _inner_multiple(inner: int) -> int:
     """Return the multiple to which an inner size is padded. Short sums often have the same bits in another order."""
     return PAIRS if inner >= MANY else STEP
 
@@ -159,7 +159,7 @@ def _tiles(block: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _exact(block: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _in_fp64(block: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return fp64.matmul(block, right).to(block.dtype)
 
 
@@ -183,25 +183,25 @@ def chain_dw(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> torch.Tens
             return fp64.chain_dw(a, dc, out)
         for first in range(0, len(a), ROWS):
             part = slice(first, first + ROWS)
-            left, right = (_terms(x[part], size) for x, size in zip((a, dc), total.shape, strict=True))
+            left, right = (_padded_terms(x[part], size) for x, size in zip((a, dc), total.shape, strict=True))
             if way is Way.WHOLE:
-                _steps(left, right, total)
+                _add_steps(left, right, total)
             else:
-                verified.on_one_thread(functools.partial(_steps_of_tiles, left, right, total))
+                verified.on_one_thread(functools.partial(_add_steps_by_tiles, left, right, total))
     return out if is_plain else out.copy_(total[: out.shape[0], : out.shape[1]])
 
 
-def _terms(x: torch.Tensor, size: int) -> torch.Tensor:
+def _padded_terms(x: torch.Tensor, size: int) -> torch.Tensor:
     """Return rows in FP32, whole steps of them, and ``size`` columns; zeros are appended."""
     return pad_to(torch.nn.functional.pad(x.float(), (0, size - x.shape[1])), 0, STEP).contiguous()
 
 
-def _steps(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor) -> None:
+def _add_steps(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor) -> None:
     for row in range(0, len(left), STEP):
         total.addmm_(left[row : row + STEP].t(), right[row : row + STEP])
 
 
-def _steps_of_tiles(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor) -> None:
+def _add_steps_by_tiles(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor) -> None:
     left, right = (pad_to(x, 1, TILE_COLUMNS) for x in (left, right))
     for row in range(0, total.shape[0], TILE_COLUMNS):
         for column in range(0, total.shape[1], TILE_COLUMNS):
@@ -210,14 +210,14 @@ def _steps_of_tiles(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor
             tile = part.new_zeros((TILE_COLUMNS, TILE_COLUMNS))
             tile[: part.shape[0], : part.shape[1]] = part
             here, there = (x[:, first : first + TILE_COLUMNS] for x, first in ((left, row), (right, column)))
-            _steps(here.contiguous(), there.contiguous(), tile)
+            _add_steps(here.contiguous(), there.contiguous(), tile)
             part.copy_(tile[: part.shape[0], : part.shape[1]])
 
 
 def ways(inner: int, columns: int, dtype: torch.dtype, *, transposed: bool = True) -> Counter[Way]:
     """Return for how many heights of a block the product with ``[inner, columns]`` takes each way."""
     settings = verified.current_settings(dtype)
-    size = inner + -inner % _multiple(inner), min(max(columns, TILE_ROWS), WIDTH)
+    size = inner + -inner % _inner_multiple(inner), min(max(columns, TILE_ROWS), WIDTH)
     with verified.applied(settings):
         kinds = (Kind(height, *size, dtype, transposed, 0, settings) for height in HEIGHTS)
         return Counter(verified.way_of(kind) for kind in kinds)

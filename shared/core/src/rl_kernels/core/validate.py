@@ -27,14 +27,14 @@ IGNORED = -100
 def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], ndim: int | None = None, least: int = 0) -> None:
     """Require a strided tensor of one of ``dtypes`` with exactly ``ndim``, or at least ``least``, dims."""
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}{_instead(name, value)}")
+        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}{_module_hint(name, value)}")
     if not torch.compiler.is_compiling() and type(value).__module__.startswith("torch.distributed.tensor"):
         raise TypeError(
-            f"{name}: expected a local tensor{_of_operator()}, got a DTensor: pass its full_tensor(), which gathers "
+            f"{name}: expected a local tensor{_for_operator()}, got a DTensor: pass its full_tensor(), which gathers "
             "it from all ranks, or its to_local() if you mean only this rank's part"
         )
     if value.dtype not in dtypes:
-        raise TypeError(f"{name}: expected dtype {_names(dtypes)}, got {value.dtype}")
+        raise TypeError(f"{name}: expected dtype {_dtype_names(dtypes)}, got {value.dtype}")
     if value.layout != torch.strided:
         raise TypeError(f"{name}: expected a strided tensor, got layout {value.layout}")
     if ndim is not None and value.ndim != ndim:
@@ -43,7 +43,7 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], ndim: int | 
         raise ValueError(f"{name}: expected at least {least} dims, got shape {tuple(value.shape)}")
 
 
-def _instead(name: str, value: object) -> str:
+def _module_hint(name: str, value: object) -> str:
     """Return a hint for a module: what to pass instead of it."""
     if not isinstance(value, torch.nn.Module):
         return ""
@@ -54,7 +54,7 @@ def _instead(name: str, value: object) -> str:
     return ": pass a tensor, such as its .weight or what it returns"
 
 
-def _of_operator() -> str:
+def _for_operator() -> str:
     """Name the operator whose public function is running. Called for error messages only, because it is slow."""
     frame = inspect.currentframe()
     while frame is not None:
@@ -111,11 +111,13 @@ def number(
     if not -math.inf < value < math.inf:
         raise ValueError(f"{name}: expected a finite number, got {value}")
     if not -most <= value <= most:
-        raise ValueError(f"{name}: expected a number within +-{most:.3g} ({_names((dtype,))}), got {_shown(value)}")
+        raise ValueError(
+            f"{name}: expected a number within +-{most:.3g} ({_dtype_names((dtype,))}), got {_shortened(value)}"
+        )
     if above is not None and not value > above:
         raise ValueError(f"{name}: expected a number > {above:g}, got {value}")
     if above == 0 and value < tiny:
-        raise ValueError(f"{name}: expected a number > 0, at least {tiny:.3g} ({_names((dtype,))}), got {value}")
+        raise ValueError(f"{name}: expected a number > 0, at least {tiny:.3g} ({_dtype_names((dtype,))}), got {value}")
     if least is not None and not value >= least:
         raise ValueError(f"{name}: expected a number >= {least:g}, got {value}")
 
@@ -126,12 +128,12 @@ def integer(name: str, value: Any, least: int | None = None, most: int = INT64) 
         raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
     lowest = -INT64 if least is None else least
     if value < lowest:
-        raise ValueError(f"{name}: expected an integer >= {lowest}, got {_shown(value)}")
+        raise ValueError(f"{name}: expected an integer >= {lowest}, got {_shortened(value)}")
     if not value <= most:
-        raise ValueError(f"{name}: expected an integer <= {most}, got {_shown(value)}")
+        raise ValueError(f"{name}: expected an integer <= {most}, got {_shortened(value)}")
 
 
-def _shown(value: Any) -> str:
+def _shortened(value: Any) -> str:
     """Return a number as text for a message; integers of more than 128 bits are shortened."""
     if isinstance(value, int) and value.bit_length() > SHOWN_BITS:
         return f"{'-' if value < 0 else ''}2^{value.bit_length() - 1} or more"
@@ -202,7 +204,7 @@ def _ids_in_range(ids: torch.Tensor, size: int, ignore_index: int | None, name: 
         raise ValueError(f"{name}: expected values in [0, {size}){ignored}, got values in [{low}, {high}]{advice}")
 
 
-def _positive(value: torch.Tensor, name: str) -> None:
+def _require_positive(value: torch.Tensor, name: str) -> None:
     if not value.numel():
         return
     low, high = torch.stack(torch.aminmax(value)).tolist()
@@ -215,7 +217,7 @@ def _positive(value: torch.Tensor, name: str) -> None:
 _check_ids = define_check(
     "check_ids", "(Tensor ids, SymInt size, int? ignore_index, str name, bool ignorable)", _ids_in_range
 )
-_check_positive = define_check("check_positive", "(Tensor value, str name)", _positive)
+_check_positive = define_check("check_positive", "(Tensor value, str name)", _require_positive)
 
 
 def target_ids(name: str, value: object, leading: Sequence[int], why: str) -> None:
@@ -262,5 +264,5 @@ def own_storage(name: str, value: torch.Tensor) -> None:
         reach += stride * (size - 1)
 
 
-def _names(dtypes: Sequence[torch.dtype]) -> str:
+def _dtype_names(dtypes: Sequence[torch.dtype]) -> str:
     return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

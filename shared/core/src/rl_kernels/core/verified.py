@@ -2,7 +2,7 @@
 
 A trial repeats the 16 rows and 64 columns of a small tile, in a drawn order, up to the size of the product. Each number
 of the result must have the bits that it has in the tile. The drawn sums cancel, so a number is the rounding of its sum,
-which another order of additions changes. Rows of NaN between the others must change none. The tile itself, on one
+which another order of additions changes. Rows of NaN in between must change none of them. The tile itself, on one
 thread, must have the same bits in any order of its rows and columns, and be as accurate as sums in FP32 are.
 """
 
@@ -114,7 +114,7 @@ def way_of(kind: Kind) -> Way:
     """Return the way in which products of this kind keep a row's bits; call it within ``applied(kind.settings)``."""
     way = _ways.get(kind)
     if way is None:
-        with aside():
+        with without_modes():
             tile = tile_of(kind.inner, kind.dtype, kind.settings.onednn)
             way = Way.FP64 if tile is None else Way.WHOLE if _block_matches_tile(kind, tile) else Way.TILES
         _ways[kind] = way
@@ -122,8 +122,8 @@ def way_of(kind: Kind) -> Way:
 
 
 @contextmanager
-def aside() -> Iterator[None]:
-    """Keep a trial out of inference mode, gradients, and modes that watch or replace PyTorch's ops."""
+def without_modes() -> Iterator[None]:
+    """Run a trial outside inference mode, without gradients, and without modes that watch or replace PyTorch's ops."""
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
         yield
 
@@ -142,12 +142,12 @@ class _Tile(NamedTuple):
 @functools.cache
 def tile_of(inner: int, dtype: torch.dtype, onednn: bool) -> _Tile | None:
     """Return the tile of a trial, on one thread; None if its bits follow place or neighbors, or it is not accurate."""
-    return on_one_thread(lambda: _tried_tile(inner, dtype))
+    return on_one_thread(lambda: _try_tile(inner, dtype))
 
 
-def _tried_tile(inner: int, dtype: torch.dtype) -> _Tile | None:
+def _try_tile(inner: int, dtype: torch.dtype) -> _Tile | None:
     draw = torch.Generator().manual_seed(inner)
-    rows, columns = _cancelling(inner, (TILE_ROWS, TILE_COLUMNS), dtype, draw)
+    rows, columns = _canceling(inner, (TILE_ROWS, TILE_COLUMNS), dtype, draw)
     product = library(rows, columns.t())
     if not _is_accurate(inner, dtype, draw):
         return None
@@ -170,21 +170,21 @@ def _block_matches_tile(kind: Kind, tile: _Tile) -> bool:
     column = torch.randint(TILE_COLUMNS, (kind.columns,), generator=draw, device="cpu")
     block = tile.rows[row]
     shape = (kind.columns, kind.inner) if kind.transposed else (kind.inner, kind.columns)
-    right = _placed(shape, (shape[1], 1), kind.dtype, kind.offset)
+    right = _zeros_at_offset(shape, (shape[1], 1), kind.dtype, kind.offset)
     right = right.t() if kind.transposed else right
     right.copy_(tile.columns[column].t())
     expected = tile.product[row][:, column]
     if not torch.equal(library(block, right), expected):
         return False
     # Again into a part of a wider result, beside rows of NaN.
-    part = _placed(expected.shape, (kind.columns + 17, 1), kind.dtype, expected.itemsize)
+    part = _zeros_at_offset(expected.shape, (kind.columns + 17, 1), kind.dtype, expected.itemsize)
     block[::2] = torch.nan
     return torch.equal(library(block, right, part)[1::2], expected[1::2])
 
 
-def _tried_steps(shape: torch.Size, strides: tuple[int, ...], offset: int, settings: Settings) -> Way:
+def _try_steps(shape: torch.Size, strides: tuple[int, ...], offset: int, settings: Settings) -> Way:
     draw = torch.Generator().manual_seed(STEP)
-    left, right = _cancelling(STEP, (TILE_COLUMNS, TILE_COLUMNS), torch.float32, draw)
+    left, right = _canceling(STEP, (TILE_COLUMNS, TILE_COLUMNS), torch.float32, draw)
     start = normal((TILE_COLUMNS, TILE_COLUMNS), draw) * 2.0**-24
 
     def step() -> torch.Tensor:
@@ -196,7 +196,7 @@ def _tried_steps(shape: torch.Size, strides: tuple[int, ...], offset: int, setti
         return Way.FP64
     row = torch.randint(TILE_COLUMNS, shape[:1], generator=draw, device="cpu")
     column = torch.randint(TILE_COLUMNS, shape[1:], generator=draw, device="cpu")
-    out = _placed(tuple(shape), strides, torch.float32, offset)
+    out = _zeros_at_offset(tuple(shape), strides, torch.float32, offset)
     out.copy_(start[row][:, column])
     # As the operands of a chain lie: term by term.
     out.addmm_(left[row].t().contiguous().t(), right[column].t().contiguous())
@@ -208,12 +208,12 @@ def way_of_steps(out: torch.Tensor, settings: Settings) -> Way:
     kind = out.shape, out.stride(), offset_of(out), settings
     way = _ways_of_steps.get(kind)
     if way is None:
-        with aside():
-            way = _ways_of_steps[kind] = _tried_steps(*kind)
+        with without_modes():
+            way = _ways_of_steps[kind] = _try_steps(*kind)
     return way
 
 
-def _cancelling(
+def _canceling(
     inner: int, counts: tuple[int, int], dtype: torch.dtype, draw: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows and columns, ``[count, inner]``, whose products sum to zero but for rounding."""
@@ -242,7 +242,7 @@ def _is_accurate(inner: int, dtype: torch.dtype, draw: torch.Generator) -> bool:
     return bool(((product - exact).abs() <= ERROR * size + torch.finfo(dtype).eps / 2 * product.abs()).all())
 
 
-def _placed(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, offset: int) -> torch.Tensor:
+def _zeros_at_offset(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, offset: int) -> torch.Tensor:
     """Return zeros with these strides, ``offset`` bytes after an aligned address."""
     first = offset // dtype.itemsize
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

@@ -44,12 +44,12 @@ def _scale(weight: torch.Tensor, offset: float, dtype: torch.dtype) -> torch.Ten
 
 
 def forward_sum(
-    x: torch.Tensor, residual: torch.Tensor, *form: object
+    x: torch.Tensor, residual: torch.Tensor, *options: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (norm ``[N, D]``, ``x + residual``, stats ``[2, N]``)."""
     dtype = compute_dtype(x.dtype)
     total = (x.to(dtype) + residual.to(dtype)).to(x.dtype).contiguous()
-    output, stats = forward(total, *form)  # type: ignore[arg-type]
+    output, stats = forward(total, *options)  # type: ignore[arg-type]
     return output, total, stats
 
 

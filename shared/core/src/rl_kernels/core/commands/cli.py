@@ -1,4 +1,4 @@
-"""The command ``rl-kernels``: its own sub-commands, and those that packages add (group ``rl_kernels.commands``).
+"""The command ``rl-kernels``: its own sub-commands, and sub-commands of packages (group ``rl_kernels.commands``).
 
 This module does not import torch, so ``--help`` and ``--version`` are fast, and a command that needs torch can say that
 it is missing.

@@ -35,12 +35,12 @@ def doctor(argv: Sequence[str]) -> int:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     arch = arch_of(device.type, device.index)
     if args.canary:
-        return _canaries(device, arch, as_record=args.json)
+        return _print_canaries(device, arch, as_record=args.json)
     facts = [
         ("rl-kernels-core", version("rl-kernels-core")),
         ("python, torch", f"{platform.python_version()}, {torch.__version__}"),
         ("triton", version("triton") if find_spec("triton") else "not installed"),
-        *_cuda(),
+        *_cuda_facts(),
         ("device", f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'} ({arch})"),
         ("products of the CPU", products.tried()),
         ("arch in the tolerance contract", "yes" if arch in contract().archs else "no: checks need --arch-key"),
@@ -55,11 +55,11 @@ def doctor(argv: Sequence[str]) -> int:
     return 0
 
 
-def _canaries(device: torch.device, arch: str, *, as_record: bool) -> int:
-    """Print the bits of all canaries; return 1 if some are not those recorded."""
+def _print_canaries(device: torch.device, arch: str, *, as_record: bool) -> int:
+    """Print the digests of all canaries; return 1 if one differs from its record."""
     rows, status = [], 0
     record: dict[str, dict[str, dict[str, canary.Digests]]] = {}
-    for operator, backend, dtype, digests in _measured(device):
+    for operator, backend, dtype, digests in _measured_digests(device):
         known = canary.recorded(kernel_registry.load(operator), arch, backend, DTYPES[dtype])
         same = "not recorded" if known is None else "as recorded" if known == digests else "other bits than recorded"
         status = max(status, int(same.startswith("other")))
@@ -72,7 +72,7 @@ def _canaries(device: torch.device, arch: str, *, as_record: bool) -> int:
     return status
 
 
-def _measured(device: torch.device) -> Iterator[tuple[str, str, str, dict[str, str]]]:
+def _measured_digests(device: torch.device) -> Iterator[tuple[str, str, str, dict[str, str]]]:
     """Yield operator, backend, dtype and digests of what can run here and promises its bits."""
     for name in kernel_registry.names():
         operator = kernel_registry.load(name)
@@ -87,7 +87,7 @@ def _measured(device: torch.device) -> Iterator[tuple[str, str, str, dict[str, s
                 yield name, backend.name, next(key for key in DTYPES if DTYPES[key] == dtype), digests
 
 
-def _cuda() -> list[tuple[str, str]]:
+def _cuda_facts() -> list[tuple[str, str]]:
     """Return the facts about CUDA C++: driver, compiler (or how to get one) and kernel cache."""
     reason = toolchain.why_no_compiler()
     compiler = reason or "CUDA " + ".".join(map(str, toolchain.nvrtc_version()))

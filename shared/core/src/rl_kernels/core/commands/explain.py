@@ -58,9 +58,9 @@ def explain(argv: Sequence[str]) -> int:
         return _explain_all(args)
     try:
         operator = kernel_registry.load(args.op)
-        call = _described(operator, args)
+        call = _described_call(operator, args)
         verdicts = explain_with_notes(operator, call)
-        _all_known(operator, call)
+        _check_sizes(operator, call)
     except (UnknownOperator, ValueError) as error:
         print(f"rl-kernels explain: {error}", file=sys.stderr)
         return 2
@@ -77,7 +77,7 @@ def _explain_all(args: argparse.Namespace) -> int:
     try:
         if args.shape is not None:
             raise ValueError("--shape: expected only with an operator")
-        device, arch = _place(args)
+        device, arch = _device_and_arch(args)
     except ValueError as error:
         print(f"rl-kernels explain: {error}", file=sys.stderr)
         return 2
@@ -105,7 +105,7 @@ def as_table(verdicts: Mapping[str, Sequence[Verdict]], where: str) -> str:
     return table(("operator", "backend", where), rows)
 
 
-def _described(operator: Operator, args: argparse.Namespace) -> Call:
+def _described_call(operator: Operator, args: argparse.Namespace) -> Call:
     order = "x".join(operator.shape)
     sizes: list[int] = []
     if args.shape is not None:
@@ -114,11 +114,11 @@ def _described(operator: Operator, args: argparse.Namespace) -> Call:
             raise ValueError(f"--shape: expected {order}, sizes >= 1, got {args.shape!r}")
         sizes = [int(part) for part in parts]
     traits = {name: size for name, size in zip(operator.shape, sizes, strict=False) if name not in operator.rows}
-    device, arch = _place(args)
+    device, arch = _device_and_arch(args)
     return Call(device, DTYPES[args.dtype], arch, _Sizes(traits))
 
 
-def _place(args: argparse.Namespace) -> tuple[torch.device, str]:
+def _device_and_arch(args: argparse.Namespace) -> tuple[torch.device, str]:
     """Return device and architecture."""
     device = torch.device(args.device)
     if args.arch is not None and args.arch not in contract().archs:
@@ -128,7 +128,7 @@ def _place(args: argparse.Namespace) -> tuple[torch.device, str]:
     return device, args.arch or arch_of(device.type, device.index)
 
 
-def _all_known(operator: Operator, call: Call) -> None:
+def _check_sizes(operator: Operator, call: Call) -> None:
     """Raise ``ValueError`` if a backend looked at a size that was not given."""
     assert isinstance(call.traits, _Sizes)
     missing = [name for name in operator.shape if name in call.traits.missing]

@@ -2,8 +2,8 @@
 
 A file on disk is named by a digest of everything that the compiler reads and of the version of NVRTC, so no version
 uses another one's cubins. A cubin in a wheel (``cubins/`` beside its source) is named by the target and the digest of
-what the compiler read. The version of NVRTC is left out: it was fixed when the wheel was built, and there may be no
-NVRTC here. Shipped cubins come first; after a change of the source or of an option the name no longer matches.
+what the compiler read. The version of NVRTC is not part of the name: it was fixed when the wheel was built, and there
+may be no NVRTC here. Shipped cubins come first; after a change of the source or of an option the name no longer matches.
 
 Each file begins with a digest of the cubin after it, so a truncated file is detected and compiled again. Files are
 written under another name and renamed, so any number of processes may read and write at once. The digest is no
@@ -196,7 +196,7 @@ def write(path: Path, cubin: bytes) -> None:
 
 
 def contents(place: Path) -> list[tuple[float, int, Path]]:
-    """Return time of last use, size and path of each file of ours in a folder, the least recently used first."""
+    """Return time of last use, size and path of each cache file in a folder, the least recently used first."""
     entries = []
     for path in place.iterdir() if place.is_dir() else ():
         try:

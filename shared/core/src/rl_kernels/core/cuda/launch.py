@@ -19,7 +19,7 @@ from rl_kernels.core.gpu import on_device, stream_of
 
 SHARED = 48 * 1024
 """Bytes of static and dynamic shared memory that a block may have unless an attribute of the kernel raises them."""
-KEPT = 256
+CACHE_SIZE = 256
 """Largest number of launch configurations that a kernel remembers."""
 
 _kernels: dict[tuple[Program, str, int], Kernel] = {}
@@ -46,7 +46,7 @@ def kernel(program: Program, entry: str, signature: str, device: torch.device) -
     key = (program, entry, index)
     loaded = _kernels.get(key)
     if loaded is None:
-        with _lock, on_device(index), _uncaptured():
+        with _lock, on_device(index), _outside_capture():
             loaded = _kernels.get(key)
             if loaded is None:
                 loaded = _kernels[key] = Kernel(_module(program, index), entry, Signature(signature), index)
@@ -56,7 +56,7 @@ def kernel(program: Program, entry: str, signature: str, device: torch.device) -
 
 
 @contextmanager
-def _uncaptured() -> Iterator[None]:
+def _outside_capture() -> Iterator[None]:
     """Let this thread load a module while a stream is captured: loading is no work of a stream, so it does no harm."""
     from cuda.bindings import driver
 
@@ -126,7 +126,7 @@ class Kernel:
         try:
             numbers = self.signature.numbers(args)
         except IndexError as error:
-            raise self._unfit(error) from error
+            raise self._signature_error(error) from error
         self.start((x, y, z), block, shared, pdl, numbers)
 
     def start(
@@ -141,9 +141,9 @@ class Kernel:
         try:
             buffer.fill(numbers)
         except (struct.error, TypeError) as error:
-            raise self._unfit(error) from error
+            raise self._signature_error(error) from error
         if shared > self._allowed:
-            self._allow(shared)
+            self._raise_shared_limit(shared)
         with on_device(self._index):
             stream = stream_of(self._index)
             if pdl:
@@ -155,7 +155,7 @@ class Kernel:
             sizes = f"grid {(x, y, z)}, block {block}, shared {shared}"
             raise error_of(launched[0], f"{self.entry}: {sizes}")
 
-    def _unfit(self, error: Exception) -> TypeError:
+    def _signature_error(self, error: Exception) -> TypeError:
         return TypeError(f"{self.entry}: the arguments do not fit {self.signature.text!r}: {error}")
 
     def _check_signature(self) -> None:
@@ -176,7 +176,7 @@ class Kernel:
             ours = f"{self.signature.text!r} has {list(self.signature.places)}"
             raise ValueError(f"signature: {ours}, {self.entry} has {compiled} (offset and size of each parameter)")
 
-    def _allow(self, shared: int) -> None:
+    def _raise_shared_limit(self, shared: int) -> None:
         attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         with on_device(self._index):
             set_to = self._driver.cuFuncSetAttribute(self._function, attribute, shared)
@@ -187,12 +187,12 @@ class Kernel:
         """Return the configuration of a programmatic dependent launch."""
         configuration = self._configurations.get(key)
         if configuration is None:
-            if len(self._configurations) >= KEPT:
+            if len(self._configurations) >= CACHE_SIZE:
                 self._configurations.clear()
-            configuration = self._configurations[key] = self._configured(*key)
+            configuration = self._configurations[key] = self._new_configuration(*key)
         return configuration
 
-    def _configured(self, x: int, y: int, z: int, block: int, shared: int, stream: int) -> Any:
+    def _new_configuration(self, x: int, y: int, z: int, block: int, shared: int, stream: int) -> Any:
         configuration = self._driver.CUlaunchConfig()
         configuration.gridDimX, configuration.gridDimY, configuration.gridDimZ = x, y, z
         configuration.blockDimX, configuration.blockDimY, configuration.blockDimZ = block, 1, 1

@@ -22,7 +22,7 @@ class Program:
 
     Attributes:
         package: import path of the package that the file is in.
-        file: its file name. It can include the ``.cuh`` files beside it by name, and those of core as
+        file: its file name. It can include the ``.cuh`` files beside it by name, and headers of core as
             ``rl_kernels/NAME.cuh``.
         arch: the compiler's name of the target, such as ``sm_90a``.
         defines: names and integer values, passed as ``-DNAME=VALUE``.

@@ -28,7 +28,8 @@ LONGEST = 256
 """Largest number of elements of a box along each dimension."""
 ROOM = 128
 """Alignment of a descriptor while it is written."""
-KEPT = 4096
+CACHE_SIZE = 4096
+"""Number of descriptors at which the cache is cleared."""
 
 _maps: dict[tuple[object, ...], TensorMap] = {}
 
@@ -47,7 +48,7 @@ def tensor_map(
     A cached descriptor is found without making a view of the tensor, which would take longer.
 
     Args:
-        tensor: two to five dimensions, the last one contiguous, the others at multiples of 16 bytes; if ``transposed``,
+        tensor: two to five dimensions, the last one contiguous, all others at multiples of 16 bytes; if ``transposed``,
             its transpose, for a matrix.
         box: sizes of the box that one copy moves.
         swizzle: swizzle width of the box in shared memory, in bytes: 0 (none), 32, 64 or 128; a row of the box is at
@@ -66,7 +67,7 @@ def tensor_map(
     if descriptor is None:
         view = described_view(tensor, transposed, strides)
         _check(view, box, swizzle, promotion)
-        if len(_maps) >= KEPT:
+        if len(_maps) >= CACHE_SIZE:
             _maps.clear()
         # The driver needs a context, which an autograd thread may not have yet.
         with device_of(tensor):

@@ -28,7 +28,7 @@ def cuda_backend(
         module: import path of its module.
         archs: architectures it has kernels for: ``sm_90`` (this one) or ``sm_80+`` (this and newer).
         limits: ``call -> reason``: further reasons against a call, asked last.
-        sources: the packages that hold the CUDA sources of its programs, if not just that of the module.
+        sources: the packages that hold the CUDA sources of its programs, if not just the package of the module.
     """
     if ARCHS.fullmatch(archs) is None:
         raise ValueError(f"archs: expected sm_NUMBER or sm_NUMBER+, got {archs!r}")

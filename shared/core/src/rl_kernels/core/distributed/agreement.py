@@ -44,8 +44,8 @@ def agree_on_kind(
     """Compare a call on all ranks as ``agree`` does, if it is the first of its kind or every call is to be compared.
 
     An exchange at each call would cost more than most calls, so later ones are compared with ``validate="ranks"`` or
-    under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` alone. An error of one rank is then raised there, and the others wait for
-    it, as in the collectives of PyTorch.
+    under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` alone. An error of one rank is then raised there, and all other ranks wait
+    for it, as in the collectives of PyTorch.
 
     Args:
         name: as in ``agree``.
@@ -61,7 +61,7 @@ def agree_on_kind(
         TypeError, ValueError, RuntimeError: as in ``agree``.
     """
     known = _agreed.setdefault(group, set())
-    if not validate or (kind in known and validate != "ranks" and not _in_detail()):
+    if not validate or (kind in known and validate != "ranks" and not _debug_is_detail()):
         if error is not None:
             raise error
         return
@@ -71,7 +71,7 @@ def agree_on_kind(
     known.add(kind)
 
 
-def _in_detail() -> bool:
+def _debug_is_detail() -> bool:
     return bool(distributed.get_debug_level() == distributed.DebugLevel.DETAIL)
 
 
@@ -110,7 +110,7 @@ def agree(
         record["error"] = [_kind(error), str(error).encode()[:TEXT].decode(errors="ignore")]
     else:
         record["same"] = {key: str(value) for key, value in same.items()}
-    records = _exchanged(record, group, size)
+    records = _gathered_records(record, group, size)
     for rank, other in enumerate(records):
         if other["error"] is not None:
             kind, text = other["error"]
@@ -158,7 +158,7 @@ def _encoded(record: Mapping[str, Any]) -> bytes:
     return text.ljust(RECORD)
 
 
-def _exchanged(record: Mapping[str, Any], group: ProcessGroup, size: int) -> list[dict[str, Any]]:
+def _gathered_records(record: Mapping[str, Any], group: ProcessGroup, size: int) -> list[dict[str, Any]]:
     kinds = {device.type for device in group._device_types}
     device = torch.device("cpu") if "cpu" in kinds else torch.device("cuda", torch.cuda.current_device())
     mine = torch.tensor(list(_encoded(record)), dtype=torch.uint8, device=device)

@@ -19,7 +19,7 @@ from rl_kernels.core.distributed.reductions import Write, reduction_of
 from rl_kernels.core.distributed.sums import ORDERS, total
 
 FEW_BYTES = 8 << 20
-"""Up to this many received bytes, an all-reduce gathers all parts."""
+"""Largest number of received bytes with which an all-reduce gathers all parts."""
 
 
 def all_gather(x: torch.Tensor, group: ProcessGroup, dim: int = 0) -> torch.Tensor:
@@ -58,7 +58,7 @@ def all_reduce(
     rows_of_rank = -(-count // size)
     if rows_of_rank * size != count:
         rows = F.pad(rows, (0, 0, 0, rows_of_rank * size - count))
-    mine = total(_exchanged(rows, size, group), order, bias, dtype)
+    mine = total(_parts_of_slice(rows, size, group), order, bias, dtype)
     return _gathered(mine, group, size).flatten(0, 1)[:count].reshape(x.shape)
 
 
@@ -89,7 +89,7 @@ def reduce_scatter(
         planned = reduction_of(group, x, x.shape, dtype or x.dtype, scatter_dim=0, bias=bias)
         if planned is not None:
             return planned.of_part(x, bias)
-    return total(_exchanged(x, size, group), order, bias, dtype)
+    return total(_parts_of_slice(x, size, group), order, bias, dtype)
 
 
 def reduce_product(
@@ -131,7 +131,7 @@ def _is_symmetric(x: torch.Tensor, order: str) -> bool:
     return x.is_cuda and x.dtype == torch.float32 and order == "tree"
 
 
-def _exchanged(rows: torch.Tensor, size: int, group: ProcessGroup) -> torch.Tensor:
+def _parts_of_slice(rows: torch.Tensor, size: int, group: ProcessGroup) -> torch.Tensor:
     """Return ``[ranks, rows / ranks, ...]``: the parts of all ranks of this rank's slice of dim 0."""
     received = torch.empty_like(rows)
     distributed.all_to_all_single(received, rows, group=group)

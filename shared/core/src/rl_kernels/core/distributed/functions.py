@@ -57,7 +57,7 @@ def all_reduce(
         group: the ranks.
         order: ``tree``, a balanced binary tree in the order of ranks; ``chain``, one rank after the other.
         bias: ``[N]``, added once to the sum; the same on all ranks. It gets no gradient.
-        dtype: of the result, to which the sum is rounded once; None is that of ``x``.
+        dtype: dtype of the result, to which the sum is rounded once; None is the dtype of ``x``.
 
     Raises:
         ValueError: ``order`` is none of these, or ``bias`` requires grad.

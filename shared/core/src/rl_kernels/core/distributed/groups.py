@@ -22,11 +22,11 @@ def gather_into(target: torch.Tensor, x: torch.Tensor, group: ProcessGroup) -> N
 
 
 def group_of(value: object, name: str = "process_group", sizes: tuple[int, ...] | None = SIZES) -> ProcessGroup:
-    """Return the process group that an argument names: the group itself, or that of a mesh with one dim.
+    """Return the process group that an argument names: the group itself, or the group of a mesh with one dim.
 
     Args:
         value: the argument.
-        name: of the argument, for messages.
+        name: name of the argument, for messages.
         sizes: allowed numbers of ranks; None: any.
 
     Raises:
@@ -49,20 +49,20 @@ def group_of(value: object, name: str = "process_group", sizes: tuple[int, ...] 
 
 def group_size(group: ProcessGroup) -> int:
     """Return the number of ranks of a group."""
-    return _place(group)[1]
+    return _rank_and_size(group)[1]
 
 
 def group_rank(group: ProcessGroup) -> int:
     """Return the rank of this process in a group."""
-    return _place(group)[0]
+    return _rank_and_size(group)[0]
 
 
-def _place(group: ProcessGroup) -> tuple[int, int]:
+def _rank_and_size(group: ProcessGroup) -> tuple[int, int]:
     """Return (rank, size); cached, because a group's own methods wait for other threads of the process."""
-    place = _places.get(group)
+    place = _ranks_and_sizes.get(group)
     if place is None:
-        place = _places[group] = group.rank(), group.size()
+        place = _ranks_and_sizes[group] = group.rank(), group.size()
     return place
 
 
-_places: WeakKeyDictionary[ProcessGroup, tuple[int, int]] = WeakKeyDictionary()
+_ranks_and_sizes: WeakKeyDictionary[ProcessGroup, tuple[int, int]] = WeakKeyDictionary()

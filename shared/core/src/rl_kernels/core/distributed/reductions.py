@@ -19,8 +19,8 @@ from rl_kernels.core.gpu import device_of
 from rl_kernels.core.torchlib.observed import values_hidden
 
 SENT_ROWS = 1024
-"""From this many rows of a slice on, products write their parts into the memory of the rank that adds them."""
-KEPT = 512
+"""Smallest number of rows of a slice whose parts are written into the memory of the rank that adds them."""
+CACHE_SIZE = 512
 """Largest number of plans of a group that are cached."""
 Write = Callable[[torch.Tensor, int, int], None]
 """Called with ``out[n, N]``, first and end: writes rows first to end of a part to it."""
@@ -134,7 +134,7 @@ def reduction_of(
         window = window_of(group, like, 4 * math.prod(shape)) if group_size(group) > 1 else None
         if window is None:
             return None
-        if len(plans) >= KEPT:
+        if len(plans) >= CACHE_SIZE:
             plans.clear()
         plan = plans[key] = Reduction(window, group, shape, dtype, scatter_dim, bias is not None, is_product)
     # A captured stream cannot wait for work outside its graph; the docs ask for one stream.

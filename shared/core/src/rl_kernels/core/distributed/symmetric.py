@@ -22,7 +22,7 @@ from rl_kernels.core.triton_lib.launch import INSTALLED
 VARIABLE = "RL_KERNELS_SYMMETRIC_MEMORY"
 """Name of the variable: ``0`` turns symmetric memory off; set it alike on all ranks."""
 ONE_SHOT = 4 << 20
-"""Up to this many bytes of a part, each rank adds the whole sum; above, a slice of it."""
+"""Largest number of bytes of a part with which each rank adds the whole sum; above, a rank adds a slice."""
 LARGEST = 1 << 30
 """Bytes of the largest part that goes through symmetric memory."""
 ALIGNED = 256
@@ -51,7 +51,7 @@ class Window:
         self._stream: int | None = None
 
     def follow(self) -> None:
-        """Let the current stream wait for the stream of the call before: both use the same flags and areas."""
+        """Let the current stream wait for the stream of the previous call: both use the same flags and areas."""
         stream = stream_of(self.memory.get_device())
         if self._stream not in (None, stream):
             torch.cuda.current_stream(self.memory.device).wait_stream(torch.cuda.ExternalStream(self._stream))
@@ -95,7 +95,7 @@ def window_of(group: ProcessGroup, like: torch.Tensor, size: int) -> Window | No
 def _mapped(group: ProcessGroup, device: torch.device, size: int) -> Window | None:
     """Return a window if every rank could map one; by its exchanges, all flags are cleared before one is set."""
     window: Window | None = None
-    if _are_alike(group, device):
+    if _share_node_and_size(group, device):
         try:
             window = Window(group, device, size)
         except RuntimeError:  # no access between these GPUs
@@ -106,7 +106,7 @@ def _mapped(group: ProcessGroup, device: torch.device, size: int) -> Window | No
     return window if bool(all_mapped.all()) else None
 
 
-def _are_alike(group: ProcessGroup, device: torch.device) -> bool:
+def _share_node_and_size(group: ProcessGroup, device: torch.device) -> bool:
     """Say whether the GPUs are in one node, and launch the same numbers of programs."""
     name = f"{processors(device.index)} {os.uname().nodename}".encode()[:NAME].ljust(NAME)
     mine = torch.tensor(list(name), dtype=torch.uint8, device=device)

@@ -62,13 +62,13 @@ def divide(x: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
 def merge(left: SoftmaxState, right: SoftmaxState, temperature: torch.Tensor | None) -> SoftmaxState:
     """Return the state of two parts of a row; not associative in the last bit, so always merge in ascending order."""
     top = torch.maximum(left.top, right.top)
-    (left_total, left_weighted), (right_total, right_weighted) = (_at(s, top, temperature) for s in (left, right))
+    (left_total, left_weighted), (right_total, right_weighted) = (_rescaled(s, top, temperature) for s in (left, right))
     if left_weighted is None or right_weighted is None:
         return SoftmaxState(top, left_total + right_total, None)
     return SoftmaxState(top, left_total + right_total, left_weighted + right_weighted)
 
 
-def _at(
+def _rescaled(
     state: SoftmaxState, top: torch.Tensor, temperature: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     # A part that is all -inf has sums of 0, which stay 0 under any finite scale.

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from rl_kernels.core.constants import FAN, SEGMENT
 from rl_kernels.core.rowwise.operands import pad_to
-from rl_kernels.core.verified import aside, on_one_thread
+from rl_kernels.core.verified import on_one_thread, without_modes
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ def _library_sum(x: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _library_is_invariant(dtype: torch.dtype, threads: int) -> bool:
     """Say whether a row's sum by the library depends on that row alone; tried once for each number of threads."""
-    with aside():
+    with without_modes():
         # Enough rows for several threads, aligned to one element only.
         rows = torch.linspace(1, 1000, 517 * 5 * FAN + 1, dtype=dtype, device="cpu").sin_()[1:].view(517, -1)
         sums = _library_sum(rows)

@@ -13,14 +13,14 @@ from rl_kernels.core.gpu import current, stream_of
 from rl_kernels.core.operator import INVARIANT, Backend, Call, no_limits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
-"""Whether Triton interprets. Triton reads the variable when it is imported, so it is read once here too."""
+"""Whether Triton interprets kernels. Triton reads the variable when it is imported, so it is read once here too."""
 INSTALLED = find_spec("triton") is not None
 
 ALIGNMENT = 256
 """At least every alignment that Triton specializes on; PyTorch's own allocations have it."""
 PLAIN = frozenset({int, float, bool, type(None)})
-"""Types of arguments that go into a key as they are; all others are tensors or tensor descriptors."""
-KEPT = 4096
+"""Types of arguments that go into a key as they are; all other arguments are tensors or tensor descriptors."""
+CACHE_SIZE = 4096
 """Largest number of launches whose compiled kernel is remembered."""
 
 direct = INTERPRETED or torch.version.hip is not None
@@ -95,7 +95,7 @@ def launch(
         cached[1][sizes](*args, *numbers, stream=stream_of(device))
         return
     compiled = kernel[grid](*args, *numbers, num_warps=num_warps, **options)
-    if len(_compiled) >= KEPT:
+    if len(_compiled) >= CACHE_SIZE:
         _compiled.clear()
     # None if a Triton hook kept it from compiling. The kernel is kept too, so that its id is not reused.
     if compiled is not None:
@@ -148,7 +148,7 @@ class Launch:
             return
         compiled = self._kernel[self._grid](*args, *self._numbers, **self._options)
         if not direct and compiled is not None:
-            if len(self._runs) >= KEPT:
+            if len(self._runs) >= CACHE_SIZE:
                 self._runs.clear()
             sizes = (*self._grid, 1, 1)
             self._runs[key] = compiled[sizes]

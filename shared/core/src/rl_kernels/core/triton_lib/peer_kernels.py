@@ -116,7 +116,7 @@ def exchange_slices(
     SENT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Write the sum of all parts to ``out``: a rank adds a slice of ``each`` elements, and copies the others."""
+    """Write the sum of all parts to ``out``: a rank adds a slice of ``each`` elements, and copies other slices."""
     program, step = tl.program_id(0), tl.num_programs(0) * BLOCK_SIZE
     single = out.to(tl.pointer_type(tl.float32))
     address = tl.load(memories.to(tl.pointer_type(tl.int64)) + RANK) + sums

@@ -1,6 +1,6 @@
 """The schedule of a matrix product on a GPU, chosen by its sizes from frozen tables; nothing is timed at run time.
 
-On sm_90 every schedule gives the same bits, so the choice may depend on all three sizes. On other architectures that
+On sm_90 every schedule gives the same bits, so the choice may depend on all three sizes. On other architectures this
 has not been shown, so there is one schedule for each dtype.
 """
 
@@ -24,10 +24,10 @@ class Schedule:
     """The tiling of a product ``[M, K] x [K, N]``.
 
     Attributes:
-        rows: of a tile.
-        columns: of a tile.
+        rows: rows of a tile.
+        columns: columns of a tile.
         inner: terms of K that are loaded at a time: 16 in FP32, else a multiple of it.
-        warps: of a program.
+        warps: warps of a program.
         stages: loads in flight.
         group: rows of tiles per panel, so that their common operand stays in the L2 cache.
         persistent: one program per multiprocessor, each of which takes tile after tile.
@@ -114,7 +114,7 @@ def schedule_for(m: int, n: int, k: int, dtype: torch.dtype, device: torch.devic
     if not tiles_change_no_bit(device) or (spans and dtype == torch.float32):
         return ANYWHERE[dtype]
     if dtype == torch.float32:
-        return _of_fp32(m, n, processors(device))
+        return _fp32_schedule(m, n, processors(device))
     return _fastest(m, n, k, processors(device))
 
 
@@ -143,7 +143,7 @@ def in_segments(cut: Schedule, segments: int, length: int, dtype: torch.dtype) -
     return replace(cut, inner=math.gcd(cut.inner, length), persistent=False, parts=1)
 
 
-def _of_fp32(m: int, n: int, units: int) -> Schedule:
+def _fp32_schedule(m: int, n: int, units: int) -> Schedule:
     few = [schedule for rows, schedule in FP32 if m <= rows]
     return few[0] if few else FP32_LARGE if FP32_LARGE.tiles(m, n) >= units else FP32_SMALL
 
@@ -168,9 +168,9 @@ processors_of_devices = {"cpu": 2}
 
 def processors(device: torch.device) -> int:
     """Return the number of multiprocessors of a device; 2 where Triton is interpreted."""
-    return _of_gpu(device) if device.type == "cuda" else processors_of_devices[device.type]
+    return _gpu_processors(device) if device.type == "cuda" else processors_of_devices[device.type]
 
 
 @functools.cache
-def _of_gpu(device: torch.device) -> int:
+def _gpu_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -7,7 +7,7 @@ FP32. One fma per element forms t from r; ``finish`` corrects once per row for t
 
 Order of the sums: Triton's reduction within a block (``add_block``, ``rows_state``); states are merged in ascending
 order. Roundings are explicit (``fma``, ``product``), so that no compiler may fuse in one kernel and not in another. The
-one exception is the terms of a block's weighted sum, which all kernels of an operator form by the same code.
+one exception is the terms of a block's weighted sum, which all kernels of an operator compute by the same code.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def store_statistics(x, top, total, weighted, inv, logp, norm, lse, entropy, row
 
     No rounding takes the log-probability above 0.
 
-    ``norm[row, 2]`` is what ``load_norm`` reads. The logsumexp, formed from both, has too few digits where x is large.
+    ``norm[row, 2]`` is what ``load_norm`` reads. The logsumexp, computed from both, has too few digits where x is large.
     """
     top, log_total, row_lse, row_entropy = finish(top, total, weighted, inv)
     log_p = fma(x - top, inv, -log_total)

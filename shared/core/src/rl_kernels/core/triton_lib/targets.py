@@ -45,7 +45,7 @@ TARGETS = {
         Target("gfx950", AMD, 160 * KIB, 256),
     )
 }
-"""By name. Shared memory: CUDA C++ Programming Guide, compute capabilities; AMD's CDNA 3 and CDNA 4 white papers."""
+"""Targets by name. Shared memory: CUDA C++ Programming Guide, compute capabilities; AMD's CDNA 3 and 4 white papers."""
 _SHARED = {target.arch: target.shared for target in TARGETS.values()}
 
 

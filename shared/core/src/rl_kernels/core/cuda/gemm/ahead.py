@@ -42,7 +42,7 @@ def segmented_of(arch: str) -> list[Program]:
         for dtype in (HALVES if arch == ARCH else ())
         for cut, pair in fitting
         if cut.fitted(*pair) == cut
-        for out, stored in ((dtype, _own(cut)), (torch.float32, _wide(cut)))
+        for out, stored in ((dtype, _store_mode(cut)), (torch.float32, _fp32_store_mode(cut)))
     ]
 
 
@@ -51,19 +51,19 @@ def _outputs_of(cut: Schedule, majors: tuple[int, int], dtype: torch.dtype) -> l
 
     Gradients are ``dc @ weight``, whose right operand is read along its rows, and unswapped also ``a^T @ dc``.
     """
-    own = (dtype, _own(cut), False)
+    own = (dtype, _store_mode(cut), False)
     if cut.swapped:
-        return [own, (torch.float32, _wide(cut), False)] if majors == (MN_MAJOR, K_MAJOR) else [own]
+        return [own, (torch.float32, _fp32_store_mode(cut), False)] if majors == (MN_MAJOR, K_MAJOR) else [own]
     if majors[1] != MN_MAJOR:
         return [own]
-    return [own, *((torch.float32, _wide(cut), continues) for continues in (False, True))]
+    return [own, *((torch.float32, _fp32_store_mode(cut), continues) for continues in (False, True))]
 
 
-def _own(cut: Schedule) -> int:
+def _store_mode(cut: Schedule) -> int:
     """Return the store mode of an aligned output in the operands' dtype."""
     return BY_STRIDES if not cut.in_boxes else TRANSPOSED if cut.swapped else BOXES
 
 
-def _wide(cut: Schedule) -> int:
+def _fp32_store_mode(cut: Schedule) -> int:
     """Return the store mode of an aligned output in FP32."""
     return BOXES if cut.in_boxes and not cut.swapped else BY_STRIDES

@@ -127,7 +127,7 @@ class Box(NamedTuple):
         )
 
     def turned(self) -> Box:
-        """Return the box that gives the same map of the transpose."""
+        """Return the box for which the transpose has this map."""
         return self._replace(transposed=not self.transposed)
 
 
@@ -204,11 +204,11 @@ def plan_of(
         left, right, target, along = right, left, target.t(), BY_ROW + BY_COLUMN - along
         flipped, majors = not flipped, majors[::-1]
     cut = cut.fitted(*majors)
-    stored, out_box = _output(target, cut)
+    stored, out_box = _output_box(target, cut)
     rows, columns = target.shape
     boxes = (
-        _operand(left, majors[0], cut.rows, PROMOTION_ONCE if cut.swapped else PROMOTION),
-        _operand(right, majors[1], cut.columns, PROMOTION),
+        _operand_box(left, majors[0], cut.rows, PROMOTION_ONCE if cut.swapped else PROMOTION),
+        _operand_box(right, majors[1], cut.columns, PROMOTION),
         out_box,
     )
     # The kernel's operand b, and its output if flipped, are transposes of the given tensors.
@@ -274,18 +274,18 @@ def program(
 
 def _major(x: MatrixLayout) -> int:
     """Return the layout of ``x[rows, K]``."""
-    return next((major for major, view in ((K_MAJOR, x), (MN_MAJOR, x.t())) if _has_map(view)), PLAIN)
+    return next((major for major, view in ((K_MAJOR, x), (MN_MAJOR, x.t())) if _fits_tma(view)), PLAIN)
 
 
-def _has_map(x: MatrixLayout) -> bool:
-    """Say whether TMA can read or write a matrix, with the strides of ``_strides``."""
+def _fits_tma(x: MatrixLayout) -> bool:
+    """Say whether TMA can read or write a matrix, with the strides of ``_map_strides``."""
     (rows, columns), (outer, inner) = x.shape, x.strides
     if not (rows and columns and x.aligned) or (inner != 1 and columns != 1):
         return False
     return rows == 1 or (outer >= columns and outer * x.dtype.itemsize % ALIGNED == 0)
 
 
-def _strides(x: MatrixLayout) -> tuple[int, int] | None:
+def _map_strides(x: MatrixLayout) -> tuple[int, int] | None:
     """Return strides that a map can have, or None if it can have the matrix's own."""
     (rows, columns), (outer, inner) = x.shape, x.strides
     if rows > 1 and inner == 1:
@@ -295,26 +295,26 @@ def _strides(x: MatrixLayout) -> tuple[int, int] | None:
     return (outer if rows > 1 else -(-columns // per) * per, 1)
 
 
-def _operand(x: MatrixLayout, major: int, rows: int, promotion: int) -> Box | None:
+def _operand_box(x: MatrixLayout, major: int, rows: int, promotion: int) -> Box | None:
     """Return the box of an operand for tiles of ``rows`` rows."""
     if major == PLAIN:
         return None
     if major == K_MAJOR:
-        return Box(False, _strides(x), (rows, BOX), SWIZZLE, promotion)
-    return Box(True, _strides(x.t()), (BOX, ROWS), SWIZZLE, promotion)
+        return Box(False, _map_strides(x), (rows, BOX), SWIZZLE, promotion)
+    return Box(True, _map_strides(x.t()), (BOX, ROWS), SWIZZLE, promotion)
 
 
-def _output(target: MatrixLayout, cut: Schedule) -> tuple[int, Box | None]:
+def _output_box(target: MatrixLayout, cut: Schedule) -> tuple[int, Box | None]:
     """Return the store mode of the output with this schedule, and the box of the output."""
     columns, size = cut.columns, target.dtype.itemsize
-    if cut.in_boxes and _has_map(target):
-        width = _widest(columns * size)
-        return BOXES, Box(False, _strides(target), (ROWS, width // size), width)
-    if cut.in_boxes and _has_map(target.t()) and size == HALF:
-        return TRANSPOSED, Box(True, _strides(target.t()), (_widest(HALF * columns) // HALF, ROWS), SWIZZLE)
+    if cut.in_boxes and _fits_tma(target):
+        width = _widest_swizzle(columns * size)
+        return BOXES, Box(False, _map_strides(target), (ROWS, width // size), width)
+    if cut.in_boxes and _fits_tma(target.t()) and size == HALF:
+        return TRANSPOSED, Box(True, _map_strides(target.t()), (_widest_swizzle(HALF * columns) // HALF, ROWS), SWIZZLE)
     return BY_STRIDES, None
 
 
-def _widest(size: int) -> int:
+def _widest_swizzle(size: int) -> int:
     """Return the largest swizzle width that divides ``size`` bytes."""
     return next(width for width in (128, 64, 32) if size % width == 0)

@@ -24,7 +24,7 @@ BOXES = 2 * ROWS * SWIZZLE
 DEEPEST = 24
 """Largest number of stages."""
 SHALLOWEST = 3
-"""Fewest stages of a schedule with segments; sums in shared memory leave as many."""
+"""Smallest number of stages of a schedule with segments; sums in shared memory leave room for as many."""
 SMALL = 64 * 128
 """Tiles with up to this many numbers take longer to load than to multiply, as measured."""
 SUMS = 192
@@ -38,15 +38,15 @@ class Schedule:
     """The tiling of a product ``[M, K] x [K, N]``.
 
     Attributes:
-        rows: of a tile; fewer than 64 only if K is contiguous in the left operand of a tile.
-        columns: of a tile.
+        rows: rows of a tile; fewer than 64 only if K is contiguous in the left operand of a tile.
+        columns: columns of a tile.
         inner: terms of K in a stage, a multiple of 64.
         turns: ping-pong: of two tiles of 64 rows, one is multiplied while the other is stored.
         group: rows of tiles that are processed together.
         swapped: for products of few rows. A tile's rows are columns of the right operand, and its columns are all rows
             of the left one, so each part of the right operand is read by one tile only. Blocks start while the kernel
             before still runs, which hides their work before the first stage.
-        segments: of K that a block multiplies one after the other, each a chain from 0.
+        segments: segments of K that a block multiplies one after the other, each a chain from 0.
         cluster: blocks that share a tile, each with ``segments`` segments of its own.
     """
 
@@ -139,7 +139,7 @@ class Schedule:
 
 
 FEW = 64
-"""Up to this many rows, the right operand is the one that is streamed."""
+"""Largest number of rows of a product whose right operand, not the left one, is streamed."""
 
 
 @dataclass(frozen=True)
@@ -148,11 +148,11 @@ class Candidate:
 
     Attributes:
         schedule: the schedule.
-        start: of a product, beside its tiles.
-        tile: of a tile, beside its stages.
-        stage: of a stage if all multiprocessors work.
-        alone: of a stage if few multiprocessors work: its latency.
-        continued: added for each tile if the chain continues from an FP32 output.
+        start: cost of a product, without its tiles.
+        tile: cost of a tile, without its stages.
+        stage: cost of a stage if all multiprocessors work.
+        alone: cost of a stage if few multiprocessors work: its latency.
+        continued: additional cost of a tile if the chain continues from an FP32 output.
     """
 
     schedule: Schedule
@@ -193,7 +193,7 @@ def possible_of(known: tuple[Candidate, ...], m: int, majors: tuple[int, int]) -
         if candidate.schedule.fitted(*operands_of(candidate.schedule, majors)) == candidate.schedule
     ] or fitting
     if m <= FEW:
-        # But no wider than needed: columns beyond the matrix cost as much as others.
+        # But no wider than needed: columns beyond the matrix cost as much as its own columns.
         width = min(candidate.schedule.columns for candidate in possible)
         possible = [candidate for candidate in possible if candidate.schedule.columns == width]
     return possible

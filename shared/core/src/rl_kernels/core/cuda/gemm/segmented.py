@@ -84,10 +84,10 @@ def fits(cut: Schedule, majors: tuple[int, int]) -> bool:
 @functools.cache
 def in_segments(segments: int) -> tuple[Candidate, ...]:
     """Return all tiles of the table with this many segments, in one block or in a cluster of blocks."""
-    return tuple(cut for candidate in candidates() for cut in _cut(candidate, segments))
+    return tuple(cut for candidate in candidates() for cut in _with_segments(candidate, segments))
 
 
-def _cut(candidate: Candidate, segments: int) -> Iterator[Candidate]:
+def _with_segments(candidate: Candidate, segments: int) -> Iterator[Candidate]:
     turns = candidate.schedule.turns
     for cluster in CLUSTERS:
         # Products of few rows are bound by loads, and gain nothing from more blocks.
@@ -95,7 +95,7 @@ def _cut(candidate: Candidate, segments: int) -> Iterator[Candidate]:
             continue
         cut = replace(candidate.schedule, turns=False, segments=segments // cluster, cluster=cluster)
         if cut.far <= FARTHEST and not (1 < cluster < segments and cut.columns > WIDEST):
-            yield replace(candidate, schedule=cut, tile=candidate.tile + _merging(cut) + (ALONE if turns else 0.0))
+            yield replace(candidate, schedule=cut, tile=candidate.tile + _merge_time(cut) + (ALONE if turns else 0.0))
 
 
 def time_of(candidate: Candidate, m: int, n: int, length: int, processors: int) -> float:
@@ -106,7 +106,7 @@ def time_of(candidate: Candidate, m: int, n: int, length: int, processors: int) 
     return candidate.time(m, n, inner, int(processors * CLUSTERS[cut.cluster]) // cut.cluster)
 
 
-def _merging(cut: Schedule) -> float:
+def _merge_time(cut: Schedule) -> float:
     """Return the microseconds that a tile's merges take."""
     # The highest levels of a tree wait farthest, and each level has half the merges of the one below.
     far = (1 << cut.far) - 1
