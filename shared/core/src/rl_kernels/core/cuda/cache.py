@@ -3,7 +3,7 @@
 A file on disk is named by a digest of everything that the compiler reads and of the version of NVRTC, so no version
 uses another one's cubins. A cubin in a wheel (``cubins/`` beside its source) is named by the target and the digest of
 what the compiler read. The version of NVRTC is not part of the name: it was fixed when the wheel was built, and there
-may be no NVRTC here. Shipped cubins come first; after a change of the source or of an option the name no longer matches.
+may be no NVRTC here. Shipped cubins come first; after a change of the source or of an option no name matches.
 
 Each file begins with a digest of the cubin after it, so a truncated file is detected and compiled again. Files are
 written under another name and renamed, so any number of processes may read and write at once. The digest is no

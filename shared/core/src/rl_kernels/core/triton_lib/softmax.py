@@ -172,7 +172,7 @@ def store_statistics(x, top, total, weighted, inv, logp, norm, lse, entropy, row
 
     No rounding takes the log-probability above 0.
 
-    ``norm[row, 2]`` is what ``load_norm`` reads. The logsumexp, computed from both, has too few digits where x is large.
+    ``load_norm`` reads ``norm[row, 2]``. The logsumexp, computed from both, has too few digits where x is large.
     """
     top, log_total, row_lse, row_entropy = finish(top, total, weighted, inv)
     log_p = fma(x - top, inv, -log_total)
