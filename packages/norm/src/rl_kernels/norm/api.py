@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
 
     class LayerNormKeywords(TypedDict, total=False):
-        """Keyword arguments of ``layer_norm`` that its type does not depend on."""
+        """Keyword arguments of ``layer_norm`` on which its return type does not depend."""
 
         eps: float
         backend: str | None
 
     class RMSNormKeywords(LayerNormKeywords, total=False):
-        """Keyword arguments of ``rms_norm`` that its type does not depend on."""
+        """Keyword arguments of ``rms_norm`` on which its return type does not depend."""
 
         offset: float
         cast_first: bool

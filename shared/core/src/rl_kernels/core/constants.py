@@ -3,8 +3,8 @@
 STEP = 16
 """Terms added by one step of a chain, and the multiple to which inner sizes are padded with zeros."""
 BIAS_STEP = 128
-"""The chain over tokens of the gradient of a bias may be continued only at multiples of this: of the height of every
-tile, whose sum is one term of the chain."""
+"""Rows at whose multiples the chain over tokens of a bias's gradient may be continued: a multiple of the height of
+every tile, because the sum of a tile is one term of the chain."""
 FAN = 64
 """Terms that the library adds at once in a row's sum."""
 SEGMENT = 4096

@@ -1,4 +1,4 @@
-"""Trials of which products of the CPU's library keep a row's bits: at first use, once for each kind in a process.
+"""Trials that decide which library products on a CPU keep a row's bits: at first use, once for each kind.
 
 A trial repeats the 16 rows and 64 columns of a small tile, in a drawn order, up to the size of the product. Each number
 of the result must have the bits that it has in the tile. The drawn sums cancel, so a number is the rounding of its sum,

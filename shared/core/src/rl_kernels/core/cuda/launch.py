@@ -57,7 +57,7 @@ def kernel(program: Program, entry: str, signature: str, device: torch.device) -
 
 @contextmanager
 def _outside_capture() -> Iterator[None]:
-    """Let this thread load a module while a stream is captured: loading is no work of a stream, so it does no harm."""
+    """Let this thread load a module while a stream is captured: loading is no work on a stream, so this is safe."""
     from cuda.bindings import driver
 
     mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED

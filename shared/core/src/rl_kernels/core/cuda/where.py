@@ -1,4 +1,4 @@
-"""Where a CUDA C++ backend can run, decided before anything is compiled; imports no CUDA library."""
+"""Support check of CUDA C++ backends, before anything is compiled; imports no CUDA library."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def target_of(arch: str, *, exact: bool) -> str:
 
 
 _missing: dict[tuple[tuple[str, ...], str, str], str | None] = {}
-"""Answers of ``missing``: what is installed does not change while a process runs, and every call asks."""
+"""Cached results of ``missing``: installed packages do not change while a process runs, and every call asks."""
 
 
 def missing(packages: tuple[str, ...], archs: str, arch: str) -> str | None:

@@ -23,7 +23,7 @@ SENT_ROWS = 1024
 CACHE_SIZE = 512
 """Largest number of plans of a group that are cached."""
 Write = Callable[[torch.Tensor, int, int], None]
-"""Called with ``out[n, N]``, first and end: writes rows first to end of a part to it."""
+"""Function that is called with ``out[n, N]``, first and end, and writes rows first to end of a part to ``out``."""
 
 
 class Reduction:

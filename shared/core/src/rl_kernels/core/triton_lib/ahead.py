@@ -1,4 +1,4 @@
-"""Tensors of calls that are only compiled: the calls that a backend's module ``ahead`` gives ``rl-kernels compile``."""
+"""Tensors without data, for the calls of a backend's module ``ahead``, which ``rl-kernels compile`` only compiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a Triton kernel can run, and its fast launch; imports no Triton, so it works where Triton is missing."""
+"""Support check and fast launch of Triton kernels; imports no Triton, so it works where Triton is missing."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from rl_kernels.norm.op import WIDEST
 
 ROWS = 100
 SIZES = (64, 4096, WIDEST)
-"""Columns: several rows in a tile, one row, and most numbers for each thread."""
+"""Columns for which a tile has several rows, one row, and the most numbers per thread."""
 FEW, MANY = (1e-6, False, 0.0, False), (1e-6, True, 1.0, True)
 """eps, centered, offset and cast_first: RMSNorm, and LayerNorm with all options."""
 

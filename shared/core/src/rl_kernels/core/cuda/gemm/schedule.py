@@ -16,9 +16,9 @@ from rl_kernels.core.tuned import entry
 K_MAJOR, MN_MAJOR, PLAIN = 0, 1, 2
 """Layout of an operand ``[rows, K]``: K contiguous, rows contiguous, or neither."""
 ROWS, BOX, HALF, FLOAT, SWIZZLE = 64, 64, 2, 4, 128
-"""Rows of a warpgroup, terms of K in a box, bytes of a 16-bit number, of an FP32 one and of a swizzled row."""
+"""Rows of a warpgroup, terms of K in a box, bytes of a 16-bit number, of an FP32 number, of a swizzled row."""
 ROOM = 227 * 1024 - 2048
-"""Shared memory for stages and what follows them, in bytes: the limit of a block less barriers and alignment."""
+"""Bytes of shared memory for stages and epilogue: the limit of a block, less barriers and alignment."""
 BOXES = 2 * ROWS * SWIZZLE
 """Bytes of the two boxes of one consumer."""
 DEEPEST = 24
