@@ -216,22 +216,22 @@ def upstream_of(
 
 
 @triton.jit
-def dlogits(x, selected, rest, c, top, log_total, entropy, chosen, slope, curve, HAS_ENTROPY: tl.constexpr):
+def dlogits(x, selected, zero_or_nan, c, top, log_total, entropy, chosen, slope, curve, HAS_ENTROPY: tl.constexpr):
     """Return dx_j = (g_logp (1[j is selected] - p_j) + g_lse p_j - g_H p_j (log p_j + H)) / temperature.
 
-    ``rest`` is 0, or NaN for a row whose id is not a column: its gradient is NaN.
+    ``zero_or_nan`` is 0, or NaN for a row whose id is not a column: its gradient is NaN.
     """
     # x - top is exact for the values that count, however large they are.
     log_p = fma(x - top, c, -(log_total * LOG2E))
     p = tl.exp2(log_p)
     if HAS_ENTROPY:
         # Where p is 0 its factor may be infinite, and the product NaN.
-        target = tl.where(selected, chosen, rest)
+        target = tl.where(selected, chosen, zero_or_nan)
         # The entropy is rounded as log p is, which keeps their sum exact near 0.
         surprise = log_p + product(entropy + below_0(log_total), tl.zeros_like(entropy) + LOG2E)
         return tl.where(p == 0.0, target, fma(p, fma(surprise, -(curve * LN2), slope), target))
     else:
-        return fma(p, slope + rest, tl.where(selected, chosen, 0.0))
+        return fma(p, slope + zero_or_nan, tl.where(selected, chosen, 0.0))
 
 
 @triton.jit
