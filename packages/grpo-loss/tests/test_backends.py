@@ -71,7 +71,7 @@ PLANTED = (
         (
             Bug("one reward beyond the group", "is_there = place < end", "is_there = place <= end"),
             Bug("gradient of clipped tokens", "tl.where(is_clipped, 0.0, unclipped)", "unclipped"),
-            Bug("KL of masked tokens", "tl.where(is_active, other.to(tl.float32) - x, 0.0)", "other - x"),
+            Bug("KL of masked tokens", "tl.where(is_active, ref_x.to(tl.float32) - x, 0.0)", "ref_x - x"),
             Bug("beta missing in the gradient", "fma(constant(beta), -expm1, slope)", "slope - expm1"),
             Bug("advantages of the tokens of the first sequence", "+ row * score_row +", "+"),
             Bug(

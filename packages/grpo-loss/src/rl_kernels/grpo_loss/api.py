@@ -13,14 +13,14 @@ from rl_kernels.core.torchlib.observed import are_plain, ops_are_observed
 from rl_kernels.grpo_loss.checked import advantages_call, rewards_call
 from rl_kernels.grpo_loss.extras import (
     NO_NORMALIZER,
-    NOTHING,
+    NO_OPTIONAL_INPUTS,
     Extras,
     Normalizer,
     OptionalInputs,
-    group,
     optional_inputs,
+    value_or_default,
 )
-from rl_kernels.grpo_loss.objective import Objective, chosen
+from rl_kernels.grpo_loss.objective import Objective, with_overrides
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
 from rl_kernels.grpo_loss.parallel import loss_over_ranks
 from rl_kernels.grpo_loss.run import LossPlan, Options, plan_of, run, run_planned
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         backend: str | None
 
     class WithGroups(Keywords, total=False):
-        """Those of ``grpo_loss``."""
+        """Keyword arguments of ``grpo_loss`` that its type does not depend on."""
 
         samples_per_prompt: int | None
         group_boundaries: Sequence[int] | torch.Tensor | None
@@ -173,29 +173,33 @@ def grpo_loss(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
-    given = (current_logps, old_logps, ref_logps, rewards, completion_mask)
+    tensors = (current_logps, old_logps, ref_logps, rewards, completion_mask)
     optional, normalizer = (
         optional_inputs(extras, cu_seqlens, max_seqlen),
-        group("normalizer", normalizer, NO_NORMALIZER),
+        value_or_default("normalizer", normalizer, NO_NORMALIZER),
     )
     if process_group is not None:
         groups, formula = (samples_per_prompt, group_boundaries), (objective, loss_type, beta, clip_eps)
         options = Options(normalizer, return_metrics, validate)
-        return loss_over_ranks("grpo_loss", process_group, given, groups, formula, optional, options, backend)
-    objective = chosen(objective, loss_type, beta, clip_eps)
+        return loss_over_ranks("grpo_loss", process_group, tensors, groups, formula, optional, options, backend)
+    objective = with_overrides(objective, loss_type, beta, clip_eps)
     if group_boundaries is None and _may_be_planned(optional, normalizer, completion_mask):
-        plan = _plan(True, *given, samples_per_prompt, objective, return_metrics, backend)
+        plan = _plan(True, *tensors, samples_per_prompt, objective, return_metrics, backend)
         if plan is not None:
-            return run_planned("grpo_loss", plan, *given)
+            return run_planned("grpo_loss", plan, *tensors)
     options = Options(normalizer, return_metrics, validate)
-    call = rewards_call(*given, samples_per_prompt, group_boundaries, objective, optional, options, backend)
-    no_lost_derivatives("grpo_loss", *given, *optional, *normalizer)
+    call = rewards_call(*tensors, samples_per_prompt, group_boundaries, objective, optional, options, backend)
+    no_lost_derivatives("grpo_loss", *tensors, *optional, *normalizer)
     return run(call, backend)
 
 
 def _may_be_planned(optional: OptionalInputs, normalizer: Normalizer, mask: object) -> bool:
     """Return whether a remembered plan may serve the call: no values need a check, and nothing observes its ops."""
-    if optional is not NOTHING or normalizer is not NO_NORMALIZER or getattr(mask, "dtype", None) is not torch.bool:
+    if (
+        optional is not NO_OPTIONAL_INPUTS
+        or normalizer is not NO_NORMALIZER
+        or getattr(mask, "dtype", None) is not torch.bool
+    ):
         return False
     return not (torch.compiler.is_compiling() or ops_are_observed())
 
@@ -213,12 +217,16 @@ def _plan(
     return_metrics: bool,
     backend: str | None,
 ) -> LossPlan | None:
-    given = (current_logps, old_logps, ref_logps, scores, mask)
-    if not are_plain(*given):
+    tensors = (current_logps, old_logps, ref_logps, scores, mask)
+    if not are_plain(*tensors):
         return None
     # A bool mask has no values to check.
-    how = objective, NOTHING, Options(NO_NORMALIZER, return_metrics, validate=False), backend
-    call = rewards_call(*given, samples_per_prompt, None, *how) if has_rewards else advantages_call(*given, *how)
+    settings = objective, NO_OPTIONAL_INPUTS, Options(NO_NORMALIZER, return_metrics, validate=False), backend
+    call = (
+        rewards_call(*tensors, samples_per_prompt, None, *settings)
+        if has_rewards
+        else advantages_call(*tensors, *settings)
+    )
     return plan_of(call, backend)
 
 
@@ -312,20 +320,20 @@ def grpo_loss_from_advantages(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
-    given = (current_logps, old_logps, ref_logps, advantages, completion_mask)
+    tensors = (current_logps, old_logps, ref_logps, advantages, completion_mask)
     optional, normalizer = (
         optional_inputs(extras, cu_seqlens, max_seqlen),
-        group("normalizer", normalizer, NO_NORMALIZER),
+        value_or_default("normalizer", normalizer, NO_NORMALIZER),
     )
     if process_group is not None:
         formula, options = (objective, loss_type, beta, clip_eps), Options(normalizer, return_metrics, validate)
         name = "grpo_loss_from_advantages"
-        return loss_over_ranks(name, process_group, given, None, formula, optional, options, backend)
-    objective = chosen(objective, loss_type, beta, clip_eps)
+        return loss_over_ranks(name, process_group, tensors, None, formula, optional, options, backend)
+    objective = with_overrides(objective, loss_type, beta, clip_eps)
     if _may_be_planned(optional, normalizer, completion_mask):
-        plan = _plan(False, *given, None, objective, return_metrics, backend)
+        plan = _plan(False, *tensors, None, objective, return_metrics, backend)
         if plan is not None:
-            return run_planned("grpo_loss_from_advantages", plan, *given)
-    call = advantages_call(*given, objective, optional, Options(normalizer, return_metrics, validate), backend)
-    no_lost_derivatives("grpo_loss_from_advantages", *given, *optional, *normalizer)
+            return run_planned("grpo_loss_from_advantages", plan, *tensors)
+    call = advantages_call(*tensors, objective, optional, Options(normalizer, return_metrics, validate), backend)
+    no_lost_derivatives("grpo_loss_from_advantages", *tensors, *optional, *normalizer)
     return run(call, backend)

@@ -43,26 +43,26 @@ class Layout:
     def scores(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Check a tensor with one value per sequence or per token; return it as raw ops take it."""
         check.tensor(name, value, check.FLOATS, least=1)
-        wanted: tuple[int, ...] = (self.batch,)
+        expected: tuple[int, ...] = (self.batch,)
         if self.cu_seqlens is None and value.ndim != 1:
-            wanted = self.shape
-        elif self.cu_seqlens is not None and value.shape != wanted:
+            expected = self.shape
+        elif self.cu_seqlens is not None and value.shape != expected:
             check.shape(name, value, self.shape, "one per sequence or per token of current_logps")
             return value.detach()[None]
-        check.shape(name, value, wanted, "one per sequence or per token of current_logps")
+        check.shape(name, value, expected, "one per sequence or per token of current_logps")
         return value.detach()
 
     def tokens(
-        self, current_logps: torch.Tensor, mask: torch.Tensor, values: bool, **others: torch.Tensor | None
+        self, current_logps: torch.Tensor, mask: torch.Tensor, values: bool, **optional: torch.Tensor | None
     ) -> None:
         """Check the mask and the other per-token tensors."""
-        for name, value in others.items():
+        for name, value in optional.items():
             if value is not None:
                 check.tensor(name, value, check.FLOATS)
                 check.shape(name, value, self.shape, "that of current_logps")
         check.tensor("completion_mask", mask, MASKS)
         check.shape("completion_mask", mask, self.shape, "that of current_logps")
-        check.same_device(current_logps=current_logps, **others, completion_mask=mask)
+        check.same_device(current_logps=current_logps, **optional, completion_mask=mask)
         if values and mask.dtype != torch.bool and not values_hidden(mask):
             _check_mask(mask)
 

@@ -22,20 +22,22 @@ OBJECTIVES = (
 
 def results(dtype: torch.dtype, device: torch.device, backend: str) -> Iterator[torch.Tensor]:
     """Yield advantages, losses and metrics."""
-    given = _inputs(dtype, device)
-    yield group_advantages(given[3], samples_per_prompt=SAMPLES, backend=backend)
+    inputs = _inputs(dtype, device)
+    yield group_advantages(inputs[3], samples_per_prompt=SAMPLES, backend=backend)
     for objective in OBJECTIVES:
-        found = grpo_loss(*given, samples_per_prompt=SAMPLES, objective=objective, return_metrics=True, backend=backend)
-        yield from (*found.output, found.metrics)
+        result = grpo_loss(
+            *inputs, samples_per_prompt=SAMPLES, objective=objective, return_metrics=True, backend=backend
+        )
+        yield from (*result.output, result.metrics)
 
 
 def gradients(dtype: torch.dtype, device: torch.device, backend: str) -> Iterator[torch.Tensor]:
     """Yield the gradient of the log-probabilities."""
-    current, *rest = _inputs(dtype, device)
+    current, *inputs = _inputs(dtype, device)
     current.requires_grad_()
     for objective in OBJECTIVES:
-        found = grpo_loss(current, *rest, samples_per_prompt=SAMPLES, objective=objective, backend=backend)
-        yield from torch.autograd.grad(found.loss, current)
+        result = grpo_loss(current, *inputs, samples_per_prompt=SAMPLES, objective=objective, backend=backend)
+        yield from torch.autograd.grad(result.loss, current)
 
 
 def _inputs(dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""From the arguments of the two loss functions to the call of a raw op: all checks that need no other rank."""
+"""Checks the arguments of the two loss functions and builds the call of a raw op, without communication."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def rewards_call(
     backend: str | None,
 ) -> LossCall:
     """Check the arguments of ``grpo_loss``."""
-    given = (current_logps, old_logps, ref_logps, rewards, mask)
-    call_of = rewards_call_of(*given, objective, optional, options, backend)
+    tensors = (current_logps, old_logps, ref_logps, rewards, mask)
+    call_of = rewards_call_of(*tensors, objective, optional, options, backend)
     groups = groups_of(rewards, samples_per_prompt, group_boundaries, values=options.validate)
     return call_of((rewards.detach(), *groups, None), objective.estimator, objective.eps)
 

@@ -13,7 +13,7 @@ from rl_kernels.grpo_loss.plan import FORMS
 
 
 class Extras(NamedTuple):
-    """OptionalInputs tensors of a call; new values need no new graph under ``torch.compile``.
+    """Optional tensors of a call; new values need no new graph under ``torch.compile``.
 
     Attributes:
         rollout_ratio: ``[B]`` or ``[B, T]``, FP32, BF16, FP16 or FP64: probability under the old policy, divided by
@@ -36,7 +36,7 @@ class OptionalInputs(NamedTuple):
 
 
 class Normalizer(NamedTuple):
-    """What sums are divided by: a count that is given, so that losses of micro-batches add up.
+    """The count that sums are divided by, given so that losses of micro-batches add up.
 
     Attributes:
         num_tokens: a number > 0, or a tensor of no dims on the device of the log-probabilities; only for loss types
@@ -61,39 +61,39 @@ class Divisor(NamedTuple):
     length: float
 
 
-Group = TypeVar("Group", Extras, Normalizer)
-NO_EXTRAS, NO_NORMALIZER, NOTHING = Extras(), Normalizer(), OptionalInputs()
+OptionGroup = TypeVar("OptionGroup", Extras, Normalizer)
+NO_EXTRAS, NO_NORMALIZER, NO_OPTIONAL_INPUTS = Extras(), Normalizer(), OptionalInputs()
 
 
-def group(name: str, value: Group | None, empty: Group) -> Group:
-    """Return ``value``, or ``empty`` for None; raise ``TypeError`` if it is of another type than ``empty``."""
+def value_or_default(name: str, value: OptionGroup | None, default: OptionGroup) -> OptionGroup:
+    """Return ``value``, or ``default`` for None; raise ``TypeError`` if it is of another type than ``default``."""
     if value is None:
-        return empty
-    if not isinstance(value, type(empty)):
-        raise TypeError(f"{name}: expected {type(empty).__name__}(...), got {type(value).__name__}")
+        return default
+    if not isinstance(value, type(default)):
+        raise TypeError(f"{name}: expected {type(default).__name__}(...), got {type(value).__name__}")
     return value
 
 
 def optional_inputs(extras: Extras | None, cu_seqlens: torch.Tensor | None, max_seqlen: int | None) -> OptionalInputs:
-    """Return the optional tensors of a call: ``NOTHING`` itself if there are none."""
-    extras = group("extras", extras, NO_EXTRAS)
+    """Return the optional tensors of a call: ``NO_OPTIONAL_INPUTS`` itself if there are none."""
+    extras = value_or_default("extras", extras, NO_EXTRAS)
     if extras is NO_EXTRAS and cu_seqlens is None and max_seqlen is None:
-        return NOTHING
+        return NO_OPTIONAL_INPUTS
     return OptionalInputs(*extras, cu_seqlens, max_seqlen)
 
 
-def divisor_of(loss_type: str, given: Normalizer) -> Divisor:
+def divisor_of(loss_type: str, normalizer: Normalizer) -> Divisor:
     """Check a normalizer for a loss type.
 
     Raises:
         TypeError, ValueError: a member is out of range or does not apply to this loss type; the message names it.
     """
     by_tokens = FORMS[loss_type].mean == "tokens"
-    name, value = ("num_tokens", given.num_tokens) if by_tokens else ("num_sequences", given.num_sequences)
-    other, unused = ("num_sequences", given.num_sequences) if by_tokens else ("num_tokens", given.num_tokens)
+    name, value = ("num_tokens", normalizer.num_tokens) if by_tokens else ("num_sequences", normalizer.num_sequences)
+    other, unused = ("num_sequences", normalizer.num_sequences) if by_tokens else ("num_tokens", normalizer.num_tokens)
     if unused is not None:
         raise ValueError(f"{other}: expected None with loss_type {loss_type!r}, which divides by {name}, got a value")
-    length = _length(loss_type, given.max_completion_length)
+    length = _length(loss_type, normalizer.max_completion_length)
     if value is None:
         return Divisor(name, None, None, length)
     if isinstance(value, torch.Tensor):
@@ -104,16 +104,17 @@ def divisor_of(loss_type: str, given: Normalizer) -> Divisor:
 
 
 def tensor_of(divisor: Divisor, logps: torch.Tensor, mask: torch.Tensor, values: bool) -> torch.Tensor | None:
-    """Return the tensor of a divisor for the raw ops, which take a number of 0 for none; so a 0 becomes a tensor too.
+    """Return the tensor of a divisor, or None.
 
-    ``values`` requires of it what a number must be: > 0, or 0 if no token is active. This syncs with a GPU.
+    A number of 0 becomes a tensor too, because the raw ops read the number 0 as no divisor. With ``values`` the value
+    of a tensor is checked like a number: > 0, or 0 if no token is active. This syncs with a GPU.
     """
-    found = logps.new_zeros(()) if divisor.number == 0 else divisor.tensor
-    if found is not None:
-        check.same_device(current_logps=logps, **{divisor.name: found})
-        if values and not values_hidden(found):
-            _check_count(found, mask, divisor.name)
-    return found
+    tensor = logps.new_zeros(()) if divisor.number == 0 else divisor.tensor
+    if tensor is not None:
+        check.same_device(current_logps=logps, **{divisor.name: tensor})
+        if values and not values_hidden(tensor):
+            _check_count(tensor, mask, divisor.name)
+    return tensor
 
 
 def _number(name: str, value: float) -> None:
@@ -123,10 +124,10 @@ def _number(name: str, value: float) -> None:
 
 
 def _count(value: torch.Tensor, mask: torch.Tensor, name: str) -> None:
-    found = value.item()
-    _number(name, found)
-    if not found and mask.any():
-        raise ValueError(f"{name}: expected a number > 0, because a token is active, got {found}")
+    count = value.item()
+    _number(name, count)
+    if not count and mask.any():
+        raise ValueError(f"{name}: expected a number > 0, because a token is active, got {count}")
 
 
 _check_count = define_check("check_count", "(Tensor value, Tensor mask, str name)", _count)

@@ -13,7 +13,7 @@ from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.core.torchlib.ops import define_check
 
 SHOWN = 8
-"""How many offsets an error message shows."""
+"""Largest number of offsets in an error message."""
 
 
 class Groups(NamedTuple):
@@ -45,8 +45,8 @@ def groups_of(
     """
     count = rewards.shape[0]
     if (samples_per_prompt is None) == (group_boundaries is None):
-        given = "neither" if samples_per_prompt is None else "both"
-        raise ValueError(f"samples_per_prompt, group_boundaries: expected exactly one of them, got {given}")
+        passed = "neither" if samples_per_prompt is None else "both"
+        raise ValueError(f"samples_per_prompt, group_boundaries: expected exactly one of them, got {passed}")
     if samples_per_prompt is not None:
         check.integer("samples_per_prompt", samples_per_prompt, least=2)
         if count % samples_per_prompt:

@@ -180,8 +180,10 @@ class Objective:
         )
 
 
-def chosen(objective: Objective | None, loss_type: str | None, beta: float | None, clip_eps: float | None) -> Objective:
-    """Return the objective of a call: the given one, or ``Objective()``, with the overrides of the call."""
+def with_overrides(
+    objective: Objective | None, loss_type: str | None, beta: float | None, clip_eps: float | None
+) -> Objective:
+    """Return ``objective``, or ``Objective()`` for None, with the options replaced that a call gives beside it."""
     if objective is None:
         objective = DEFAULT
     elif not isinstance(objective, Objective):

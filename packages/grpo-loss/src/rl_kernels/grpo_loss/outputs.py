@@ -48,7 +48,7 @@ class GRPOLossOutput(NamedTuple):
 
 
 class LossAndMetrics(NamedTuple):
-    """What a loss returns with ``return_metrics=True``.
+    """Result of a loss with ``return_metrics=True``.
 
     Attributes:
         output: the loss and its two parts.

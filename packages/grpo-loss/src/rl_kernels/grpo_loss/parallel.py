@@ -20,7 +20,7 @@ from rl_kernels.grpo_loss.checked import advantages_call, rewards_call_of
 from rl_kernels.grpo_loss.estimator import Estimator
 from rl_kernels.grpo_loss.extras import OptionalInputs
 from rl_kernels.grpo_loss.groups import groups_of
-from rl_kernels.grpo_loss.objective import Objective, chosen
+from rl_kernels.grpo_loss.objective import Objective, with_overrides
 from rl_kernels.grpo_loss.op import OPERATOR, describe, ops
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
 from rl_kernels.grpo_loss.ranks import Batch, Sizes, agreed
@@ -47,18 +47,18 @@ def loss_over_ranks(
     """Return the loss of the batch of all ranks.
 
     Args:
-        name: of the public function.
+        name: name of the public function.
         process_group: its ranks, in order, hold the sequences.
         tensors: current_logps, old_logps, ref_logps, rewards or advantages, and the mask, of this rank.
-        grouping: how all rewards are grouped; None if advantages are given.
-        formula: objective, loss_type, beta and clip_eps, as given.
-        optional: of this rank.
-        options: of the batch.
-        backend: as given.
+        grouping: the groups of the rewards of all ranks; None if advantages are given.
+        formula: the arguments objective, loss_type, beta and clip_eps.
+        optional: optional tensors of this rank.
+        options: options of the batch.
+        backend: the argument of the public function.
     """
 
     def make() -> tuple[Any, Sizes, Callable[[], dict[str, object]]]:
-        objective = chosen(*formula)
+        objective = with_overrides(*formula)
         if grouping is None:
             call = advantages_call(*tensors, objective, optional, options, backend)
         else:
@@ -67,20 +67,20 @@ def loss_over_ranks(
         no_lost_derivatives(name, *tensors, *optional, *options.normalizer)
         chosen_backend = choose(OPERATOR, describe(call.current_logps), backend).name
 
-        def same() -> dict[str, object]:
+        def shared_arguments() -> dict[str, object]:
             kinds = {**_options(objective, options), **_kinds(tensors, optional), **_groups(grouping)}
             return {"backend": chosen_backend, **kinds}
 
-        return (call, objective, chosen_backend), Sizes(call.batch, call.length), same
+        return (call, objective, chosen_backend), Sizes(call.batch, call.length), shared_arguments
 
     (call, objective, chosen_backend), batch = agreed(name, process_group, make, options.validate)
     if grouping is not None:
-        # The dtype in which one process forms the advantages.
+        # The dtype in which one process computes the advantages.
         rewards = call.rewards.to(torch.promote_types(call.rewards.dtype, call.current_logps.dtype))
-        found = _advantages(
+        advantages = _advantages(
             batch, rewards, grouping, options.validate, objective.eps, objective.estimator, chosen_backend
         )
-        call = call._replace(rewards=None, advantages=found)
+        call = call._replace(rewards=None, advantages=advantages)
     return run_on(call, chosen_backend, batch)
 
 
@@ -118,29 +118,31 @@ def _advantages(
     backend: str,
 ) -> torch.Tensor:
     """Return the advantages of this rank's rewards in groups of all rewards."""
-    everything = batch.gathered(rewards)
+    all_rewards = batch.gathered(rewards)
     # All ranks group the same rewards in the same way, so that an error is the same on each.
-    groups = groups_of(everything, *grouping, values=validate)
-    found = ops["advantages"](everything, *groups, scalar(eps, torch.float64), estimator.text, backend)
-    return batch.own(found)
+    groups = groups_of(all_rewards, *grouping, values=validate)
+    advantages = ops["advantages"](all_rewards, *groups, scalar(eps, torch.float64), estimator.text, backend)
+    return batch.own(advantages)
 
 
 def _options(objective: Objective, options: Options) -> dict[str, object]:
-    """Return what a call says besides its tensors."""
-    found: dict[str, object] = {one.name: getattr(objective, one.name) for one in fields(objective) if one.init}
-    found |= {name: _shown(getattr(options.normalizer, name)) for name in DIVISORS}
-    return found | {"return_metrics": options.return_metrics}
+    """Return the options of a call, which must be equal on all ranks."""
+    values: dict[str, object] = {
+        option.name: getattr(objective, option.name) for option in fields(objective) if option.init
+    }
+    values |= {name: _shown(getattr(options.normalizer, name)) for name in DIVISORS}
+    return values | {"return_metrics": options.return_metrics}
 
 
 def _kinds(tensors: tuple[Any, ...], optional: OptionalInputs) -> dict[str, object]:
-    """Return the kinds of the tensors: ranks that differ in them would not compute what one process does."""
+    """Return dtypes and numbers of dims: ranks that differ in them would not compute what one process does."""
     current, old, ref, scores, _ = tensors
-    found = {name: "None" if x is None else x.dtype for name, x in zip(TOKENS, (current, old, ref), strict=True)}
-    found["rewards or advantages"] = f"{scores.dtype}, {scores.ndim} dims"
+    kinds = {name: "None" if x is None else x.dtype for name, x in zip(TOKENS, (current, old, ref), strict=True)}
+    kinds["rewards or advantages"] = f"{scores.dtype}, {scores.ndim} dims"
     for name in ("rollout_ratio", "entropy", "cu_seqlens"):
         value = getattr(optional, name)
-        found[name] = "None" if value is None else f"{value.ndim} dims"
-    return found
+        kinds[name] = "None" if value is None else f"{value.ndim} dims"
+    return kinds
 
 
 def _groups(grouping: Grouping | None) -> dict[str, object]:
@@ -149,7 +151,7 @@ def _groups(grouping: Grouping | None) -> dict[str, object]:
 
 
 def _shown(value: object) -> object:
-    """Return a value that two ranks can compare; a tensor by its bits."""
+    """Return the form of a value that ranks compare: for a tensor its dtype, shape and a fingerprint of its bits."""
     if isinstance(value, torch.Tensor) and value.dtype in (*check.INTEGERS, *check.FLOATS):
         return f"a tensor of {value.dtype} {tuple(value.shape)}, bits {fingerprint(value):x}"
     return value

@@ -31,7 +31,7 @@ def _trl_types() -> dict[str, dict[str, Any]]:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    **{f"trl-{version}:{name}": made for version in ("1.10", "1.16") for name, made in _trl_types().items()},
+    **{f"trl-{version}:{name}": options for version in ("1.10", "1.16") for name, options in _trl_types().items()},
     "verl:vanilla": {**VERL, "loss_type": "ppo", "dual_clip": 3.0},
     "verl:gspo": {**VERL, "loss_type": "gspo"},
     "verl:cispo": {**VERL, "loss_type": "cispo", "cispo_floor": 0.8, "cispo_cap": 1.2},

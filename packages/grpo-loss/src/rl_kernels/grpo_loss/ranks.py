@@ -1,4 +1,4 @@
-"""The batch that the ranks of a process group form: which sequences it has, and the exchange of their sums."""
+"""The batch of all ranks of a process group: its sequences, and the exchange of their sums."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Batch(NamedTuple):
     """The sequences of all ranks, in the order of ranks.
 
     Attributes:
-        group: of the ranks.
+        group: process group of the ranks.
         counts: number of sequences of each rank.
         length: T of the longest rank.
     """
@@ -60,8 +60,8 @@ def agreed(
     """Check a call on all ranks; return what ``make`` returns on this one, and the batch.
 
     Args:
-        name: of the public function.
-        process_group: of the call.
+        name: name of the public function.
+        process_group: process group of the call.
         make: checks this rank's arguments; returns a result, the sizes, and a function for what must be equal on all
             ranks, because reading that of tensors syncs with a GPU.
         validate: False, and graph capture, skips the exchange: sizes are taken to be equal on all ranks.
@@ -71,19 +71,23 @@ def agreed(
     """
     group = group_of(process_group, sizes=None)
     if not validate or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
-        made, sizes, _ = make()
-        return made, Batch(group, (sizes.batch,) * group_size(group), sizes.length)
+        result, sizes, _ = make()
+        return result, Batch(group, (sizes.batch,) * group_size(group), sizes.length)
     try:
-        made, sizes, describe = make()
-        same = describe()
+        result, sizes, describe = make()
+        shared_arguments = describe()
     except Exception as error:
         agree(name, group, error, {})
         raise
-    found = agree(name, group, None, same, sizes._asdict())
-    return made, Batch(group, tuple(one["batch"] for one in found), max(one["length"] for one in found))
+    sizes_by_rank = agree(name, group, None, shared_arguments, sizes._asdict())
+    return result, Batch(
+        group,
+        tuple(rank_sizes["batch"] for rank_sizes in sizes_by_rank),
+        max(rank_sizes["length"] for rank_sizes in sizes_by_rank),
+    )
 
 
 def combined(batch: Batch, sums: torch.Tensor, call: LossCall, backend: str) -> tuple[torch.Tensor, ...]:
     """Return (loss, policy_loss, kl, metrics, divisor) of a batch, from the sums of this rank's sequences."""
-    everything = batch.gathered(sums)
-    return ops["combine"](everything, call.normalizer, batch.length, call.numbers, call.plan, backend)
+    all_sums = batch.gathered(sums)
+    return ops["combine"](all_sums, call.normalizer, batch.length, call.numbers, call.plan, backend)

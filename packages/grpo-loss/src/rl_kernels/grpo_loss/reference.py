@@ -86,7 +86,7 @@ def grpo_loss_from_advantages(
     num_sequences: float | torch.Tensor | None = None,
     max_completion_length: int | None = None,
     return_metrics: bool = False,
-    **of_advantages: Any,
+    **advantage_options: Any,
 ) -> GRPOLossOutput | LossAndMetrics:
     """Return the mean of the policy term of a loss type, plus ``beta`` times the mean of a KL estimate.
 
@@ -151,18 +151,18 @@ def grpo_loss_from_advantages(
     if rollout_ratio is not None and loss_type != "vespo":
         term = term * weight
 
-    def given(count: float | torch.Tensor) -> torch.Tensor:
+    def divisor_of(count: float | torch.Tensor) -> torch.Tensor:
         # Where no token is active the count may be 0, and the loss is 0.
         return torch.where(mask.any(), torch.as_tensor(count, dtype=dtype, device=mask.device), 1)
 
     def aggregate(values: torch.Tensor) -> torch.Tensor:
         if loss_type in (*PER_SEQUENCE, *SUMS):
-            count = max(len(mask), 1) if num_sequences is None else given(num_sequences)
+            count = max(len(mask), 1) if num_sequences is None else divisor_of(num_sequences)
             if loss_type == "dr_grpo":
                 count = count * (max(mask.shape[1], 1) if max_completion_length is None else max_completion_length)
             per_sequence = values.sum(1, keepdim=True) / (1 if loss_type in SUMS else tokens)
             return per_sequence.sum() / count
-        return values.sum() / (mask.sum().clamp(min=1) if num_tokens is None else given(num_tokens))
+        return values.sum() / (mask.sum().clamp(min=1) if num_tokens is None else divisor_of(num_tokens))
 
     policy_loss = aggregate(torch.where(counted, term, 0))
     loss, kl = policy_loss, torch.zeros_like(policy_loss)

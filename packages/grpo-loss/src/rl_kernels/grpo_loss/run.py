@@ -1,4 +1,4 @@
-"""From checked arguments to the raw op, for both loss functions; holds the autograd functions."""
+"""Builds and runs the raw op's call from checked arguments, for both loss functions; has the autograd functions."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def prepare(
         raise ValueError(f"rollout_mode: expected None without rollout_ratio, got {plan.rollout!r}")
     ratio = None if rollout is None else layout.scores("rollout_ratio", rollout)
     check.same_device(current_logps=current_logps, rollout_ratio=ratio)
-    given_count = tensor_of(divisor, current_logps, mask, options.validate)
+    divisor_tensor = tensor_of(divisor, current_logps, mask, options.validate)
     check.flag("return_metrics", options.return_metrics)
 
     def call_of(scores: Scores, estimator: Estimator, eps: float) -> LossCall:
@@ -74,7 +74,7 @@ def prepare(
             mask.detach(),
             ratio,
             None if entropy is None or not options.return_metrics else entropy.detach(),
-            given_count,
+            divisor_tensor,
             layout.cu_seqlens,
             layout.max_seqlen,
             scalars(*numbers._replace(eps=eps, divisor=divisor.number or 0.0, length=divisor.length)),
@@ -93,11 +93,11 @@ def run(call: LossCall, backend: str | None) -> GRPOLossOutput | LossAndMetrics:
 
 def run_on(call: LossCall, backend: str, batch: Batch | None = None) -> GRPOLossOutput | LossAndMetrics:
     """Return the loss of a checked call on a backend, over the ranks of ``batch`` if that is given."""
-    current_logps, *others = *call, backend
+    current_logps, *arguments = *call, backend
     if call.current_logps.requires_grad and torch.is_grad_enabled():
-        loss, policy_loss, kl, metrics = _GRPOLoss.apply(current_logps, tuple(others), batch)
+        loss, policy_loss, kl, metrics = _GRPOLoss.apply(current_logps, tuple(arguments), batch)
     elif batch is None:
-        loss, policy_loss, kl, metrics = ops["forward"](current_logps, *others)
+        loss, policy_loss, kl, metrics = ops["forward"](current_logps, *arguments)
     else:
         loss, policy_loss, kl, metrics, _ = combined(batch, ops["sums"](*call, backend), call, backend)
     output = GRPOLossOutput(loss, policy_loss, kl)
@@ -109,23 +109,23 @@ class LossPlan(NamedTuple):
 
     Attributes:
         launches: ``forward`` and ``backward`` of a backend, or None if it has no plan: its op runs.
-        backend: its name.
+        backend: name of the backend.
         has_ref: whether ref_logps are read.
         samples: size of the groups of rewards; 0 if advantages are given.
-        rest: what follows the mask in a call, without tensors of the caller.
+        options: arguments of the call after the mask; no tensor of the caller is among them.
     """
 
     launches: Any
     backend: str
     has_ref: bool
     samples: int
-    rest: tuple[Any, ...]
+    options: tuple[Any, ...]
 
-    def call_of(self, current_logps: torch.Tensor, *others: torch.Tensor | None) -> LossCall:
+    def call_of(self, current_logps: torch.Tensor, *tensors: torch.Tensor | None) -> LossCall:
         """Return the call with tensors like those of the planned one."""
-        old, ref, scores, mask = (x.detach() if x is not None and x.requires_grad else x for x in others)
+        old, ref, scores, mask = (x.detach() if x is not None and x.requires_grad else x for x in tensors)
         scored = (scores, None, self.samples, None) if self.samples else (None, None, 0, scores)
-        return LossCall._make((current_logps, old, ref if self.has_ref else None, *scored, mask, *self.rest))
+        return LossCall._make((current_logps, old, ref if self.has_ref else None, *scored, mask, *self.options))
 
 
 def plan_of(call: LossCall, backend: str | None) -> LossPlan:
@@ -135,22 +135,22 @@ def plan_of(call: LossCall, backend: str | None) -> LossPlan:
     return LossPlan(make(call) if make else None, name, call.ref_logps is not None, call.samples, call[8:])
 
 
-def run_planned(name: str, plan: LossPlan, *given: torch.Tensor | None) -> GRPOLossOutput | LossAndMetrics:
+def run_planned(name: str, plan: LossPlan, *tensors: torch.Tensor | None) -> GRPOLossOutput | LossAndMetrics:
     """Return the loss of a planned call.
 
     Args:
-        name: of the public function, for messages.
-        plan: for this kind of arguments.
-        given: current_logps, old_logps, ref_logps, rewards or advantages, and the mask; only the first gets a gradient.
+        name: name of the public function, for messages.
+        plan: plan for arguments of this kind.
+        tensors: current_logps, old_logps, ref_logps, rewards or advantages, mask; only the first gets a gradient.
     """
-    no_lost_derivatives(name, *given)
-    current_logps, *others = given
+    no_lost_derivatives(name, *tensors)
+    current_logps, *inputs = tensors
     assert current_logps is not None
     if plan.launches is None:
-        return run_on(plan.call_of(current_logps, *others), plan.backend)
+        return run_on(plan.call_of(current_logps, *inputs), plan.backend)
     if current_logps.requires_grad and torch.is_grad_enabled():
-        return GRPOLossOutput(*_PlannedLoss.apply(current_logps, tuple(others), plan))
-    loss, policy_loss, kl, *_ = plan.launches.forward(current_logps, *others, needs_slope=False)
+        return GRPOLossOutput(*_PlannedLoss.apply(current_logps, tuple(inputs), plan))
+    loss, policy_loss, kl, *_ = plan.launches.forward(current_logps, *inputs, needs_slope=False)
     return GRPOLossOutput(loss, policy_loss, kl)
 
 
@@ -162,19 +162,19 @@ class _GRPOLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, current_logps: torch.Tensor, others: tuple[Any, ...], batch: Batch | None
+        ctx: Any, current_logps: torch.Tensor, arguments: tuple[Any, ...], batch: Batch | None
     ) -> tuple[torch.Tensor, ...]:
         if batch is None:
-            loss, policy_loss, kl, metrics, divisor, slope = ops["forward_grad"](current_logps, *others)
+            loss, policy_loss, kl, metrics, divisor, slope = ops["forward_grad"](current_logps, *arguments)
         else:
-            sums, slope = ops["sums_grad"](current_logps, *others)
-            call = LossCall(current_logps, *others[:-1])
-            loss, policy_loss, kl, metrics, divisor = combined(batch, sums, call, others[-1])
+            sums, slope = ops["sums_grad"](current_logps, *arguments)
+            call = LossCall(current_logps, *arguments[:-1])
+            loss, policy_loss, kl, metrics, divisor = combined(batch, sums, call, arguments[-1])
         # current_logps is saved only to stay in the graph: otherwise a second derivative would silently be 0.
         ctx.save_for_backward(current_logps, divisor, slope)
         ctx.mark_non_differentiable(policy_loss, kl, metrics)
         ctx.set_materialize_grads(False)
-        ctx.backend, ctx.owns_slope = others[-1], not are_hooked()
+        ctx.backend, ctx.owns_slope = arguments[-1], not are_hooked()
         return loss, policy_loss, kl, metrics
 
     @staticmethod
@@ -204,9 +204,9 @@ class _PlannedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, current_logps: torch.Tensor, others: tuple[torch.Tensor | None, ...], plan: LossPlan
+        ctx: Any, current_logps: torch.Tensor, inputs: tuple[torch.Tensor | None, ...], plan: LossPlan
     ) -> tuple[torch.Tensor, ...]:
-        loss, policy_loss, kl, divisor, slope = plan.launches.forward(current_logps, *others, needs_slope=True)
+        loss, policy_loss, kl, divisor, slope = plan.launches.forward(current_logps, *inputs, needs_slope=True)
         ctx.save_for_backward(current_logps, divisor, slope)
         ctx.mark_non_differentiable(policy_loss, kl)
         ctx.set_materialize_grads(False)
@@ -220,10 +220,10 @@ class _PlannedLoss(torch.autograd.Function):
         # Read once: a checkpoint unpacks a saved tensor only once.
         saved = ctx.saved_tensors
         no_lost_derivatives("grpo_loss", *saved, upstream)
-        found, overwrite = None, ctx.owns_slope and may_overwrite(saved[2])
+        grad, overwrite = None, ctx.owns_slope and may_overwrite(saved[2])
         # A gradient that could be differentiated again takes the general path, which raises.
         if not (torch.compiler.is_compiling() or torch.is_grad_enabled() or ops_are_observed()):
-            found = ctx.plan.launches.backward(*saved, upstream, overwrite=overwrite)
-        if found is None:
-            found = _gradient(saved, upstream, ctx.plan.backend, overwrite=overwrite)
-        return found, None, None
+            grad = ctx.plan.launches.backward(*saved, upstream, overwrite=overwrite)
+        if grad is None:
+            grad = _gradient(saved, upstream, ctx.plan.backend, overwrite=overwrite)
+        return grad, None, None

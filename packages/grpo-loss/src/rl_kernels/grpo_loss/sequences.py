@@ -11,8 +11,8 @@ from rl_kernels.core.saved import are_hooked, save
 from rl_kernels.core.torchlib.derivatives import first_order, may_overwrite, no_lost_derivatives
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.checked import advantages_call
-from rl_kernels.grpo_loss.extras import NO_NORMALIZER, Extras, Normalizer, group, optional_inputs
-from rl_kernels.grpo_loss.objective import Objective, chosen
+from rl_kernels.grpo_loss.extras import NO_NORMALIZER, Extras, Normalizer, optional_inputs, value_or_default
+from rl_kernels.grpo_loss.objective import Objective, with_overrides
 from rl_kernels.grpo_loss.op import OPERATOR, describe, ops
 from rl_kernels.grpo_loss.run import Options
 
@@ -69,18 +69,18 @@ def sequence_losses(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
-    given = (current_logps, old_logps, ref_logps, advantages, completion_mask)
+    tensors = (current_logps, old_logps, ref_logps, advantages, completion_mask)
     optional, normalizer = (
         optional_inputs(extras, cu_seqlens, max_seqlen),
-        group("normalizer", normalizer, NO_NORMALIZER),
+        value_or_default("normalizer", normalizer, NO_NORMALIZER),
     )
-    formula, options = chosen(objective, loss_type, beta, clip_eps), Options(normalizer, False, validate)
-    call = advantages_call(*given, formula, optional, options, backend)
-    no_lost_derivatives("sequence_losses", *given, *optional, *normalizer)
+    formula, options = with_overrides(objective, loss_type, beta, clip_eps), Options(normalizer, False, validate)
+    call = advantages_call(*tensors, formula, optional, options, backend)
+    no_lost_derivatives("sequence_losses", *tensors, *optional, *normalizer)
     name = choose(OPERATOR, describe(current_logps), backend).name
     if current_logps.requires_grad and torch.is_grad_enabled():
-        found: torch.Tensor = _SequenceLosses.apply(current_logps, tuple(call[1:]), name)
-        return found
+        losses: torch.Tensor = _SequenceLosses.apply(current_logps, tuple(call[1:]), name)
+        return losses
     return _losses(ops["sums"](*call, name), call, name)[0]
 
 
@@ -97,9 +97,9 @@ class _SequenceLosses(torch.autograd.Function):
     """Saves the slope and the divisor that forward computes; only current_logps gets a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, current_logps: torch.Tensor, others: tuple[Any, ...], backend: str) -> torch.Tensor:
+    def forward(ctx: Any, current_logps: torch.Tensor, arguments: tuple[Any, ...], backend: str) -> torch.Tensor:
         """Return the losses ``[B]``."""
-        call = LossCall(current_logps, *others)
+        call = LossCall(current_logps, *arguments)
         sums, slope = ops["sums_grad"](*call, backend)
         losses, divisor = _losses(sums, call, backend)
         # current_logps is saved only to stay in the graph: otherwise a second derivative would silently be 0.
@@ -121,7 +121,7 @@ def _gradient(
     upstream: torch.Tensor,
     owns_slope: bool,
 ) -> torch.Tensor:
-    """Return the gradient, as the raw op ``backward`` forms it; 0 at masked tokens for any upstream gradient."""
+    """Return the gradient, as the raw op ``backward`` computes it; 0 at masked tokens for any upstream gradient."""
     factors = upstream.to(slope.dtype) / divisor
     if cu_seqlens is None:
         factors = factors[:, None]

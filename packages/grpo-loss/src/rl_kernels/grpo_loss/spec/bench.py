@@ -123,8 +123,8 @@ def _weighted(
 
 def with_beta(options: Mapping[str, Any], beta: float) -> Mapping[str, Any]:
     """Return the options of a case with this weight of the KL; with 0, ``ref`` is None and no reference is read."""
-    others = {name: value for name, value in options.items() if name != "ref"}
-    return {**others, "beta": beta, **({} if beta else {"ref": None})}
+    without_ref = {name: value for name, value in options.items() if name != "ref"}
+    return {**without_ref, "beta": beta, **({} if beta else {"ref": None})}
 
 
 def passes(shape: Shape, itemsize: int) -> dict[str, Pass]:

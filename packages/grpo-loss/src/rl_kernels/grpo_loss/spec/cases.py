@@ -89,45 +89,45 @@ NUMBERS = ("clip_eps", "beta", "eps", *KEYWORDS)
 
 def inputs(case: Case, draw: Draw) -> Inputs:
     """Draw log-probabilities ``[prompts * samples, completion]`` <= 0, rewards, mask, and what the options need."""
-    asked = case.options
-    numbers = {name: asked[name] for name in NUMBERS if name in asked}
-    if "missing" in asked:
+    options = case.options
+    numbers = {name: options[name] for name in NUMBERS if name in options}
+    if "missing" in options:
         numbers["skip_nan"] = True
-    if "rollout_mode" in asked:
+    if "rollout_mode" in options:
         numbers = {**RANGE, **numbers}
     groups = {"rewards": _rewards(case, draw), **_grouping(case, draw)}
     if case.function == GROUPS:
         return {**groups, **numbers}
     batch, length = case.sizes["prompts"] * case.sizes["samples"], case.sizes["completion"]
     current = draw.uniform(1e-3, 1.0, batch, length, dtype=torch.float64).log()
-    mask = draw.mask(asked.get("density", 1.0), batch, length)
-    if asked.get("masked_sequence"):
+    mask = draw.mask(options.get("density", 1.0), batch, length)
+    if options.get("masked_sequence"):
         mask[batch // 2] = False
     call: Inputs = {
         "current_logps": current.to(draw.dtype),
         "old_logps": _near(
-            current, asked.get("noise", 0.3), draw, None if "on_policy" in asked else asked.get("old", draw.dtype)
+            current, options.get("noise", 0.3), draw, None if "on_policy" in options else options.get("old", draw.dtype)
         ),
-        "ref_logps": _near(current, asked.get("drift", 0.3), draw, asked.get("ref", draw.dtype)),
-        "completion_mask": mask.to(asked.get("mask", torch.bool)),
+        "ref_logps": _near(current, options.get("drift", 0.3), draw, options.get("ref", draw.dtype)),
+        "completion_mask": mask.to(options.get("mask", torch.bool)),
         **numbers,
     }
-    if "special" in asked:
-        call[asked["special"]][-1, length // 2] = torch.nan
-    if "shift" in asked:
-        call["old_logps"] += asked["shift"]
-    if asked.get("ties"):
+    if "special" in options:
+        call[options["special"]][-1, length // 2] = torch.nan
+    if "shift" in options:
+        call["old_logps"] += options["shift"]
+    if options.get("ties"):
         call["old_logps"][:, ::2] = call["current_logps"][:, ::2]
-    if asked.get("equal"):
+    if options.get("equal"):
         # An advantage of 0 with a ratio that is infinite in FP32; it is finite in the FP64 gold result.
         call["old_logps"][0, 0] = -500.0
     if case.function == FROM:
-        shape = (batch, length) if asked.get("per_token") else (batch,)
+        shape = (batch, length) if options.get("per_token") else (batch,)
         call["advantages"] = draw.normal(*shape)
     else:
         call |= groups
-    call |= extras(asked, call, draw)
-    return pack(call, draw, asked.get("offsets", torch.int32)) if asked.get("packed") else call
+    call |= extras(options, call, draw)
+    return pack(call, draw, options.get("offsets", torch.int32)) if options.get("packed") else call
 
 
 def _near(current: torch.Tensor, noise: float, draw: Draw, kind: torch.dtype | float | None) -> torch.Tensor | None:

@@ -60,7 +60,7 @@ FEW = {
     "per_token": (None, True),
     "dtype": (None, "bf16", "fp64"),
 }
-"""What the loss with given advantages does otherwise: advantages of tokens; the rest is in the pairs of the other."""
+"""Options in pairs for the loss with given advantages; the pairs of ``grpo_loss`` cover the remaining options."""
 TOGETHER: dict[str, dict[str, Any]] = {
     **{
         f"{of} {mode}": {"rollout": of, "rollout_mode": mode}
@@ -70,7 +70,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "to a length": {"packed": True, "max_seqlen": 12},
     "long offsets": {"packed": True, "offsets": torch.int64},
 }
-"""Options that are only valid together, by the value that stands for them."""
+"""Options that are valid only together, by the value that expands to them."""
 SIZES = {"prompts": 2, "samples": 4, "completion": 11}
 TURNS: tuple[Mapping[str, Any], ...] = (
     {"beta": 0.1, "density": 0.7},
@@ -87,7 +87,7 @@ LENGTHS = (1, 2, 3, 16, 17, 31, 33, 64, 65, 127, 129, 255, 257, 1000, 1023, 1025
 MORE_LENGTHS = (*(size for size in EDGES if size not in LENGTHS), 2048, 32768, 32769, 131080)
 MEMBERS = (2, 3, 8, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 512, 513, 1024)
 PROMPTS, MORE_PROMPTS = (1, 2, 33, 64, 65, 128, 257), (63, 127, 129, 520, 1025, 2049)
-"""Sizes around segments, lanes and blocks; those with MORE are in the full suite."""
+"""Sizes around segments, lanes and blocks; ``MORE_`` sizes are in the full suite only."""
 
 
 def _possible(options: Mapping[str, Any]) -> bool:
@@ -97,37 +97,39 @@ def _possible(options: Mapping[str, Any]) -> bool:
 
 
 def _keywords(options: Mapping[str, Any]) -> dict[str, Any]:
-    options = _apart(options)
+    options = _expanded(options)
     named = {name: value for name, value in options.items() if name in members(Objective) and name != "loss_type"}
     renamed = {f"num_{name}": options[name] for name in ("tokens", "sequences") if name in options}
     return {**named, **renamed}
 
 
-def _apart(options: Mapping[str, Any]) -> dict[str, Any]:
+def _expanded(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with each value of ``TOGETHER`` expanded."""
-    found: dict[str, Any] = {}
+    expanded: dict[str, Any] = {}
     for name, value in options.items():
-        found |= TOGETHER[value] if isinstance(value, str) and value in TOGETHER else {name: value}
-    return found
+        expanded |= TOGETHER[value] if isinstance(value, str) and value in TOGETHER else {name: value}
+    return expanded
 
 
 @functools.cache
 def _accepted(loss_type: str, options: tuple[tuple[str, Any], ...]) -> bool:
-    given = dict(options)
+    keywords = dict(options)
     try:
-        divisor_of(loss_type, Normalizer(**{name: given.pop(name) for name in Normalizer._fields if name in given}))
-        Objective(loss_type=loss_type, **given)
+        divisor_of(
+            loss_type, Normalizer(**{name: keywords.pop(name) for name in Normalizer._fields if name in keywords})
+        )
+        Objective(loss_type=loss_type, **keywords)
     except (TypeError, ValueError):
         return False
     return True
 
 
-def _alone(cases: Iterator[Case]) -> Iterator[Case]:
-    """Return cases of the advantages alone, named apart from those of the loss."""
+def _of_advantages(cases: Iterator[Case]) -> Iterator[Case]:
+    """Return cases of ``group_advantages``, whose names do not clash with the cases of the loss."""
     return (replace(case, name=f"groups-{case.name}") for case in cases)
 
 
-_MADE = (
+_CASES = (
     *paired("pairs", SIZES, {**LOSS, **TOKENS, **REWARDS}, _possible),
     # The same draws as the pairs; these two cases differ in eps only.
     Case("rewards", SIZES, relations=HELD, drawn_as="pairs"),
@@ -156,8 +158,8 @@ _MADE = (
     *swept("samples", {**SIZES, "prompts": 2, "completion": 3}, MEMBERS[::2], TURNS),
     *swept("samples", {**SIZES, "prompts": 2, "completion": 3}, (*MEMBERS[1::2], 2048, 4999), TURNS, suite="full"),
     *swept("prompts", {**SIZES, "samples": 2, "completion": 3}, PROMPTS, TURNS),
-    *_alone(swept("samples", {"prompts": 2}, MEMBERS[1::2], function=GROUPS)),
-    *_alone(swept("samples", {"prompts": 2}, MEMBERS[::2], function=GROUPS, suite="full")),
+    *_of_advantages(swept("samples", {"prompts": 2}, MEMBERS[1::2], function=GROUPS)),
+    *_of_advantages(swept("samples", {"prompts": 2}, MEMBERS[::2], function=GROUPS, suite="full")),
     *drawn("drawn-more", SIZES, {**LOSS, **TOKENS, **REWARDS}, 300, _possible, suite="full"),
     *swept("completion", {**SIZES, "prompts": 1, "samples": 2}, MORE_LENGTHS, TURNS, suite="full"),
     *swept("prompts", {**SIZES, "samples": 2, "completion": 5}, MORE_PROMPTS, TURNS, suite="full"),
@@ -166,7 +168,7 @@ _MADE = (
 DIMENSIONS: tuple[Case, ...] = tuple(
     # A NaN at A = 0 contributes nothing, but autograd of the definition turns it into NaN, so only accuracy is checked.
     replace(
-        case, options=_apart(case.options), relations=("accuracy",) if "special" in case.options else case.relations
+        case, options=_expanded(case.options), relations=("accuracy",) if "special" in case.options else case.relations
     )
-    for case in _MADE
+    for case in _CASES
 )

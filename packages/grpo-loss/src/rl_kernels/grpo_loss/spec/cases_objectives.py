@@ -82,22 +82,22 @@ OBJECTIVES = (
 )
 
 
-def extras(asked: Mapping[str, Any], call: Inputs, draw: Draw) -> Inputs:
+def extras(options: Mapping[str, Any], call: Inputs, draw: Draw) -> Inputs:
     """Return the tensors that the options of a case need."""
-    shape, found = call["current_logps"].shape, {}
-    if "rollout" in asked:
-        found["rollout_ratio"] = draw.uniform(0.3, 2.0, *(shape if asked["rollout"] == "token" else shape[:1]))
-    if asked.get("entropy"):
-        found["entropy"] = draw.uniform(0.0, 3.0, *shape)
+    shape, tensors = call["current_logps"].shape, {}
+    if "rollout" in options:
+        tensors["rollout_ratio"] = draw.uniform(0.3, 2.0, *(shape if options["rollout"] == "token" else shape[:1]))
+    if options.get("entropy"):
+        tensors["entropy"] = draw.uniform(0.0, 3.0, *shape)
     for name in ("tokens", "sequences"):
-        value = asked.get(name)
+        value = options.get(name)
         if isinstance(value, torch.dtype):
             value = torch.tensor(draw.integer(100, 200), dtype=value, device=draw.device)
         if value is not None:
-            found[f"num_{name}"] = value
-    if "max_seqlen" in asked:
-        found["max_seqlen"] = asked["max_seqlen"]
-    return found
+            tensors[f"num_{name}"] = value
+    if "max_seqlen" in options:
+        tensors["max_seqlen"] = options["max_seqlen"]
+    return tensors
 
 
 def pack(call: Inputs, draw: Draw, offsets_dtype: torch.dtype) -> Inputs:

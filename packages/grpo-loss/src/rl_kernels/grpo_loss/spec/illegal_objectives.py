@@ -38,14 +38,14 @@ def _packed(**changes: Any) -> Change:
         names = ("current_logps", "old_logps", "ref_logps", "completion_mask")
         tokens = {name: None if inputs[name] is None else inputs[name].reshape(-1) for name in names}
         offsets = torch.arange(0, batch * length + 1, length, device=inputs["current_logps"].device)
-        made = {name: value(offsets) if callable(value) else value for name, value in changes.items()}
-        return {**inputs, **tokens, "cu_seqlens": offsets, **made}
+        replaced = {name: value(offsets) if callable(value) else value for name, value in changes.items()}
+        return {**inputs, **tokens, "cu_seqlens": offsets, **replaced}
 
     return change
 
 
 def _wrong_counts(name: str, **options: Any) -> list[Row]:
-    """Return calls in which a count is a tensor whose value is not one; at least one token of the call is active."""
+    """Return calls in which a count is a tensor with an illegal value; at least one token of the call is active."""
     values = {
         "a number >= 0": torch.tensor(-5),
         "a finite number": torch.tensor(math.nan),
@@ -54,8 +54,8 @@ def _wrong_counts(name: str, **options: Any) -> list[Row]:
         "a number > 0, because a token is active": torch.tensor(0),
     }
     return [
-        (f"{name} {value}", _at_device(name, value, options), ValueError, f"{name}: expected {wanted}")
-        for wanted, value in values.items()
+        (f"{name} {value}", _at_device(name, value, options), ValueError, f"{name}: expected {expectation}")
+        for expectation, value in values.items()
     ]
 
 

@@ -140,10 +140,10 @@ def _kl(call: Inputs, x: Tokens, as_gold: bool) -> tuple[torch.Tensor, torch.Ten
 
 
 def _divisor(call: Inputs, mask: torch.Tensor, mean: str) -> torch.Tensor:
-    given = call.get("num_tokens", call.get("num_sequences"))
+    count_argument = call.get("num_tokens", call.get("num_sequences"))
     if mean == "tokens":
-        return mask.sum().clamp(min=1) if given is None else torch.as_tensor(given)
-    count = max(len(mask), 1) if given is None else given
+        return mask.sum().clamp(min=1) if count_argument is None else torch.as_tensor(count_argument)
+    count = max(len(mask), 1) if count_argument is None else count_argument
     length = call.get("max_completion_length", mask.shape[1]) if call.get("loss_type") == "dr_grpo" else 1
     return torch.as_tensor(count * max(length, 1))
 

@@ -62,29 +62,29 @@ def appended(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 
 
 def grouping(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Give the same groups in the other forms."""
+    """Pass the same groups as boundaries of every type."""
     if "rewards" not in call:
         return
     offsets = _offsets(call)
-    others = {name: value for name, value in call.items() if name not in ("samples_per_prompt", "group_boundaries")}
+    ungrouped = {name: value for name, value in call.items() if name not in ("samples_per_prompt", "group_boundaries")}
     ways = {"a list": offsets, "a tuple": tuple(offsets), "int64": torch.tensor(offsets)}
     ways["int32"] = torch.tensor(offsets, dtype=torch.int32)
     ways["on the device"] = torch.tensor(offsets, device=draw.device)
     for label, boundaries in ways.items():
-        yield Variant(f"boundaries, {label}", {**others, "group_boundaries": boundaries})
+        yield Variant(f"boundaries, {label}", {**ungrouped, "group_boundaries": boundaries})
 
 
 def groups(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Run a group alone, among others, and all groups in reverse: advantages depend on their group alone."""
+    """Run a group alone, among other groups, and all groups in reverse: advantages depend on their group alone."""
     if case.function != "group_advantages" or call.get("advantage_estimator") == "batch":
         return
-    others = {name: value for name, value in call.items() if name not in ("samples_per_prompt", "group_boundaries")}
+    ungrouped = {name: value for name, value in call.items() if name not in ("samples_per_prompt", "group_boundaries")}
     rewards = call["rewards"]
     bounds = list(pairwise(_offsets(call)))
 
     def variant(label: str, parts: list[torch.Tensor], pick: Part, find: Part) -> Variant:
         offsets = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0).tolist()
-        changed = {**others, "rewards": torch.cat(parts), "group_boundaries": offsets}
+        changed = {**ungrouped, "rewards": torch.cat(parts), "group_boundaries": offsets}
         return Variant(label, changed, lambda name, result: pick(result), lambda name, result: find(result))
 
     for start, end in {bounds[0], bounds[len(bounds) // 2], bounds[-1]}:
@@ -103,14 +103,14 @@ def groups(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 
 
 def mask_dtypes(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Give the mask in every kind of dtype."""
+    """Pass the mask in every kind of dtype."""
     for dtype in (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float64):
         if "completion_mask" in call:
             yield Variant(f"mask {dtype}", {**call, "completion_mask": call["completion_mask"].to(dtype)})
 
 
 def unread(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Without a KL, give NaN or no reference log-probabilities."""
+    """Without a KL, pass NaN or no reference log-probabilities."""
     if "ref_logps" in call and not call.get("beta"):
         for label, value in {"no": None, "NaN": torch.full_like(call["current_logps"], torch.nan)}.items():
             yield Variant(f"{label} reference", {**call, "ref_logps": value})

@@ -39,8 +39,8 @@ def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
 
 def forward_grad(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """Return (loss, policy_loss, kl, metrics, divisor, slope); slope has the shape of current_logps."""
-    found, slope = sums_grad(*arguments)
-    return *_loss(LossCall(*arguments), found), slope
+    totals, slope = sums_grad(*arguments)
+    return *_loss(LossCall(*arguments), totals), slope
 
 
 def sums(*arguments: Any) -> torch.Tensor:
@@ -52,10 +52,10 @@ def sums_grad(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (sums, slope); slope has the shape of current_logps."""
     call = LossCall(*arguments)
     slope = call.current_logps.new_empty((call.batch, call.length), dtype=call.dtype)
-    found = _sums(call, slope)
+    totals = _sums(call, slope)
     if call.cu_seqlens is not None:
         slope = packing.packed(slope, call.cu_seqlens, call.current_logps.shape[0])
-    return found, slope
+    return totals, slope
 
 
 def combine(
@@ -90,8 +90,8 @@ def backward_inplace(slope: torch.Tensor, divisor: torch.Tensor, upstream: torch
     bits.bitwise_and_(active)
 
 
-def _loss(call: LossCall, found: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return combine(found, call.normalizer, call.length, call.numbers, call.plan)
+def _loss(call: LossCall, totals: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return combine(totals, call.normalizer, call.length, call.numbers, call.plan)
 
 
 def _sums(call: LossCall, slope: torch.Tensor | None) -> torch.Tensor:
@@ -99,23 +99,23 @@ def _sums(call: LossCall, slope: torch.Tensor | None) -> torch.Tensor:
     plan, n = call.formula, call.values
     inputs = _inputs(call, n)
     current = inputs.current
-    found = current.new_zeros(
+    totals = current.new_zeros(
         (SUMS + (metrics.QUANTITIES if call.with_metrics else 0), current.shape[0]), dtype=call.dtype
     )
     if call.with_metrics:
-        metrics.start(found[SUMS:])
+        metrics.start(totals[SUMS:])
     for rows in _blocks(current):
         block = inputs.rows(rows)
         terms = terms_of(block, plan, n, call.with_metrics)
-        found[0, rows] = row_sum(terms.policy)
+        totals[0, rows] = row_sum(terms.policy)
         if terms.kl is not None:
-            found[1, rows] = row_sum(terms.kl)
-        found[2, rows] = terms.counts
+            totals[1, rows] = row_sum(terms.kl)
+        totals[2, rows] = terms.counts
         if call.with_metrics:
-            metrics.store(found[SUMS:, rows], block, terms, plan, n)
+            metrics.store(totals[SUMS:, rows], block, terms, plan, n)
         if slope is not None:
             _mark(terms, slope[rows])
-    return found
+    return totals
 
 
 def _inputs(call: LossCall, n: Numbers) -> Block:

@@ -44,15 +44,15 @@ class Block(NamedTuple):
         return Block(*(None if field is None else field[index] for field in self))  # type: ignore[arg-type]
 
 
-class Lanes(NamedTuple):
-    """Active tokens, counted tokens (active with A != 0), and the number of active tokens ``[b]``."""
+class TokenMasks(NamedTuple):
+    """Bit masks of active tokens and of counted ones (active with A != 0), and the number of active tokens ``[b]``."""
 
     active: torch.Tensor
     counted: torch.Tensor
     counts: torch.Tensor
 
     @property
-    def tokens(self) -> torch.Tensor:
+    def divisor(self) -> torch.Tensor:
         """The divisor of each sequence's sums, ``[b, 1]``."""
         return self.counts.clamp(min=1)[:, None]
 
@@ -75,31 +75,31 @@ class Terms(NamedTuple):
 
 
 def terms_of(block: Block, plan: Plan, n: Numbers, with_ratio: bool) -> Terms:
-    """Return the terms of some sequences, with the ratio if ``with_ratio``."""
+    """Return the terms of some sequences; ``with_ratio`` makes their ``ratio`` cover all active tokens."""
     dtype = compute_dtype(block.current.dtype)
     current = block.current.to(dtype)
     a = _column(block.advantages, dtype)
     # Masked and A = 0 tokens are removed before any exponential: 0 * inf would be NaN.
     active = lanes(block.mask, dtype)
     # Exact in FP32 for a sequence of up to 2^24 tokens.
-    where = Lanes(active, active & lanes(a != 0, dtype), block.mask.sum(1, dtype=dtype))
+    masks = TokenMasks(active, active & lanes(a != 0, dtype), block.mask.sum(1, dtype=dtype))
     # 0 on-policy, except NaN for log-probabilities that are not finite, which the loss must show.
     d = current - (current if block.old is None else block.old.to(dtype))
     if plan.level == "sequence":
-        ratio = seen = (row_sum(keep(d, where.active))[:, None] / where.tokens).exp()
+        ratio = active_ratio = (row_sum(keep(d, masks.active))[:, None] / masks.divisor).exp()
     else:
-        ratio = keep(d, where.counted).exp_()
-        seen = keep(d, where.active).exp() if with_ratio or plan.kl_correction == "corrected" else ratio
+        ratio = keep(d, masks.counted).exp_()
+        active_ratio = keep(d, masks.active).exp() if with_ratio or plan.kl_correction == "corrected" else ratio
     weight = None if block.rollout is None else _rollout(_column(block.rollout, dtype), plan, n)
-    policy, slope = _policy(current, ratio, a, d, weight, where, plan, n)
+    policy, slope = _policy(current, ratio, a, d, weight, masks, plan, n)
     e = kl = None
     if block.ref is not None:
-        e = keep(block.ref.to(dtype) - current, where.active)
-        kl, kl_slope = _kl(e, seen, where, plan)
+        e = keep(block.ref.to(dtype) - current, masks.active)
+        kl, kl_slope = _kl(e, active_ratio, masks, plan)
         slope = slope + n.beta * kl_slope
     if plan.mean == "sequences":
-        slope = slope / where.tokens
-    return Terms(policy, kl, slope, seen, e, active, where.counts)
+        slope = slope / masks.divisor
+    return Terms(policy, kl, slope, active_ratio, e, active, masks.counts)
 
 
 def _column(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -118,7 +118,7 @@ def _policy(
     a: torch.Tensor,
     d: torch.Tensor,
     weight: torch.Tensor | None,
-    where: Lanes,
+    masks: TokenMasks,
     plan: Plan,
     n: Numbers,
 ) -> Term:
@@ -129,14 +129,14 @@ def _policy(
     elif plan.kind == "sapo":
         term, slope = _sapo(ratio, a, n)
     else:
-        slope = -(_weight(ratio, a, d, weight, where, plan, n) * a)
+        slope = -(_weight(ratio, a, d, weight, masks, plan, n) * a)
         term = slope * current
     if weight is not None and plan.kind != "vespo":
         term, slope = term * weight, slope * weight
-    term, slope = keep(term, where.counted), keep(slope, where.counted)
+    term, slope = keep(term, masks.counted), keep(slope, masks.counted)
     if plan.level == "sequence" and through_ratio:
         # Each of the n tokens of a sequence moves its log-ratio by 1/n of the change of its log-probability.
-        slope = keep(row_sum(slope)[:, None] / where.tokens, where.active)
+        slope = keep(row_sum(slope)[:, None] / masks.divisor, masks.active)
     return term, slope
 
 
@@ -175,7 +175,7 @@ def _weight(
     a: torch.Tensor,
     d: torch.Tensor,
     rollout: torch.Tensor | None,
-    where: Lanes,
+    masks: TokenMasks,
     plan: Plan,
     n: Numbers,
 ) -> torch.Tensor:
@@ -184,33 +184,33 @@ def _weight(
         return torch.ones_like(a)
     if plan.kind == "cispo":
         return ratio.clamp(n.cispo_floor, n.cispo_cap)
-    log_weight = row_sum(keep(d.clamp(-LOG_MOST, LOG_MOST), where.active))[:, None]
+    log_weight = row_sum(keep(d.clamp(-LOG_MOST, LOG_MOST), masks.active))[:, None]
     if rollout is not None:
         log_rollout = rollout.log().clamp(LOG_LEAST, LOG_MOST)
         # A per-sequence value counts once, however long the sequence is.
-        per_token = log_rollout.shape[1] != 1 or where.active.shape[1] == 1
-        log_weight = log_weight + (_row(log_rollout, where) if per_token else log_rollout)
+        per_token = log_rollout.shape[1] != 1 or masks.active.shape[1] == 1
+        log_weight = log_weight + (_row(log_rollout, masks) if per_token else log_rollout)
     log_weight = log_weight.clamp(LOG_LEAST, LOG_MOST)
     k = torch.full_like(a, n.vespo_k_neg).masked_fill(a >= 0, n.vespo_k_pos)
     lam = torch.full_like(a, n.vespo_lambda_neg).masked_fill(a >= 0, n.vespo_lambda_pos)
     return (lam + k * log_weight - lam * log_weight.exp()).exp()
 
 
-def _row(values: torch.Tensor, where: Lanes) -> torch.Tensor:
-    return row_sum(keep(values, where.active))[:, None]
+def _row(values: torch.Tensor, masks: TokenMasks) -> torch.Tensor:
+    return row_sum(keep(values, masks.active))[:, None]
 
 
-def _kl(e: torch.Tensor, ratio: torch.Tensor, where: Lanes, plan: Plan) -> Term:
+def _kl(e: torch.Tensor, ratio: torch.Tensor, masks: TokenMasks, plan: Plan) -> Term:
     """Return the KL estimate and its slope for ``e = ref - current``; multiplied by the ratio if corrected."""
     estimate, slope = {"k1": _k1, "k2": _k2, "k3": _k3}[plan.kl](e)
     if plan.kl_correction == "plain":
-        return estimate, slope if plan.kl == "k3" else keep(slope, where.active)
+        return estimate, slope if plan.kl == "k3" else keep(slope, masks.active)
     if plan.level == "sequence":
-        shared = row_sum(keep(estimate, where.active))[:, None] / where.tokens
-        return keep(estimate * ratio, where.active), keep((slope + shared) * ratio, where.active)
+        shared = row_sum(keep(estimate, masks.active))[:, None] / masks.divisor
+        return keep(estimate * ratio, masks.active), keep((slope + shared) * ratio, masks.active)
     # d(k3 ratio) = -e ratio: this form avoids the cancellation in slope + estimate.
     own = -e if plan.kl == "k3" else slope + estimate
-    return keep(estimate * ratio, where.active), keep(own * ratio, where.active)
+    return keep(estimate * ratio, masks.active), keep(own * ratio, masks.active)
 
 
 def _k1(e: torch.Tensor) -> Term:

@@ -28,8 +28,8 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
         )
         yield partial(backend.advantages, rewards, bounds, 0, torch.tensor(1e-6, device="cpu"), text)
     short, long = (empty(BATCH, length, dtype=dtype) for length in LENGTHS)
-    yield partial(backend.forward_grad, *_given(long, Plan()))
-    yield partial(backend.sums, *_given(short, Plan())._replace(old_logps=short, ref_logps=short))
+    yield partial(backend.forward_grad, *_call(long, Plan()))
+    yield partial(backend.sums, *_call(short, Plan())._replace(old_logps=short, ref_logps=short))
     yield partial(backend.backward, long, empty(), empty(*long.shape), empty())
     for level in ("token", "sequence"):
         yield partial(_loss, short, Plan("sapo", level=level))
@@ -39,14 +39,14 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
 
 
 def _loss(current: torch.Tensor, plan: Plan) -> None:
-    given = _given(current, plan)
+    call = _call(current, plan)
     if plan.level == "sequence":
-        others = {"old_logps": current, "ref_logps": current, "rollout_ratio": current, "entropy": current}
-        given = LossCall(**{**given._asdict(), **others, "with_metrics": True})
-    backend.forward_grad(*given)
+        optional = {"old_logps": current, "ref_logps": current, "rollout_ratio": current, "entropy": current}
+        call = LossCall(**{**call._asdict(), **optional, "with_metrics": True})
+    backend.forward_grad(*call)
 
 
-def _given(current: torch.Tensor, plan: Plan) -> LossCall:
+def _call(current: torch.Tensor, plan: Plan) -> LossCall:
     mask = empty(*current.shape, dtype=torch.bool)
     numbers = torch.tensor(Numbers(beta=0.1, length=0.0), dtype=torch.float64, device="cpu")
     return LossCall(

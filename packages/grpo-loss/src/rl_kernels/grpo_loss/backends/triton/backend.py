@@ -5,7 +5,7 @@ Token i of a segment is added to lane i mod 256, in ascending order, and a tree 
 sequence are added in ascending order. Sequence sums are added in the same way, sequence i to lane i mod 256, and so are
 the rewards of a group, in FP64 and from the group's start. The trees are explicit, four neighbors first and then
 halves, so no bit depends on the compiler's layout, on strides, addresses or the number of warps. Nor does the number of
-lanes change a bit if there are at least as many lanes as terms: the others are zeros. Masked tokens are zeros.
+lanes change a bit if there are at least as many lanes as terms: unused lanes hold zeros. Masked tokens are zeros.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.triton_lib.launch import launch
-from rl_kernels.grpo_loss.backends.triton.groups import Scores, advantages, scores_in
+from rl_kernels.grpo_loss.backends.triton.groups import Scores, advantages, scores_of_call
 from rl_kernels.grpo_loss.backends.triton.objectives import SUMS, loss_of, results_of, segment_sums
 from rl_kernels.grpo_loss.backends.triton.plain import (
     gradient_work,
@@ -30,7 +30,7 @@ from rl_kernels.grpo_loss.backends.triton.plain import (
     terms_work,
 )
 from rl_kernels.grpo_loss.backends.triton.planned import planned
-from rl_kernels.grpo_loss.backends.triton.reduce import LEAST, MOST, OWN
+from rl_kernels.grpo_loss.backends.triton.reduce import FIRST_METRIC, LEAST, MOST
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.plan import Numbers, Plan
 
@@ -102,27 +102,27 @@ def combine(
 
 def _sums(call: LossCall, slope: torch.Tensor | None) -> torch.Tensor:
     """Return the sums of each sequence; write ``slope`` unless it is None."""
-    scores = scores_in(call)
+    scores = scores_of_call(call)
     if not is_plain(call):
-        return _of_sequences(segment_sums(call, scores, slope))
+        return _add_segments(segment_sums(call, scores, slope))
     current = call.current_logps
     batch, length = current.shape
     # Without a reference the kernel writes no KL.
-    found = torch.zeros((segments_of(length), SUMS, batch), dtype=torch.float32, device=current.device)
+    sums = torch.zeros((segments_of(length), SUMS, batch), dtype=torch.float32, device=current.device)
     if batch and length:
-        _launch_terms(call, scores, found, slope)
-    return _of_sequences(found)
+        _launch_terms(call, scores, sums, slope)
+    return _add_segments(sums)
 
 
-def _of_sequences(sums: torch.Tensor) -> torch.Tensor:
-    """Return the sums ``[quantities, B]`` of sequences from those of their segments, added in ascending order."""
+def _add_segments(sums: torch.Tensor) -> torch.Tensor:
+    """Add the segments of each sequence in ascending order; return its sums, ``[quantities, B]``."""
     if sums.shape[0] == 1:
         return sums[0]
     total = sums.new_zeros(sums.shape[1:])
     for segment in sums:
         total = total + segment
     if sums.shape[1] > SUMS:
-        least, most = OWN.value + LEAST.value, OWN.value + MOST.value
+        least, most = FIRST_METRIC.value + LEAST.value, FIRST_METRIC.value + MOST.value
         total[least], total[most] = sums[:, least].amin(0), sums[:, most].amax(0)
     return total
 
@@ -138,7 +138,7 @@ def _launch_terms(call: LossCall, scores: Scores, sums: torch.Tensor, slope: tor
 def _loss(call: LossCall, slope: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """Return (loss, policy_loss, kl, metrics, count); write ``slope`` unless it is None."""
     current = call.current_logps
-    scores = scores_in(call)
+    scores = scores_of_call(call)
     if not is_plain(call):
         return loss_of(call, scores, slope)
     batch, length = current.shape

@@ -1,8 +1,8 @@
-"""Advantages in Triton, in a kernel of their own and inside the kernels of the loss; and ``tree``, by which both sum.
+"""Advantages in Triton, as a kernel and as a device function of the loss's kernels; and ``tree``, the sum of both.
 
 Order of the sums, which is the contract, in FP64: reward i of a group goes to lane i mod 256, in ascending order, and
 ``tree`` adds the lanes; first for the mean, then for the squared deviations. A group of fewer rewards may have fewer
-lanes, which changes no bit: the others would be zeros. So an advantage has the same bits in every kernel, whether
+lanes, which changes no bit: further lanes would hold zeros. So an advantage has the same bits in every kernel, whether
 groups are given by size or by boundaries.
 """
 
@@ -38,11 +38,11 @@ WARPS = 4
 
 
 class Scores(NamedTuple):
-    """What the kernels form advantages from: rewards of groups, or the advantages themselves.
+    """The kernels' source of advantages: rewards in groups, or the advantages themselves.
 
     Attributes:
         values: rewards ``[B]``, or advantages ``[B]`` or ``[B, T]``.
-        boundaries: of the groups, or None.
+        boundaries: offsets of the groups, or None.
         groups: the number of groups where there are boundaries, or else the size of each group.
         lanes: lanes of the sum over a group's rewards; 0 for advantages.
         one_step: no group has more rewards than lanes.
@@ -79,7 +79,7 @@ def lanes_for(size: int, least: int, most: int = LANES) -> int:
 
 
 def scores_of(rewards: torch.Tensor, boundaries: torch.Tensor | None, samples: int, estimator: Estimator) -> Scores:
-    """Return rewards and their groups as the kernels take them."""
+    """Return rewards and their groups as ``Scores``."""
     formula = ESTIMATORS.index(estimator.kind), estimator.placement == "add", estimator.nan == "skip"
     if boundaries is None:
         lanes = lanes_for(samples, SOME_REWARDS.value)
@@ -87,17 +87,17 @@ def scores_of(rewards: torch.Tensor, boundaries: torch.Tensor | None, samples: i
     return Scores(rewards, boundaries, boundaries.shape[0] - 1, LANES, formula=formula)
 
 
-def scores_in(call: LossCall) -> Scores:
-    """Return what advantages come from in a call."""
+def scores_of_call(call: LossCall) -> Scores:
+    """Return the rewards or the advantages of a call as the kernels take them."""
     if call.rewards is not None:
         return scores_of(call.rewards, call.boundaries, call.samples, call.advantage_formula)
     advantages = call.advantages
     assert advantages is not None
     # One advantage per sequence, expanded to [B, T], is read as [B], except where this would change how slopes are
     # summed.
-    is_one = advantages.ndim == 2 and advantages.stride(1) == 0 and call.cu_seqlens is None
-    is_one = is_one and call.formula.level == "token"
-    return Scores(advantages[:, 0] if is_one else advantages)
+    is_expanded = advantages.ndim == 2 and advantages.stride(1) == 0 and call.cu_seqlens is None
+    is_expanded = is_expanded and call.formula.level == "token"
+    return Scores(advantages[:, 0] if is_expanded else advantages)
 
 
 @triton.jit
@@ -141,7 +141,7 @@ def _clamped(boundaries, group, count):
 
 
 @triton.jit
-def _place(rewards, start, end, stride, step, LANES: tl.constexpr, SKIP: tl.constexpr):
+def _load_rewards(rewards, start, end, stride, step, LANES: tl.constexpr, SKIP: tl.constexpr):
     """Return the rewards of a step, in FP64, and which of them belong to the sum."""
     place = start + step * LANES + tl.arange(0, LANES)
     r = tl.load(rewards + place * stride, mask=place < end, other=0.0).to(tl.float64)
@@ -153,28 +153,28 @@ def _place(rewards, start, end, stride, step, LANES: tl.constexpr, SKIP: tl.cons
 
 @triton.jit
 def _moments(rewards, start, end, stride, LANES: tl.constexpr, ONE_STEP: tl.constexpr, SKIP: tl.constexpr):
-    """Return number, mean, sum of squared deviations, and whether all are equal, of at least one reward."""
+    """Return count, mean, sum of squared deviations, and whether all are equal, for one reward or more."""
     if ONE_STEP:
         steps: tl.constexpr = 1
     else:
         steps = tl.cdiv(end - start, LANES)
     example = tl.load(rewards + start * stride).to(tl.float64)
 
-    total, found = tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.int32)
+    total, present = tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.int32)
     unlike = tl.zeros((LANES,), tl.int32)
     least = tl.full((LANES,), float("inf"), tl.float64)
     most = tl.full((LANES,), float("-inf"), tl.float64)
     for step in range(steps):
-        r, is_there = _place(rewards, start, end, stride, step, LANES, SKIP)
+        r, is_there = _load_rewards(rewards, start, end, stride, step, LANES, SKIP)
         if SKIP:
-            found += is_there.to(tl.int32)
+            present += is_there.to(tl.int32)
             least = tl.where(is_there & (r < least), r, least)
             most = tl.where(is_there & (r > most), r, most)
             r = tl.where(is_there, r, 0.0)
         total += r
         unlike |= (is_there & (r != example)).to(tl.int32)
     if SKIP:
-        size = tl.sum(found, 0).to(tl.float64)
+        size = tl.sum(present, 0).to(tl.float64)
         equal = tl.min(least, 0) >= tl.max(most, 0)
     else:
         size = (end - start).to(tl.float64)
@@ -183,7 +183,7 @@ def _moments(rewards, start, end, stride, LANES: tl.constexpr, ONE_STEP: tl.cons
 
     squares = tl.zeros((LANES,), tl.float64)
     for step in range(steps):
-        r, is_there = _place(rewards, start, end, stride, step, LANES, SKIP)
+        r, is_there = _load_rewards(rewards, start, end, stride, step, LANES, SKIP)
         centered = tl.where(is_there, r - mean, 0.0)
         squares = tl.fma(centered, centered, squares)
     return size, mean, tree(squares), equal
@@ -203,7 +203,7 @@ def _statistics(
     ADD: tl.constexpr,
     SKIP: tl.constexpr,
 ):
-    """Return mean, divisor, and whether all rewards are equal, of a group that is not empty."""
+    """Return mean, divisor, and whether all rewards are equal, for a group that is not empty."""
     size, mean, squares, equal = _moments(rewards, start, end, stride, LANES, ONE_STEP, SKIP)
     if KIND == BATCH:
         # Over all rewards, one per sequence, again in every program.
@@ -246,7 +246,7 @@ def advantage_of(
     ADD: tl.constexpr,
     SKIP: tl.constexpr,
 ):
-    """Return the advantage of one sequence; the statistics of its group are formed again for each."""
+    """Return the advantage of one sequence; every call recomputes the statistics of the sequence's group."""
     start, end = _group_of(row, boundaries, groups, count)
     if ONE_STEP:
         mean, divisor, equal = _statistics(rewards, start, end, count, stride, eps, LANES, True, KIND, ADD, SKIP)

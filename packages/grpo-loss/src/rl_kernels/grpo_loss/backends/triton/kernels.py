@@ -80,10 +80,10 @@ def terms(
 ):
     """Write the sums of a segment of a sequence, and the slope at its tokens. Grid: sequences x segments.
 
-    If the objective needs it, a first pass over the whole sequence forms what its tokens share (``sequence``). Then the
-    segment goes token by token (``tokens``), with metrics on request (``metrics``). Segments of one sequence run side
-    by side, so the first pass mostly reads from the cache. With WHOLE there is a lane for each token of any sequence,
-    and nothing is read twice.
+    If the objective needs it, a first pass over the whole sequence computes what its tokens share (``sequence``). The
+    main loop then computes the terms of the segment's tokens (``tokens``), with metrics on request (``metrics``).
+    Segments of one sequence run side by side, so the first pass mostly reads from the cache. With WHOLE there is a lane
+    for each token of any sequence, and nothing is read twice.
     """
     # In the order in which ``terms`` and ``tokens`` read them.
     # fmt: off
@@ -134,10 +134,10 @@ def terms(
         shared_a = tl.load(scores + row * score_row).to(tl.float32)
     if not PER_TOKEN:
         a = tl.broadcast_to(shared_a, (LANES,))
-    x, before, other, is_active, token_a, token_w = token
-    token = (x, before, other, is_active, token_a if PER_TOKEN else a, token_w if W_PER_TOKEN else weight)
+    x, old_x, ref_x, is_active, token_a, token_w = token
+    token = (x, old_x, ref_x, is_active, token_a if PER_TOKEN else a, token_w if W_PER_TOKEN else weight)
 
-    # What the tokens of a sequence share. number: active tokens of this segment; count: the divisor.
+    # Values that the tokens of a sequence share. number: active tokens of this segment; count: the divisor.
     number, policy, kl = tl.zeros((), tl.int32), constant(0.0), constant(0.0)
     count, log_weight = constant(1.0), constant(0.0)
     shared_ratio, shared_slope = tl.full((LANES,), 1.0, tl.float32), tl.zeros((LANES,), tl.float32)
@@ -188,7 +188,7 @@ def terms(
                 ahead = columns + LANES
                 is_next = (ahead < size) & (ahead < first + SEGMENT)
                 next_token = load(current, old, ref, mask, scores, w, ahead, is_next, a, weight, PER_TOKEN, W_PER_TOKEN)
-            term, k, own, _, seen, e = terms_of(
+            term, k, own, _, token_ratio, e = terms_of(
                 token, shared_ratio, log_weight, n, KIND, SEQ, BOUNDS, MODE, KL, CORRECTED, HAS_OLD, HAS_REF, HAS_W
             )
             policy_sum += term
@@ -204,7 +204,7 @@ def terms(
                 value = marked(value, token[3])
                 tl.store(slope + start + columns, value, mask=here)
             if METRICS:
-                metrics = add_metrics(metrics, token, seen, e, entropy, columns, here, n, KIND, HAS_REF)
+                metrics = add_metrics(metrics, token, token_ratio, e, entropy, columns, here, n, KIND, HAS_REF)
             if not WHOLE:
                 columns, token = ahead, next_token
     QUANTITIES: tl.constexpr = 14 if METRICS else 3

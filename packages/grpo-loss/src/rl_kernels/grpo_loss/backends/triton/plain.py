@@ -82,10 +82,10 @@ def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def is_plain(call: LossCall) -> bool:
-    """Say whether a call is for the plain loss."""
-    others = (call.rollout_ratio, call.normalizer, call.cu_seqlens)
-    is_plain = call.plan == Plan().text and all(x is None for x in others)
-    return is_plain and not call.with_metrics and not call.values.divisor
+    """Return whether a call is for the plain loss."""
+    extra_inputs = (call.rollout_ratio, call.normalizer, call.cu_seqlens)
+    has_plain_formula = call.plan == Plan().text and all(x is None for x in extra_inputs)
+    return has_plain_formula and not call.with_metrics and not call.values.divisor
 
 
 @triton.jit
@@ -102,22 +102,22 @@ def _load(current, old, ref, mask, columns, here):
     """Return log-probabilities and whether they are active; tensors that are None are not read."""
     is_active = tl.load(mask + columns, mask=here, other=0) != 0
     x = tl.load(current + columns, mask=here, other=0.0)
-    before, other = x, x
+    old_x, ref_x = x, x
     if old is not None:
-        before = tl.load(old + columns, mask=here, other=0.0)
+        old_x = tl.load(old + columns, mask=here, other=0.0)
     if ref is not None:
-        other = tl.load(ref + columns, mask=here, other=0.0)
-    return x, before, other, is_active
+        ref_x = tl.load(ref + columns, mask=here, other=0.0)
+    return x, old_x, ref_x, is_active
 
 
 @triton.jit
-def _token(x, before, other, is_active, a, low, high, beta, HAS_OLD: tl.constexpr, HAS_REF: tl.constexpr):
-    """Return of each token its policy term, k3 and the slope of the loss; 0 if masked."""
+def _token(x, old_x, ref_x, is_active, a, low, high, beta, HAS_OLD: tl.constexpr, HAS_REF: tl.constexpr):
+    """Return each token's policy term, k3 and slope of the loss; 0 if masked."""
     x = x.to(tl.float32)
     # Masked tokens and A = 0 are left out before the exponential: 0 * inf would be NaN.
     counted = is_active & (a != 0.0)
     if HAS_OLD:
-        ratio = exp(tl.where(counted, x - before.to(tl.float32), 0.0))
+        ratio = exp(tl.where(counted, x - old_x.to(tl.float32), 0.0))
         term, slope = _policy_term(ratio, a, low, high)
     else:
         # The ratio is 1. x - x adds NaN if x is not finite, so that the loss shows it.
@@ -126,7 +126,7 @@ def _token(x, before, other, is_active, a, low, high, beta, HAS_OLD: tl.constexp
     term, slope = tl.where(counted, term, 0.0), tl.where(counted, slope, 0.0)
     k3 = tl.zeros(x.shape, tl.float32)
     if HAS_REF:
-        k3, expm1 = k3_of(tl.where(is_active, other.to(tl.float32) - x, 0.0))
+        k3, expm1 = k3_of(tl.where(is_active, ref_x.to(tl.float32) - x, 0.0))
         slope = fma(constant(beta), -expm1, slope)
     return term, k3, slope
 
@@ -175,7 +175,7 @@ def plain_terms(
         old += row * old_row
     if ref is not None:
         ref += row * ref_row
-    x, before, other, is_active = _load(current, old, ref, mask, columns, columns < length)
+    x, old_x, ref_x, is_active = _load(current, old, ref, mask, columns, columns < length)
     if GROUP_LANES:
         advantage = advantage_of(
             scores, boundaries, row, batch, groups, score_row, eps, GROUP_LANES, ONE_STEP, ESTIMATOR, ADD, SKIP
@@ -189,11 +189,11 @@ def plain_terms(
         here = columns < length
         ahead = columns + LANES
         is_next = (ahead < length) & (ahead < segment * SEGMENT + SEGMENT)
-        next_x, next_before, next_other, next_active = _load(current, old, ref, mask, ahead, is_next)
+        next_x, next_old, next_ref, next_active = _load(current, old, ref, mask, ahead, is_next)
         if PER_TOKEN:
             a = tl.load(scores + row * score_row + columns, mask=here, other=0.0).to(tl.float32)
         term, k3, token_slope = _token(
-            x, before, other, is_active, a, low, high, beta, HAS_OLD=old is not None, HAS_REF=ref is not None
+            x, old_x, ref_x, is_active, a, low, high, beta, HAS_OLD=old is not None, HAS_REF=ref is not None
         )
         policy_sum += term
         kl_sum += k3
@@ -203,7 +203,7 @@ def plain_terms(
             marked = tl.where(is_active, (token_slope + 0.0).to(tl.int32, bitcast=True), SIGN)
             tl.store(slope + row * length + columns, marked.to(tl.float32, bitcast=True), mask=here)
         columns = ahead
-        x, before, other, is_active = next_x, next_before, next_other, next_active
+        x, old_x, ref_x, is_active = next_x, next_old, next_ref, next_active
     place = sums + segment.to(tl.int64) * 3 * batch + row
     tl.store(place, tree(policy_sum))
     if ref is not None:
@@ -216,18 +216,18 @@ def plain_terms(
 def plain_sum(sums, loss, policy_loss, kl, count, batch, segments, beta, HAS_REF: tl.constexpr, LANES: tl.constexpr):
     """Divide the sums of all sequences, added in order, by the number of active tokens. Grid: one program."""
     policy_total, kl_total = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
-    total, apart = tl.zeros((LANES,), tl.int64), tl.full((), batch, tl.int64)
+    total, quantity_stride = tl.zeros((LANES,), tl.int64), tl.full((), batch, tl.int64)
     for first in range(0, batch, UNROLLED * LANES):
         for tile in tl.static_range(UNROLLED):
             rows = first + tile * LANES + tl.arange(0, LANES)
             here = rows < batch
             policy_sum, kl_sum = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
             for segment in range(segments):
-                place = sums + segment * 3 * apart + rows
+                place = sums + segment * 3 * quantity_stride + rows
                 policy_sum += tl.load(place, mask=here, other=0.0)
                 if HAS_REF:
-                    kl_sum += tl.load(place + apart, mask=here, other=0.0)
-                total += tl.load(place + 2 * apart, mask=here, other=0.0).to(tl.int64)
+                    kl_sum += tl.load(place + quantity_stride, mask=here, other=0.0)
+                total += tl.load(place + 2 * quantity_stride, mask=here, other=0.0).to(tl.int64)
             policy_total += policy_sum
             kl_total += kl_sum
     divisor = tl.maximum(tl.sum(total, 0), 1).to(tl.float32)

@@ -7,7 +7,7 @@ import torch
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.torchlib.observed import are_plain
 from rl_kernels.core.triton_lib.launch import Launch
-from rl_kernels.grpo_loss.backends.triton.groups import Scores, scores_in
+from rl_kernels.grpo_loss.backends.triton.groups import Scores, scores_of_call
 from rl_kernels.grpo_loss.backends.triton.plain import (
     gradient_work,
     is_plain,
@@ -71,12 +71,12 @@ class Planned:
 
         With ``overwrite`` an FP32 gradient takes the place of the slope.
         """
-        given = (current_logps, count, slope, upstream)
-        if not are_plain(*given) or current_logps.dtype != self._dtype:
+        tensors = (current_logps, count, slope, upstream)
+        if not are_plain(*tensors) or current_logps.dtype != self._dtype:
             return None
         if slope.shape != self._shape or not slope.is_contiguous() or count.numel() != 1 or upstream.numel() != 1:
             return None
-        if not all([x.dtype == torch.float32 and x.device == current_logps.device for x in given[1:]]):
+        if not all([x.dtype == torch.float32 and x.device == current_logps.device for x in tensors[1:]]):
             return None
         grad = slope if overwrite and self._dtype == torch.float32 else current_logps.new_empty(self._shape)
         with device_of(grad):
@@ -88,8 +88,8 @@ def planned(call: LossCall) -> Planned | None:
     """Return a plan for calls like this one; None if it has no plain loss, needs a copy, or launches nothing."""
     if not is_plain(call) or not call.current_logps.numel() or call.boundaries is not None:
         return None
-    scores = scores_in(call)
-    given = call.rewards if call.rewards is not None else call.advantages
-    tensors = (call.current_logps, call.old_logps, call.ref_logps, call.mask, given)
-    lie = all(rows_of(x) is x for x in tensors)
-    return Planned(call, scores) if lie and scores.values is given else None
+    scores = scores_of_call(call)
+    score_values = call.rewards if call.rewards is not None else call.advantages
+    tensors = (call.current_logps, call.old_logps, call.ref_logps, call.mask, score_values)
+    has_planned_layout = all(rows_of(x) is x for x in tensors)
+    return Planned(call, scores) if has_planned_layout and scores.values is score_values else None

@@ -1,4 +1,4 @@
-"""The kernel that sums over sequences what ``kernels.terms`` wrote of each segment, and forms loss and metrics.
+"""The kernel that adds the segment sums of ``kernels.terms`` over all sequences, and computes loss and metrics.
 
 Order of the sums, which is the contract (``backend``): a sequence's segments in ascending order; sequence i goes to
 lane i mod LANES, in ascending order; ``tree`` adds the lanes.
@@ -14,22 +14,22 @@ from rl_kernels.grpo_loss.backends.triton.groups import tree
 from rl_kernels.grpo_loss.backends.triton.terms import constant
 from rl_kernels.grpo_loss.outputs import METRICS
 
-OWN = tl.constexpr(3)
+FIRST_METRIC = tl.constexpr(3)
 """Index of the first metric's sum, after policy, KL and count; metrics are in the order of ``METRICS``."""
-RATIO, LEAST, MOST, SAMPLES, ODD = (
+RATIO, LEAST, MOST, SAMPLES, NONFINITE = (
     tl.constexpr(METRICS.index(name))
     for name in ("ratio_mean", "ratio_min", "ratio_max", "effective_samples", "nonfinite")
 )
 
 
 @triton.jit
-def _of_rows(sums, rows, quantity, batch, segments, QUANTITIES: tl.constexpr):
+def _add_segments(sums, rows, quantity, batch, segments, QUANTITIES: tl.constexpr):
     """Return the sum of a quantity over the segments of each sequence in ``rows``, in ascending order."""
-    found = tl.zeros(rows.shape, tl.float32)
+    total = tl.zeros(rows.shape, tl.float32)
     for segment in range(segments):
         place = sums + (tl.full((), segment, tl.int64) * QUANTITIES + quantity) * batch + rows
-        found += tl.load(place, mask=rows < batch, other=0.0)
-    return found
+        total += tl.load(place, mask=rows < batch, other=0.0)
+    return total
 
 
 @triton.jit
@@ -38,10 +38,10 @@ def _total(sums, quantity, batch, segments, QUANTITIES: tl.constexpr, LANES: tl.
     total = tl.zeros((LANES,), tl.float32)
     for first in range(0, batch, 4 * LANES):
         rows = first + tl.arange(0, LANES)
-        s0 = _of_rows(sums, rows, quantity, batch, segments, QUANTITIES)
-        s1 = _of_rows(sums, rows + LANES, quantity, batch, segments, QUANTITIES)
-        s2 = _of_rows(sums, rows + 2 * LANES, quantity, batch, segments, QUANTITIES)
-        s3 = _of_rows(sums, rows + 3 * LANES, quantity, batch, segments, QUANTITIES)
+        s0 = _add_segments(sums, rows, quantity, batch, segments, QUANTITIES)
+        s1 = _add_segments(sums, rows + LANES, quantity, batch, segments, QUANTITIES)
+        s2 = _add_segments(sums, rows + 2 * LANES, quantity, batch, segments, QUANTITIES)
+        s3 = _add_segments(sums, rows + 3 * LANES, quantity, batch, segments, QUANTITIES)
         total = total + s0 + s1 + s2 + s3
     return tree(total)
 
@@ -69,16 +69,16 @@ def _metric(sums, metrics, metric, batch, segments, QUANTITIES: tl.constexpr, LA
         for first in range(0, batch, LANES):
             rows = first + tl.arange(0, LANES)
             for segment in range(segments):
-                place = sums + (tl.full((), segment, tl.int64) * QUANTITIES + OWN + metric) * batch + rows
+                place = sums + (tl.full((), segment, tl.int64) * QUANTITIES + FIRST_METRIC + metric) * batch + rows
                 x = tl.load(place, mask=rows < batch, other=0.0)
                 least = tl.where(rows < batch, tl.minimum(least, sign * x), least)
         tl.store(metrics + metric, tl.where(number > 0, sign * tl.min(least, 0), 0.0))
     else:
-        total = _total(sums, OWN + metric, batch, segments, QUANTITIES, LANES)
-        divisor = tl.where(metric == ODD, 1.0, tl.maximum(number, 1).to(tl.float32))
+        total = _total(sums, FIRST_METRIC + metric, batch, segments, QUANTITIES, LANES)
+        divisor = tl.where(metric == NONFINITE, 1.0, tl.maximum(number, 1).to(tl.float32))
         if metric == SAMPLES:
-            # The sum stored for it is that of the squared ratios.
-            ratio = _total(sums, OWN + RATIO, batch, segments, QUANTITIES, LANES)
+            # ``total`` is here the sum of the squared ratios.
+            ratio = _total(sums, FIRST_METRIC + RATIO, batch, segments, QUANTITIES, LANES)
             # Without a token, and where all squares underflow, it is 0 / 1.
             divisor = tl.where(total == 0.0, 1.0, total)
             total = ratio * ratio
@@ -88,8 +88,8 @@ def _metric(sums, metrics, metric, batch, segments, QUANTITIES: tl.constexpr, LA
 @triton.jit
 def _sums(sums, rows, batch, segments, QUANTITIES: tl.constexpr):
     """Return policy, KL and number of active tokens of some sequences."""
-    policy = _of_rows(sums, rows, 0, batch, segments, QUANTITIES)
-    kl = _of_rows(sums, rows, 1, batch, segments, QUANTITIES)
+    policy = _add_segments(sums, rows, 0, batch, segments, QUANTITIES)
+    kl = _add_segments(sums, rows, 1, batch, segments, QUANTITIES)
     # Each segment's count is exact in FP32, their sum need not be.
     count = tl.zeros(rows.shape, tl.int64)
     for segment in range(segments):

@@ -1,7 +1,7 @@
-"""What the tokens of a sequence share: its extent, its ratio, and the slope through the ratio.
+"""Values that the tokens of a sequence share: its extent, its ratio, and the slope through the ratio.
 
-Each program of a sequence's segments forms it again, in a pass over the whole sequence. Order of the sums: ``tree``
-over the lanes of a segment, segments in ascending order.
+The program of each segment recomputes them, in a pass over the whole sequence. Order of the sums: ``tree`` over the
+lanes of a segment, segments in ascending order.
 """
 
 from __future__ import annotations
@@ -66,22 +66,24 @@ def sums_of(
     number, kl = tl.zeros((), tl.int32), constant(0.0)
     tokens, logs, weights, estimates = tl.zeros((), tl.int32), constant(0.0), constant(0.0), constant(0.0)
     for part in range(1 if WHOLE else tl.cdiv(size, SEGMENT)):
-        found = tl.zeros((LANES,), tl.int32)
+        counts = tl.zeros((LANES,), tl.int32)
         lane_logs, lane_weights = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
         lane_estimates = tl.zeros((LANES,), tl.float32)
         for step in range(1 if WHOLE else tl.cdiv(tl.minimum(size - part * SEGMENT, SEGMENT), LANES)):
-            some = token
+            step_token = token
             if not WHOLE:
-                there = part * SEGMENT + step * LANES + tl.arange(0, LANES)
-                some = load(current, old, ref, mask, None, w, there, there < size, a, weight, False, OWN_WEIGHT)
-            one, log, log_w, estimate = ratio_of(some, n, KIND, MODE, KL, SUM_KL, W_PER_TOKEN)
-            found += one
+                columns = part * SEGMENT + step * LANES + tl.arange(0, LANES)
+                step_token = load(
+                    current, old, ref, mask, None, w, columns, columns < size, a, weight, False, OWN_WEIGHT
+                )
+            is_active, log, log_w, estimate = ratio_of(step_token, n, KIND, MODE, KL, SUM_KL, W_PER_TOKEN)
+            counts += is_active
             lane_logs += log
             lane_weights += log_w
             lane_estimates += estimate
-        of_part = tl.sum(found, 0)
-        number = tl.where(part == segment, of_part, number)
-        tokens += of_part
+        part_count = tl.sum(counts, 0)
+        number = tl.where(part == segment, part_count, number)
+        tokens += part_count
         logs += tree(lane_logs)
         if KIND == VESPO:
             weights += tree(lane_weights)
@@ -160,12 +162,14 @@ def slope_by_ratio(
     for part in range(1 if WHOLE else tl.cdiv(size, SEGMENT)):
         lane_through = tl.zeros((LANES,), tl.float32)
         for step in range(1 if WHOLE else tl.cdiv(tl.minimum(size - part * SEGMENT, SEGMENT), LANES)):
-            some = token
+            step_token = token
             if not WHOLE:
-                there = part * SEGMENT + step * LANES + tl.arange(0, LANES)
-                some = load(current, old, ref, mask, scores, w, there, there < size, a, weight, PER_TOKEN, W_PER_TOKEN)
+                columns = part * SEGMENT + step * LANES + tl.arange(0, LANES)
+                step_token = load(
+                    current, old, ref, mask, scores, w, columns, columns < size, a, weight, PER_TOKEN, W_PER_TOKEN
+                )
             _, _, _, shared, _, _ = terms_of(
-                some, shared_ratio, log_weight, n, KIND, SEQ, BOUNDS, MODE, KL, CORRECTED, HAS_OLD, HAS_REF, HAS_W
+                step_token, shared_ratio, log_weight, n, KIND, SEQ, BOUNDS, MODE, KL, CORRECTED, HAS_OLD, HAS_REF, HAS_W
             )
             lane_through += shared
         through += tree(lane_through)

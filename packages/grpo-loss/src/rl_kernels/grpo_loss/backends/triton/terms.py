@@ -1,6 +1,6 @@
-"""The formulas of what a token adds to a loss, for ``kernels`` and ``plain``; element by element, so there are no sums.
+"""The formulas of a token's terms of a loss, for ``kernels`` and ``plain``; element by element, so there are no sums.
 
-A product that something is added to is an explicit ``fma``, so that all compiled variants of a kernel round alike.
+A product with an addend is an explicit ``fma``, so that all compiled variants of a kernel round alike.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rl_kernels.core.triton_lib.arithmetic import fma
 
 LOG2E = tl.constexpr(1.4426950408889634)
 SMALL = tl.constexpr(0.5)
-"""|e| below which exp(e) - 1 and k3 are formed by a series, since the differences lose bits there."""
+"""|e| below which exp(e) - 1 and k3 are computed by a series, since the differences lose bits there."""
 CLIP, SAPO, CISPO, VESPO, REINFORCE = (tl.constexpr(i) for i in range(5))
 """Kinds of policy terms: the first two are functions of the ratio, the others weight the log-probability."""
 LOG_LEAST, LOG_MOST = tl.constexpr(-18.420680743952367), tl.constexpr(20.0)

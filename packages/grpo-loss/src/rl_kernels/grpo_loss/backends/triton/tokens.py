@@ -24,22 +24,22 @@ from rl_kernels.grpo_loss.backends.triton.terms import (
 def load(
     current, old, ref, mask, scores, w, columns, here, a, weight, PER_TOKEN: tl.constexpr, W_PER_TOKEN: tl.constexpr
 ):
-    """Return of each token log-probabilities, whether it is active, advantage and rollout ratio, in their own dtypes.
+    """Return each token's log-probabilities, whether it is active, advantage and rollout ratio, in their own dtypes.
 
     Tensors that are None are not read.
     """
     is_active = tl.load(mask + columns, mask=here, other=0) != 0
     x = tl.load(current + columns, mask=here, other=0.0)
-    before, other = x, x
+    old_x, ref_x = x, x
     if old is not None:
-        before = tl.load(old + columns, mask=here, other=0.0)
+        old_x = tl.load(old + columns, mask=here, other=0.0)
     if ref is not None:
-        other = tl.load(ref + columns, mask=here, other=0.0)
+        ref_x = tl.load(ref + columns, mask=here, other=0.0)
     if PER_TOKEN:
         a = tl.load(scores + columns, mask=here, other=0.0)
     if W_PER_TOKEN:
         weight = tl.load(w + columns, mask=here, other=0.0)
-    return x, before, other, is_active, a, weight
+    return x, old_x, ref_x, is_active, a, weight
 
 
 @triton.jit
@@ -52,10 +52,10 @@ def ratio_of(
     SUM_KL: tl.constexpr,
     W_PER_TOKEN: tl.constexpr,
 ):
-    """Return what a token adds to its sequence's sums: 1, its log-ratio, log-weight and KL estimate; 0 if masked."""
+    """Return a token's terms of its sequence's sums: 1, log-ratio, log-weight and KL estimate; all are 0 if masked."""
     is_active = token[3]
-    x, before, other = token[0].to(tl.float32), token[1].to(tl.float32), token[2].to(tl.float32)
-    d = tl.where(is_active, x - before, 0.0)
+    x, old_x, ref_x = token[0].to(tl.float32), token[1].to(tl.float32), token[2].to(tl.float32)
+    d = tl.where(is_active, x - old_x, 0.0)
     weight, k = tl.zeros(x.shape, tl.float32), tl.zeros(x.shape, tl.float32)
     if KIND == VESPO:
         weight = bounded(d, -LOG_MOST, LOG_MOST)
@@ -63,7 +63,7 @@ def ratio_of(
             w = rollout_weight(token[5].to(tl.float32), n[13], n[14], MODE)
             weight += tl.where(is_active, bounded(tl.log(w), LOG_LEAST, LOG_MOST), 0.0)
     if SUM_KL:
-        k, _, _ = kl_of(tl.where(is_active, other - x, 0.0), x, KL, False, False)
+        k, _, _ = kl_of(tl.where(is_active, ref_x - x, 0.0), x, KL, False, False)
         k = tl.where(is_active, k, 0.0)
     return is_active.to(tl.int32), d, weight, k
 
@@ -71,11 +71,11 @@ def ratio_of(
 @triton.jit
 def count_active(mask, size, LANES: tl.constexpr):
     """Return the number of active tokens of a sequence; integers, so in wide loads and in any order."""
-    found = tl.zeros((4 * LANES,), tl.int32)
+    counts = tl.zeros((4 * LANES,), tl.int32)
     for first in range(0, size, 4 * LANES):
         columns = first + tl.arange(0, 4 * LANES)
-        found += (tl.load(mask + columns, mask=columns < size, other=0) != 0).to(tl.int32)
-    return tl.sum(found, 0)
+        counts += (tl.load(mask + columns, mask=columns < size, other=0) != 0).to(tl.int32)
+    return tl.sum(counts, 0)
 
 
 @triton.jit
@@ -96,14 +96,14 @@ def terms_of(
 ):
     """Return policy term, KL estimate, slope by x, slope by the ratio of the sequence, the ratio and e; 0 if masked."""
     is_active = token[3]
-    x, before, other = token[0].to(tl.float32), token[1].to(tl.float32), token[2].to(tl.float32)
+    x, old_x, ref_x = token[0].to(tl.float32), token[1].to(tl.float32), token[2].to(tl.float32)
     a, w = token[4].to(tl.float32), token[5].to(tl.float32)
     # A = 0 is replaced after the product with the ratio: 0 * inf is NaN.
     counted = is_active & (a != 0.0)
     if SEQ:
         ratio = shared_ratio
     elif HAS_OLD:
-        ratio = exp(tl.where(is_active, x - before, 0.0))
+        ratio = exp(tl.where(is_active, x - old_x, 0.0))
     else:
         ratio = on_policy_ratio(x, is_active)
     if HAS_W:
@@ -116,7 +116,7 @@ def terms_of(
         slope = tl.zeros(x.shape, tl.float32)
     k, e = tl.zeros(x.shape, tl.float32), tl.zeros(x.shape, tl.float32)
     if HAS_REF:
-        e = tl.where(is_active, other - x, 0.0)
+        e = tl.where(is_active, ref_x - x, 0.0)
         k, own, through = kl_of(e, ratio, KL, CORRECTED, SEQ)
         k, own, through = tl.where(is_active, k, 0.0), tl.where(is_active, own, 0.0), tl.where(is_active, through, 0.0)
         slope = fma(tl.full(own.shape, n[2], tl.float32), own, slope)
