@@ -16,7 +16,7 @@ from rl_kernels.core.testing import poisoned_empty
 from rl_kernels.core.testing.logp_launches import logits_gradient, merged, state, write_statistics
 from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.core.testing.triton_launches import TritonLaunch, TritonRecorder
-from rl_kernels.fused_logp.spec.raw import hold
+from rl_kernels.fused_logp.spec.raw import check_against_reference
 
 BACKEND = "rl_kernels.fused_logp.backends.triton.backend"
 MODULES = ("rl_kernels.fused_logp.rows", "rl_kernels.fused_logp.backends.triton.kernels", BACKEND)
@@ -133,7 +133,7 @@ def hold_all(plant: Plant = nullcontext) -> None:
         with recorder.pretended(), plant(), poisoned_empty():
             backend = importlib.import_module(BACKEND)
             with patch.object(backend, "SPLIT_BELOW", 1 if "many" in call else 2048):
-                hold({**CALL, **call}, backend)
+                check_against_reference({**CALL, **call}, backend)
         names = {launch.name for launch in recorder.launches} - {"backward"}
         whole = "many" in call or call["vocab"] <= SEGMENT
         assert names == ({"forward_rows"} if whole else {"forward_segments", "forward_merge"})

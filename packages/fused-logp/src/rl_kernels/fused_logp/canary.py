@@ -1,4 +1,4 @@
-"""The calls of the canary (``core.canary``): log-probabilities of rows that are split, and of a few alone."""
+"""The calls of the canary (``core.canary``): log-probabilities of rows that are split, and of a few rows alone."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def results(dtype: torch.dtype, device: torch.device, backend: str) -> Iterator[
 def gradients(dtype: torch.dtype, device: torch.device, backend: str) -> Iterator[torch.Tensor]:
     """Yield the gradient of the logits."""
     logits, ids = _inputs(dtype, device)
-    found = fused_logp(logits.requires_grad_(), ids, return_stats=True, backend=backend)
+    stats = fused_logp(logits.requires_grad_(), ids, return_stats=True, backend=backend)
     upstream = [numbers(ROWS, salt=salt, dtype=torch.float32, device=device) for salt in (3, 4, 5)]
-    yield from torch.autograd.grad(list(found), logits, upstream)
+    yield from torch.autograd.grad(list(stats), logits, upstream)
 
 
 def _inputs(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -40,8 +40,7 @@ def forward_stats(
     row_indices: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
-    found = _statistics(logits, target_ids, temperature, ignore_index, row_indices, entropy=True)
-    logp, norm, lse, entropy = found
+    logp, norm, lse, entropy = _statistics(logits, target_ids, temperature, ignore_index, row_indices, entropy=True)
     return logp, lse, entropy, norm
 
 
@@ -60,11 +59,11 @@ def _statistics(
     for rows in _blocks(logits, row_indices):
         x, ids = logits[rows].to(temperature.dtype), target_ids[rows]
         scale = _column(temperature, rows, x)
-        found = finish(softmax_state(x, scale, entropy=entropy), scale)
-        logp = found.logp(select(x, ids), scale)
-        values = [torch.where(_undefined(ids, x.shape[1], found.norm), torch.nan, logp), found.norm]
-        if found.logsumexp is not None and found.entropy is not None:
-            values += [found.logsumexp, found.entropy]
+        statistics = finish(softmax_state(x, scale, entropy=entropy), scale)
+        logp = statistics.logp(select(x, ids), scale)
+        values = [torch.where(_undefined(ids, x.shape[1], statistics.norm), torch.nan, logp), statistics.norm]
+        if statistics.logsumexp is not None and statistics.entropy is not None:
+            values += [statistics.logsumexp, statistics.entropy]
         active = _active(ids, ignore_index)
         for total, value in zip(totals, values, strict=True):
             total[rows] = torch.where(active if value.ndim == 1 else active[:, None], value, 0.0)
@@ -102,8 +101,8 @@ def backward_inplace(
         for rows, dx in _gradients(logits, *arguments, None, norm, *upstream):
             logits[rows] = dx
         return
-    others = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
-    logits.masked_fill_(others.index_fill(0, row_indices, False)[:, None], 0)
+    inactive = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
+    logits.masked_fill_(inactive.index_fill(0, row_indices, False)[:, None], 0)
     # Indices are sorted, so a row given twice may end one block and start the next; its second turn is skipped.
     done = torch.full_like(row_indices[:1], -1)
     for rows, dx in _gradients(logits, *arguments, row_indices.sort().values, norm, *upstream):

@@ -62,41 +62,43 @@ DRAWN = frozenset(
 def inputs(case: Case, draw: Draw) -> Inputs:
     """Draw ``logits[batch, seq, vocab]``, ids, and what the options of the case need."""
     batch, seq, vocab = (case.sizes[name] for name in ("batch", "seq", "vocab"))
-    asked = case.options
+    options = case.options
     # Rounding an FP32 logsumexp of 100 changes p by 4e-6 of p: within the absolute tolerance only if p is small.
-    offset = asked.get("offset", 0.0) if vocab >= SPREAD else 0.0
-    logits = with_values(draw.normal(batch, seq, vocab, scale=asked.get("scale", 2.0)) + offset, asked.get("values"))
+    offset = options.get("offset", 0.0) if vocab >= SPREAD else 0.0
+    logits = with_values(
+        draw.normal(batch, seq, vocab, scale=options.get("scale", 2.0)) + offset, options.get("values")
+    )
     ids = draw.ids(vocab, batch, seq)
-    if "minus_inf" in asked or asked.get("values") == "minus_inf":
-        hidden = draw.mask(asked.get("minus_inf", 0.3), batch, seq, vocab).scatter(-1, ids[..., None], False)
-        logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min if asked.get("finite") else -torch.inf)
-    if asked.get("specials"):
+    if "minus_inf" in options or options.get("values") == "minus_inf":
+        hidden = draw.mask(options.get("minus_inf", 0.3), batch, seq, vocab).scatter(-1, ids[..., None], False)
+        logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min if options.get("finite") else -torch.inf)
+    if options.get("specials"):
         put_specials(logits.view(-1, vocab))
-    if {"low", "hidden", "edges"} & asked.keys():
-        ids = with_edges(ids, vocab, 1024 if "edges" in asked else SEGMENT)
-    if {"low", "hidden"} & asked.keys():
+    if {"low", "hidden", "edges"} & options.keys():
+        ids = with_edges(ids, vocab, 1024 if "edges" in options else SEGMENT)
+    if {"low", "hidden"} & options.keys():
         # Far below the other segments: exp(other - this) overflows and exp(this - other) is 0. The last columns keep
         # their value, because lowering all columns would only shift the row.
-        logits[..., : min(asked.get("low", 0), vocab // 2)] -= 110
-        logits[..., : min(asked.get("hidden", 0), vocab - 1)] = -torch.inf
+        logits[..., : min(options.get("low", 0), vocab // 2)] -= 110
+        logits[..., : min(options.get("hidden", 0), vocab - 1)] = -torch.inf
         logits[..., -1] += 3
-    if asked.get("equal"):
+    if options.get("equal"):
         logits, ids = logits[:1, :1].repeat(batch, seq, 1), ids[:1, :1].repeat(batch, seq)
-    if "ignore_index" in asked:
-        ids = ids.masked_fill(draw.mask(0.4, batch, seq), asked["ignore_index"])
-    call: Inputs = {"logits": logits, "target_ids": ids.to(asked.get("ids", torch.int64))}
-    call |= {name: value for name, value in asked.items() if name not in DRAWN}
+    if "ignore_index" in options:
+        ids = ids.masked_fill(draw.mask(0.4, batch, seq), options["ignore_index"])
+    call: Inputs = {"logits": logits, "target_ids": ids.to(options.get("ids", torch.int64))}
+    call |= {name: value for name, value in options.items() if name not in DRAWN}
     if draw.dtype == torch.float64:
         call["out_dtype"] = torch.float64
-    if "temperature" in asked:
-        between = TEMPERATURES.get(asked["temperature"])
+    if "temperature" in options:
+        between = TEMPERATURES.get(options["temperature"])
         call["temperature"] = (
-            draw.uniform(*between, batch, seq, dtype=torch.float32) if between else asked["temperature"]
+            draw.uniform(*between, batch, seq, dtype=torch.float32) if between else options["temperature"]
         )
-    if asked.get("row_indices"):
+    if options.get("row_indices"):
         rows = draw.permutation(batch * seq)[: max(batch * seq // 2, 1)].to(draw.device)
-        call["row_indices"] = rows.repeat(2) if asked["row_indices"] == "twice" else rows
-    if asked.get("out"):
+        call["row_indices"] = rows.repeat(2) if options["row_indices"] == "twice" else rows
+    if options.get("out"):
         call["out"] = torch.full((batch, seq), 7.0, device=draw.device, dtype=call.get("out_dtype", torch.float32))
     return call
 
@@ -112,9 +114,9 @@ def put_specials(logits: torch.Tensor) -> None:
 def with_edges(ids: torch.Tensor, vocab: int, width: int) -> torch.Tensor:
     """Return the ids with the leading ones set to the first and last columns of the segments."""
     edges = [column for start in range(0, vocab, width) for column in (start, min(start + width, vocab) - 1)]
-    found = ids.clone()
-    found.view(-1)[: len(edges)] = torch.tensor(edges, device=ids.device)[: ids.numel()]
-    return found
+    edge_ids = ids.clone()
+    edge_ids.view(-1)[: len(edges)] = torch.tensor(edges, device=ids.device)[: ids.numel()]
+    return edge_ids
 
 
 def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -124,8 +126,8 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
     z = torch.where(call["logits"].isnan(), 0.0, call["logits"]) / scale
     size = torch.where(z == -torch.inf, 0.0, z).abs()
     rounded = (size if "temperature" in call else torch.zeros_like(size)) if call.get("return_stats") else None
-    taken = {name: value.abs() for name, value in upstream.items()}
-    terms, dz = of_log_softmax(z, size, call["target_ids"] % z.shape[-1], taken, rounded)
+    upstream_sizes = {name: value.abs() for name, value in upstream.items()}
+    terms, dz = of_log_softmax(z, size, call["target_ids"] % z.shape[-1], upstream_sizes, rounded)
     return {**terms, "gradient:logits": dz / scale}
 
 

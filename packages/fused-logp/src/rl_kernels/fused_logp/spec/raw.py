@@ -10,11 +10,11 @@ import torch
 from rl_kernels.core.testing.logp_launches import back, gold, laid_out, rows_of
 
 
-def hold(call: Mapping[str, Any], backend: Any) -> None:
-    """Hold forward and backward of a call to the definition.
+def check_against_reference(call: Mapping[str, Any], backend: Any) -> None:
+    """Compare forward and backward of a call with the definition.
 
-    ``rows``, ``vocab``, ``dtype``, ``layout``; ``indices``: only the first and the last row, one of them twice. For the
-    others see ``rows_of``.
+    ``call`` has ``rows``, ``vocab``, ``dtype`` and ``layout``; with ``indices`` only the first and the last row are
+    computed, the first one named twice. ``rows_of`` describes the remaining entries.
     """
     torch.manual_seed(1)
     count, vocab = call["rows"], call["vocab"]
@@ -28,9 +28,9 @@ def hold(call: Mapping[str, Any], backend: Any) -> None:
     expected = gold(leaf, rows, active & rows.active)
     stats = backend.forward_stats(*inputs)
     results = *stats, *backend.forward(*inputs)
-    for found, value in zip(results, (*expected, expected[0], expected[3]), strict=True):
-        assert found.shape == value.shape
-        assert torch.allclose(found.double(), value, atol=1e-4)
+    for result, value in zip(results, (*expected, expected[0], expected[3]), strict=True):
+        assert result.shape == value.shape
+        assert torch.allclose(result.double(), value, atol=1e-4)
     back(expected, rows.upstream)
     saved = stats[3], None if rows.upstream[2] is None else stats[2], *rows.upstream
     grad = backend.backward(*inputs, *saved)

@@ -35,31 +35,31 @@ def indexed(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
         return
     count = call["target_ids"].numel()
     rows = draw.permutation(count)[: max(count // 2, 1)].to(draw.device)
-    others = torch.ones(count, dtype=torch.bool, device=draw.device).index_fill(0, rows, False)
-    others = others.view(call["target_ids"].shape)
+    inactive = torch.ones(count, dtype=torch.bool, device=draw.device).index_fill(0, rows, False)
+    inactive = inactive.view(call["target_ids"].shape)
     changed = {
-        "logits": call["logits"].masked_fill(others[..., None], torch.nan),
-        "target_ids": call["target_ids"].masked_fill(others, -7),
+        "logits": call["logits"].masked_fill(inactive[..., None], torch.nan),
+        "target_ids": call["target_ids"].masked_fill(inactive, -7),
         "row_indices": rows,
     }
 
-    def taken(name: str, result: torch.Tensor) -> torch.Tensor:
-        return result.flatten(0, others.ndim - 1)[rows]
+    def computed_rows(name: str, result: torch.Tensor) -> torch.Tensor:
+        return result.flatten(0, inactive.ndim - 1)[rows]
 
-    def kept(name: str, result: torch.Tensor) -> torch.Tensor:
-        return torch.where(others, call["out"], result)
+    def with_old_rows(name: str, result: torch.Tensor) -> torch.Tensor:
+        return torch.where(inactive, call["out"], result)
 
     label = "half of the rows, by index"
     if "out" not in call:
-        yield Variant(label, {**call, **changed}, taken, taken)
+        yield Variant(label, {**call, **changed}, computed_rows, computed_rows)
         return
-    apart = torch.stack((call["out"], call["out"]), -1)[..., 0]
-    for how, out in (
+    spread = torch.stack((call["out"], call["out"]), -1)[..., 0]
+    for variant_label, out in (
         (label, call["out"]),
-        (f"{label}, out spread", apart),
+        (f"{label}, out spread", spread),
         (f"{label}, out turned", call["out"].mT.clone(memory_format=torch.contiguous_format).mT),
     ):
-        yield Variant(how, {**call, **changed, "out": out}, kept)
+        yield Variant(variant_label, {**call, **changed, "out": out}, with_old_rows)
 
 
 TRANSFORMS = {

@@ -22,9 +22,9 @@ SEGMENT, STEP, WARP, WARPS, UNITS = 32768, 1024, 32, 8, 8
 """Columns of a segment and of a step, threads of a warp, summing warps of a block, units of a segment; the same values
 as in ``fused_logp.cuh``."""
 MOST_UNITS = 256
-"""Most units of a row whose states one block keeps; states of longer rows are merged by a separate kernel."""
+"""Largest number of units of a row whose states one block keeps; a separate kernel merges those of longer rows."""
 SPLIT_BELOW = 2048
-"""Below this many rows each unit gets its own warp, so that few rows fill the GPU."""
+"""Number of rows below which each unit gets its own warp, so that few rows fill the GPU."""
 STATE = 12
 """Bytes of a state."""
 MOST_THREADS, COLUMNS = 512, 32
@@ -123,9 +123,9 @@ def _statistics(
     count, vocab = logits.shape
     logp, norm = logits.new_empty(count, dtype=torch.float32), logits.new_empty((count, 2), dtype=torch.float32)
     lse, row_entropy = (logits.new_empty(count, dtype=torch.float32) if entropy else logp for _ in range(2))
-    found = (logp, lse, row_entropy, norm)
+    results = (logp, lse, row_entropy, norm)
     if not count:
-        return found
+        return results
     units = _units(vocab)
     split = units > MOST_UNITS or (units > 1 and count < SPLIT_BELOW)
     parts = logits.new_empty((units, 3, count), dtype=torch.float32) if split else None
@@ -138,10 +138,10 @@ def _statistics(
         per_unit = kernel(generic, "forward_parts", FORWARD, logits.device)
         per_unit.launch(-(-count * units // WARPS), WARPS * WARP, *arguments)
         kernel(generic, "merge_parts", FORWARD, logits.device).launch(-(-count // WARPS), WARPS * WARP, *arguments)
-        return found
+        return results
     whole = kernel(generic, "forward_rows", FORWARD, logits.device)
     whole.launch(count, sharing(vocab * logits.itemsize) * WARP, *arguments, shared=units * STATE)
-    return found
+    return results
 
 
 def _gradient(
@@ -183,11 +183,11 @@ def _rows(
 
 
 def sharing(size: int) -> int:
-    """Return how many warps share a row of ``size`` bytes: long rows read faster when the reads are close together."""
+    """Return the number of warps that share a row of ``size`` bytes: long rows read faster when reads are close by."""
     return 1 if size <= 1 << 16 else WARPS // 2 if size <= 1 << 17 else WARPS
 
 
 def _units(vocab: int) -> int:
-    """Return how many units, and so softmax states, a row of ``vocab`` columns has."""
+    """Return the number of units, and so of softmax states, of a row of ``vocab`` columns."""
     last = (vocab - 1) // SEGMENT
     return last * UNITS + min(-(-(vocab - last * SEGMENT) // STEP), UNITS)

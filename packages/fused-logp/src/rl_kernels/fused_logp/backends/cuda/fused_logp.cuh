@@ -1,15 +1,15 @@
-// Shared by the kernels of fused_logp: arguments, the cut of a row, and the statistics.
+// Shared by the kernels of fused_logp: arguments, segments and units of a row, and the statistics.
 //
 //   segment   32768 columns: 32 steps
 //   step      1024 columns; lane l of a warp holds columns 8 l to 8 l + 7 of each 256 of them (row.cuh)
-//   unit      steps u, u + 8, u + 16 and u + 24 of a segment, u = 0 to 7; one warp forms it
+//   unit      steps u, u + 8, u + 16 and u + 24 of a segment, u = 0 to 7; one warp computes it
 //
 // Order of the sums, which is the contract of the backend:
 //   lane      adds the steps of a unit in ascending order (`add` in softmax.cuh)
 //   unit      a tree adds the 32 lanes (over_warp)
 //   row       units are numbered segment by segment. Lane l merges units l, l + 32, ... in this order, and a tree adds
 //             the 32 lanes (over_states)
-// It changes no bit which warp forms which unit.
+// Which warp computes which unit changes no bit.
 #pragma once
 
 #include <rl_kernels/row.cuh>
@@ -75,13 +75,13 @@ struct Forward : Rows {
 
     // Writes the statistics of a row that selects x; 0 if the row is not active.
     __device__ void write(i64 index, bool is_active, State s, float x) const {
-        Statistics found = {};
-        if (is_active) found = finished<ENTROPY>(s, x, inverse(index), scale(index));
-        logp[index] = found.logp;
-        norm[index] = found.norm;
+        Statistics stats = {};
+        if (is_active) stats = finished<ENTROPY>(s, x, inverse(index), scale(index));
+        logp[index] = stats.logp;
+        norm[index] = stats.norm;
         if (!ENTROPY) return;
-        lse[index] = found.lse;
-        entropy[index] = found.entropy;
+        lse[index] = stats.lse;
+        entropy[index] = stats.entropy;
     }
 };
 

@@ -28,7 +28,7 @@ namespace {
 constexpr int UNROLLED = 2, THREADS = 512, PER_THREAD = 32;
 
 __device__ Gradient<ENTROPY> gradient_of(const Backward& p, i64 row, i64 id) {
-    const auto or_0 = [&](const float* of) { return of ? of[row] : 0.0f; };
+    const auto or_0 = [&](const float* values) { return values ? values[row] : 0.0f; };
     const float entropy = ENTROPY ? p.entropy[row] : 0.0f, g_entropy = ENTROPY ? p.grad_entropy[row] : 0.0f;
     const bool valid = id >= 0 && id < p.vocab;
     return {p.inverse(row), p.norm[row], entropy, or_0(p.grad_logp), or_0(p.grad_lse), g_entropy, valid};
@@ -55,26 +55,26 @@ __device__ void stream(const char* from, i64 from_stride, char* to, i64 to_strid
     const char* source = from + head * static_cast<i64>(SIZE);
     char* target = to + head * static_cast<i64>(SIZE);
     for (int v = thread; v < vectors; v += UNROLLED * threads) {
-        Chunk held[UNROLLED];
+        Chunk loaded[UNROLLED];
 #pragma unroll
         for (int u = 0; u < UNROLLED; ++u) {
             const int k = v + u * threads;
-            if (reads && k < vectors) held[u] = load_once(reinterpret_cast<const Chunk*>(source) + k);
+            if (reads && k < vectors) loaded[u] = load_once(reinterpret_cast<const Chunk*>(source) + k);
         }
 #pragma unroll
         for (int u = 0; u < UNROLLED; ++u) {
             const int k = v + u * threads, column = head + k * PER;
             if (k >= vectors) break;
-            Chunk made;
+            Chunk gradients;
 #pragma unroll
             for (int w = 0; w < 4; ++w) {
                 float x[2] = {};
-                if (reads) Number::unpack(held[u].word[w], x);
+                if (reads) Number::unpack(loaded[u].word[w], x);
 #pragma unroll
                 for (int j = 0; j < PER_WORD<Number>; ++j) x[j] = value(x[j], column + w * PER_WORD<Number> + j);
-                made.word[w] = Number::pack(x);
+                gradients.word[w] = Number::pack(x);
             }
-            store_once(reinterpret_cast<Chunk*>(target) + k, made);
+            store_once(reinterpret_cast<Chunk*>(target) + k, gradients);
         }
     }
     narrow(head + vectors * PER, last);

@@ -1,6 +1,6 @@
 // fused_logp's forward pass on every architecture from sm_80: rows are read by 16-byte loads, straight into registers.
 //
-//   forward_rows                 a block per row: the warps form its units, warp 0 merges them
+//   forward_rows                 a block per row: the warps compute its units, warp 0 merges them
 //   forward_parts, merge_parts   a warp per unit of a row, then a warp per row
 // Which columns a lane holds, and the order of the sums: fused_logp.cuh.
 //
@@ -28,7 +28,7 @@ __device__ State unit_state(const Row<Number>& row, const Steps& steps, int unit
 
 }  // namespace
 
-// One block per row: warp w forms units w, w + warps, ... Shared memory holds a state for each unit.
+// One block per row: warp w computes units w, w + warps, ... Shared memory holds a state for each unit.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) forward_rows(Forward p) {
     extern __shared__ State states[];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP, units = p.units();

@@ -17,7 +17,7 @@ from rl_kernels.fused_logp.backends.triton import kernels
 from rl_kernels.fused_logp.rows import per_row
 
 SPLIT_BELOW = 2048
-"""Below this many rows each segment gets its own program, so that few rows fill the GPU."""
+"""Number of rows below which each segment gets its own program, so that few rows fill the GPU."""
 GRADIENT_WIDTHS = {True: 4096, False: 1024}
 """Gradient columns of one program, with and without wide loads of the rows; they change no bit."""
 

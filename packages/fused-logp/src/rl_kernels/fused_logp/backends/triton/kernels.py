@@ -217,8 +217,10 @@ def backward(
             grad_logp, grad_logsumexp, grad_entropy, row, active, inv, HAS_LOGP, HAS_LSE, HAS_ENTROPY
         )
         x = tl.load(source, mask=here, other=0.0).to(tl.float32)
-        rest = softmax.nothing_or_nan(id, V)
-        dz = softmax.dlogits(x, columns == id, rest, c, top, log_total, entropy, chosen, slope, curve, HAS_ENTROPY)
+        zero_or_nan = softmax.nothing_or_nan(id, V)
+        dz = softmax.dlogits(
+            x, columns == id, zero_or_nan, c, top, log_total, entropy, chosen, slope, curve, HAS_ENTROPY
+        )
         tl.store(target, dz.to(dtype), mask=here)
     else:
         tl.store(target, tl.zeros((WIDTH,), tl.float32).to(dtype), mask=here)
