@@ -72,7 +72,7 @@ def test_a_record_takes_what_is_left_in_the_next_call(tmp_path: Path) -> None:
     file, log, missing = tmp_path / "record.json", tmp_path / "log", tmp_path / "none.json"
     names = [f"check rms_norm/triton/{dtype}" for dtype in ("bf16", "fp16", "fp32", "fp64")]
     first = gpu_record.Record(file, {"device": "H200", "date": "today"}, "1a2b")
-    assert first.left(names) == names
+    assert first.unfinished(names) == names
     log.write_text("first\nrms_norm cannot run it here\n", encoding="utf-8")
     (tmp_path / "tests.xml").write_text("<testsuite><testcase name='a'/></testsuite>", encoding="utf-8")
     first.add(names[0], gpu_record.part_of(0, 1.0, tmp_path / "tests.xml", log))
@@ -81,7 +81,7 @@ def test_a_record_takes_what_is_left_in_the_next_call(tmp_path: Path) -> None:
     refused = {"state": "refused", "seconds": 1.0, "reason": "rms_norm cannot run it here", "commit": "1a2b"}
     assert first.parts[names[2]] == refused
     again = gpu_record.Record(file, {"device": "H200", "date": "tomorrow"}, "3c4d")
-    assert again.left(list(reversed(names))) == [names[1], names[3]]
+    assert again.unfinished(list(reversed(names))) == [names[1], names[3]]
     with pytest.raises(ValueError, match="was made with another device; name another file"):
         gpu_record.Record(file, {"device": "H100", "date": "today"}, "1a2b")
 

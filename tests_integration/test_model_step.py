@@ -47,7 +47,7 @@ def test_gradients_that_differ_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
     given = tool.parser().parse_args(TINY)
     with made.ways(given) as found:
         way = next(way for way in found if way.name == tool.OURS)
-        with way.taken():
+        with way.active():
             counts = made.gradients(way, given)
     assert counts["elements"] / 2 < counts["differ"] <= counts["elements"]
 
@@ -88,7 +88,7 @@ def test_the_stock_model_keeps_its_rotary_embedding() -> None:
     seen = {}
     with made.ways(tool.parser().parse_args(TINY)) as found:
         for way in found:
-            with way.taken():
+            with way.active():
                 seen[way.name] = modeling_llama.apply_rotary_pos_emb
     assert seen["stock"] is own
     assert seen["invariant"] is not own

@@ -34,15 +34,15 @@ def bumped(text: str, version: str) -> str:
 
 def requiring_all(text: str, names: list[str], version: str) -> str:
     """Return the meta-package's pyproject.toml with one pin for each of these packages."""
-    others = re.sub(rf"^    {PIN.pattern},\n", "", text, flags=re.MULTILINE)
+    unpinned = re.sub(rf"^    {PIN.pattern},\n", "", text, flags=re.MULTILINE)
     pins = "".join(f'    "{name}=={version}",\n' for name in names)
-    return others.replace("dependencies = [\n", "dependencies = [\n" + pins, 1)
+    return unpinned.replace("dependencies = [\n", "dependencies = [\n" + pins, 1)
 
 
 def cited(text: str, version: str, day: str) -> str:
     """Return CITATION.cff with another version and date, which stand last."""
-    others = re.sub(r"^(version|date-released): .*\n", "", text, flags=re.MULTILINE)
-    return f'{others}version: {version}\ndate-released: "{day}"\n'
+    head = re.sub(r"^(version|date-released): .*\n", "", text, flags=re.MULTILINE)
+    return f'{head}version: {version}\ndate-released: "{day}"\n'
 
 
 def released(text: str, version: str, day: str) -> str:

@@ -120,19 +120,19 @@ def _errors(cell: Cell, item: str, value: torch.Tensor, gold: torch.Tensor, row:
 
 def summary(samples: Iterable[Sample]) -> dict[Key, Measured]:
     """Return the errors of the worst samples of each row, to two digits."""
-    found: dict[Key, dict[str, list[Errors]]] = {}
+    by_row: dict[Key, dict[str, list[Errors]]] = {}
     for row, arithmetic, errors in samples:
-        found.setdefault(row, {name: [] for name in ARITHMETIC})[arithmetic].append(errors)
+        by_row.setdefault(row, {name: [] for name in ARITHMETIC})[arithmetic].append(errors)
     return {
         row: Measured(len(every["eager"]), **{name: _worst(errors) for name, errors in every.items()})
-        for row, every in found.items()
+        for row, every in by_row.items()
     }
 
 
 def _worst(errors: Sequence[Errors]) -> Errors:
-    most = max(errors, key=lambda each: each.share)
-    largest = _rounded(max(each.max_abs for each in errors))
-    return most._replace(max_abs=largest, share=_rounded(most.share), inside=sum(each.inside for each in errors))
+    most = max(errors, key=lambda error: error.share)
+    largest = _rounded(max(error.max_abs for error in errors))
+    return most._replace(max_abs=largest, share=_rounded(most.share), inside=sum(error.inside for error in errors))
 
 
 def _rounded(value: float) -> float:
@@ -141,25 +141,27 @@ def _rounded(value: float) -> float:
 
 def table(measured: Mapping[Key, Measured]) -> Table:
     """Return the table to print: two lines per row, one for each kind of arithmetic."""
-    made = Table("row", "atol / rtol", "arithmetic", "inside", "max_abs", "share", "largest share at", "seed", box=None)
+    result = Table(
+        "row", "atol / rtol", "arithmetic", "inside", "max_abs", "share", "largest share at", "seed", box=None
+    )
     for row in filter(measured.__contains__, contract().rows):
         fence = f"{contract().rows[row].atol:g} / {contract().rows[row].rtol:g}"
         for name in ARITHMETIC:
             errors: Errors = getattr(measured[row], name)
             inside = f"{errors.inside} of {measured[row].results}"
-            where = f"{errors.case} {errors.item}"
-            numbers = (inside, f"{errors.max_abs:g}", f"{errors.share:g}", where, str(errors.seed))
-            made.add_row(" ".join(row[1:]), fence, name, *numbers)
-    return made
+            location = f"{errors.case} {errors.item}"
+            numbers = (inside, f"{errors.max_abs:g}", f"{errors.share:g}", location, str(errors.seed))
+            result.add_row(" ".join(row[1:]), fence, name, *numbers)
+    return result
 
 
 def written(document: Mapping[str, Any], measured: Mapping[Key, Measured], calibration: Calibration) -> str:
     """Return the text of the contract with these measurements, one row per line."""
     rows = []
     for row in document["rows"]:
-        kept = {name: value for name, value in row.items() if name != "measured"}
-        found = measured.get((row["relation"], row["op_class"], row["dtype"], row["direction"]))
-        rows.append({**kept, "measured": _plain(found)} if found else kept)
+        entry = {name: value for name, value in row.items() if name != "measured"}
+        measurement = measured.get((row["relation"], row["op_class"], row["dtype"], row["direction"]))
+        rows.append({**entry, "measured": _plain(measurement)} if measurement else entry)
     head = {"version": document["version"], "calibration": calibration._asdict()}
     return json_rows({**head, "arch_overrides": document["arch_overrides"], "rows": rows}) + "\n"
 
@@ -169,29 +171,29 @@ def _plain(measured: Measured) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, and write if asked."""
+    """Measure, print, and with ``--write`` update the contract."""
     parser = Parser("calibrate.py", "Measure the errors of plain PyTorch for the accuracy rows of the contract.")
     parser.add_argument("--write", action="store_true", help="write the numbers into tolerance_contract.json")
     parser.add_argument("--seeds", type=count(1), default=3, help="number of draws of each case (default: 3)")
     parser.add_argument("--suite", choices=("quick", "full"), default="full", help="default: full")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     if not kernel_registry.names():
         parser.error("no operator is installed; for example: pip install -e packages/fused-logp")
     # PyTorch's order of a sum depends on the number of threads; with one, the file is reproducible.
     torch.set_num_threads(1)
-    seeds = tuple(range(FIRST_SEED, FIRST_SEED + given.seeds))
+    seeds = tuple(range(FIRST_SEED, FIRST_SEED + args.seeds))
     console = Console()
-    every = list(cells(given.suite, seeds))
+    every = list(cells(args.suite, seeds))
     bar = track(every, "measuring", console=console, transient=True, disable=not console.is_terminal)
     measured = summary(sample for cell in bar for sample in measure(cell))
     Console(width=None if console.is_terminal else WIDTH).print(table(measured))
-    if given.write:
-        calibration = Calibration(torch.__version__, DEVICE, given.suite, seeds)
+    if args.write:
+        calibration = Calibration(torch.__version__, DEVICE, args.suite, seeds)
         document = json.loads(FILE.read_text(encoding="utf-8"))
         FILE.write_text(written(document, measured, calibration), encoding="utf-8")
-    for row, each in measured.items():
-        if each.eager.share >= 1:
-            console.print(f"Plain PyTorch leaves the fence of {' / '.join(row)}: see {each.eager.case}.")
+    for row, errors_of_row in measured.items():
+        if errors_of_row.eager.share >= 1:
+            console.print(f"Plain PyTorch leaves the fence of {' / '.join(row)}: see {errors_of_row.eager.case}.")
 
 
 if __name__ == "__main__":

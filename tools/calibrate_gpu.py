@@ -27,7 +27,7 @@ HEADER = ("row", "all", "this one", "share", "results", "largest share at")
 
 
 class Need(NamedTuple):
-    """What the results of one row need."""
+    """Largest share of one row that its results need, their number, and the result that needs most."""
 
     share: float
     results: int
@@ -36,13 +36,13 @@ class Need(NamedTuple):
 
 def needs(reports: Sequence[Mapping[str, Any]]) -> dict[str, Need]:
     """Return the largest share of each row over all reports, and where it occurred."""
-    found: dict[str, Need] = {}
-    for check in (each for report in reports for each in _checks(report)):
-        old = found.get(check["row"], Need(-1.0, 0, ""))
+    result: dict[str, Need] = {}
+    for check in (output for report in reports for output in _checks(report)):
+        old = result.get(check["row"], Need(-1.0, 0, ""))
         share = math.inf if check["share"] is None else check["share"]
         worst = (share, f"{check['case_id']}: {check['output']}") if share > old.share else (old.share, old.at)
-        found[check["row"]] = Need(worst[0], old.results + 1, worst[1])
-    return found
+        result[check["row"]] = Need(worst[0], old.results + 1, worst[1])
+    return result
 
 
 def _checks(report: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -52,11 +52,11 @@ def _checks(report: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def rows(reports: Sequence[Mapping[str, Any]], general: Contract) -> list[dict[str, Any]]:
     """Return the rows of the architecture, in the order of the contract."""
-    where = "; ".join(dict.fromkeys(map(_measured_on, reports)))
-    found = needs(reports)
-    made = []
+    machines = "; ".join(dict.fromkeys(map(_measured_on, reports)))
+    needs_by_row = needs(reports)
+    narrowed = []
     for key, row in general.rows.items():
-        need = found.get(" / ".join(key))
+        need = needs_by_row.get(" / ".join(key))
         if need is None or row.bitwise:
             continue
         allowed = max(MARGIN * need.share, LEAST)
@@ -68,11 +68,11 @@ def rows(reports: Sequence[Mapping[str, Any]], general: Contract) -> list[dict[s
             continue
         provenance = (
             f"{need.results} results need at most {need.share:.2g} of the row for all architectures "
-            f"({need.at}); this row allows {'twice that' if allowed > LEAST else 'half of it'}. Measured on {where}."
+            f"({need.at}); this row allows {'twice that' if allowed > LEAST else 'half of it'}. Measured on {machines}."
         )
         values = (*key, min(atol, row.atol), min(rtol, row.rtol), False, provenance)
-        made.append(dict(zip(ROW_KEYS, values, strict=False)))
-    return made
+        narrowed.append(dict(zip(ROW_KEYS, values, strict=False)))
+    return narrowed
 
 
 def rounded_up(value: float) -> float:
@@ -98,36 +98,36 @@ def arch_of(reports: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the rows, and write them if asked; return the exit status."""
+    """Print the rows, and with ``--write`` update the contract; return the exit status."""
     parser = Parser("calibrate_gpu.py", __doc__ or "")
     parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT")
     parser.add_argument("--write", action="store_true", help="put the rows into tolerance_contract.json")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     try:
-        reports = [json.loads(file.read_text(encoding="utf-8")) for file in given.reports]
+        reports = [json.loads(file.read_text(encoding="utf-8")) for file in args.reports]
         arch = arch_of(reports)
-        found, every = rows(reports, contract()), needs(reports)
+        narrowed, needs_by_row = rows(reports, contract()), needs(reports)
     except (OSError, ValueError, KeyError, TypeError) as error:
         parser.error(f"expected reports of `rl-kernels check --json`: {error}")
     lines = []
-    for row in found:
+    for row in narrowed:
         key = tuple(row[name] for name in ROW_KEYS[:4])
-        base, need = contract().rows[key], every[" / ".join(key)]
+        base, need = contract().rows[key], needs_by_row[" / ".join(key)]
         numbers = (str(base), f"{row['atol']:g}/{row['rtol']:g}", f"{need.share:.2g}", str(need.results))
         lines.append((" ".join(key[1:]), *numbers, need.at))
     print(table(HEADER, lines))
-    if given.write:
+    if args.write:
         document = json.loads(FILE.read_text(encoding="utf-8"))
-        if document["arch_overrides"][arch] != found:
+        if document["arch_overrides"][arch] != narrowed:
             # Narrower values raise the second number of the version.
             major, minor = document["version"].split(".")
             document["version"] = f"{major}.{int(minor) + 1}"
-        document["arch_overrides"][arch] = found
+        document["arch_overrides"][arch] = narrowed
         parse(document)
         measured = {key: row.measured for key, row in contract().rows.items() if row.measured}
         assert contract().calibration is not None
         FILE.write_text(written(document, measured, contract().calibration), encoding="utf-8")
-        print(f"{FILE}: {len(found)} rows of {arch}")
+        print(f"{FILE}: {len(narrowed)} rows of {arch}")
     return 0
 
 

@@ -24,7 +24,7 @@ TOKENS = (1 << 12, 1 << 17, 1 << 20)
 VOCABULARY, ROWS, WIDTH = 151936, 512, 256
 MICRO_BATCH, JOIN = 8192, 4096
 OF_LAYER, OF_HEAD = (8192, 4096, 14336), (8192, 4096, 128256)
-"""What is timed: tokens, N and K of a weight gradient; tokens, D and V of a head."""
+"""Timed sizes: tokens, N and K of a weight gradient; tokens, D and V of a head."""
 PACKAGES = ("rl-kernels-core", "rl-kernels-det-gemm", "rl-kernels-linear-logp")
 Calls = Mapping[str, Callable[[], object]]
 Ways = Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
@@ -74,12 +74,12 @@ def inputs(rows: int, columns: int, one_sign: bool) -> torch.Tensor:
     return drawn.abs() if one_sign else drawn
 
 
-def errors(exact: torch.Tensor, found: torch.Tensor) -> dict[str, float]:
+def errors(exact: torch.Tensor, result: torch.Tensor) -> dict[str, float]:
     """Return norm of the error and shrink, relative to the exact result."""
     scale = exact.square().sum()
     return {
-        "error": float(((found.double() - exact).square().sum() / scale).sqrt()),
-        "shrink": float(1 - (found.double() * exact).sum() / scale),
+        "error": float(((result.double() - exact).square().sum() / scale).sqrt()),
+        "shrink": float(1 - (result.double() * exact).sum() / scale),
     }
 
 
@@ -93,7 +93,7 @@ def exact_of_tokens(a: torch.Tensor, dc: torch.Tensor) -> torch.Tensor:
 
 
 def measured(tokens: Sequence[int]) -> Iterator[tuple[str, str, dict[str, dict[str, float]]]]:
-    """Yield what was summed, the signs, and the errors of each way."""
+    """Yield the name of the sum, the signs, and the errors of each way."""
     for one_sign in (False, True):
         signs = "one sign" if one_sign else "signs"
         for number in tokens:
@@ -134,7 +134,7 @@ def head_calls() -> Calls:
 
 def times(calls: Calls, rounds: int = 15) -> dict[str, float]:
     """Return milliseconds of calls: medians, the ways in turn after one round that does not count."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
+    spent: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -142,8 +142,8 @@ def times(calls: Calls, rounds: int = 15) -> dict[str, float]:
             call()
             end.record()
             end.synchronize()
-            taken[name].append(begin.elapsed_time(end))
-    return {name: median(found[1:]) for name, found in taken.items()}
+            spent[name].append(begin.elapsed_time(end))
+    return {name: median(milliseconds[1:]) for name, milliseconds in spent.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -151,23 +151,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser("chain_error.py", __doc__)
     parser.add_argument("--tokens", type=count(1), nargs="+", default=TOKENS, help="lengths of the sums over tokens")
     parser.add_argument("--json", type=writable, help="file for the results")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     torch.manual_seed(0)
     record: dict[str, Any] = {"version": 1, "environment": environment(torch.device("cuda"), PACKAGES)}
     record |= {"sums": [], "times": []}
-    for what, signs, found in measured(given.tokens):
-        record["sums"].append({"sum": what, "signs": signs, "ways": found})
-        each = (f"{name} {one['error']:.1e} (shrink {one['shrink']:.1e})" for name, one in found.items())
-        print(f"{what}, {signs}: {', '.join(each)}", flush=True)
-    for what, sizes, calls in (
+    for label, signs, errors_by_way in measured(args.tokens):
+        record["sums"].append({"sum": label, "signs": signs, "ways": errors_by_way})
+        listed = (
+            f"{name} {way_errors['error']:.1e} (shrink {way_errors['shrink']:.1e})"
+            for name, way_errors in errors_by_way.items()
+        )
+        print(f"{label}, {signs}: {', '.join(listed)}", flush=True)
+    for operation, sizes, calls in (
         ("(tokens, N, K) added to `main_grad`", OF_LAYER, layer_calls),
         ("(tokens, D, V) through `linear_logp` and back, with `main_grad`", OF_HEAD, head_calls),
     ):
-        label = f"one micro-batch of {' x '.join(map(str, sizes))} {what}"
+        label = f"one micro-batch of {' x '.join(map(str, sizes))} {operation}"
         record["times"].append({"what": label, "ms": times(calls())})
         print(f"{label}, ms: {record['times'][-1]['ms']}")
-    if given.json:
-        write_json(given.json, record)
+    if args.json:
+        write_json(args.json, record)
 
 
 if __name__ == "__main__":

@@ -29,13 +29,13 @@ def git(*arguments: str) -> str:
 
 def touched(files: list[str], packages: list[str]) -> list[str]:
     """Return the sessions of these files, in the order in which they run."""
-    every = ["core", "lab", *packages, "integration"]
+    sessions = ["core", "lab", *packages, "integration"]
     if any(file in SETTINGS or file.startswith("shared/") for file in files):
-        return every
-    found = {file.split("/")[1] for file in files if file.startswith("packages/")}
-    if found or any(file.startswith("tests_integration/") for file in files):
-        found.add("integration")
-    return [name for name in every if name in found]
+        return sessions
+    packages_touched = {file.split("/")[1] for file in files if file.startswith("packages/")}
+    if packages_touched or any(file.startswith("tests_integration/") for file in files):
+        packages_touched.add("integration")
+    return [name for name in sessions if name in packages_touched]
 
 
 if __name__ == "__main__":

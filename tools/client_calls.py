@@ -45,13 +45,13 @@ class Call(NamedTuple):
     exact: Callable[[], torch.Tensor] | None = None
 
 
-def products(given: argparse.Namespace) -> Iterator[Call]:
+def products(args: argparse.Namespace) -> Iterator[Call]:
     """Yield the calls that batch_invariant_ops replaces: products of rows with a matrix, and reductions of rows."""
-    rows, inner, vocab = given.rows, given.inner, given.vocab
+    rows, inner, vocab = args.rows, args.inner, args.vocab
     for label, dtype in (("FP32", torch.float32), ("BF16", torch.bfloat16)):
 
         def drawn(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.randn(shape, device=given.device, dtype=dtype)
+            return torch.randn(shape, device=args.device, dtype=dtype)
 
         a, b, bias, logits = drawn(rows, inner), drawn(inner, inner), drawn(inner), drawn(rows, vocab)
         for name, call, *operands in (
@@ -63,29 +63,29 @@ def products(given: argparse.Namespace) -> Iterator[Call]:
         ):
             yield Call(
                 f"{name}, {label}",
-                lambda call=call, each=operands: [call(*each)],
-                lambda call=call, each=operands: [call(each[0][:1], *each[1:])],
-                lambda call=call, each=operands: call(each[0][:1].double(), *(x.double() for x in each[1:])),
+                lambda call=call, inputs=operands: [call(*inputs)],
+                lambda call=call, inputs=operands: [call(inputs[0][:1], *inputs[1:])],
+                lambda call=call, inputs=operands: call(inputs[0][:1].double(), *(x.double() for x in inputs[1:])),
             )
 
 
-def attention(given: argparse.Namespace) -> Iterator[Call]:
+def attention(args: argparse.Namespace) -> Iterator[Call]:
     """Yield calls of both attention functions, forward alone and with backward."""
     from torch.nn.attention.varlen import varlen_attn
 
-    batch, tokens, heads, size = given.sequences, given.tokens, given.heads, given.head_size
+    batch, tokens, heads, size = args.sequences, args.tokens, args.heads, args.head_size
 
     def leaves(*shape: int) -> list[torch.Tensor]:
-        return [torch.randn(shape, device=given.device, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+        return [torch.randn(shape, device=args.device, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
 
     def sdpa(*operands: torch.Tensor) -> torch.Tensor:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
             return torch.nn.functional.scaled_dot_product_attention(*operands, is_causal=True)
 
     def packed(*operands: torch.Tensor) -> torch.Tensor:
-        bounds = torch.arange(len(operands[0]) // tokens + 1, dtype=torch.int32, device=given.device) * tokens
-        found: torch.Tensor = varlen_attn(*operands, bounds, bounds, tokens, tokens, window_size=(-1, 0))
-        return found
+        bounds = torch.arange(len(operands[0]) // tokens + 1, dtype=torch.int32, device=args.device) * tokens
+        out: torch.Tensor = varlen_attn(*operands, bounds, bounds, tokens, tokens, window_size=(-1, 0))
+        return out
 
     def forward(call: Callable[..., torch.Tensor], operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with torch.no_grad():
@@ -98,18 +98,18 @@ def attention(given: argparse.Namespace) -> Iterator[Call]:
         return [out.detach(), *torch.autograd.grad(out, operands, upstream[: len(out)])]
 
     shape = f"{batch}x{tokens}, {heads} heads of {size}, BF16"
-    for name, call, sizes, first in (
+    for name, call, sizes, first_size in (
         (f"scaled_dot_product_attention {shape}", sdpa, (batch, heads, tokens, size), 1),
         (f"varlen_attn {shape}", packed, (batch * tokens, heads, size), tokens),
     ):
         whole = leaves(*sizes)
-        one = [x.detach()[:first].requires_grad_() for x in whole]
+        first_alone = [x.detach()[:first_size].requires_grad_() for x in whole]
         upstream = torch.randn_like(whole[0])
-        yield Call(name, lambda c=call, w=whole: forward(c, w), lambda c=call, o=one: forward(c, o))
+        yield Call(name, lambda c=call, w=whole: forward(c, w), lambda c=call, o=first_alone: forward(c, o))
         yield Call(
             f"{name}, forward + backward",
             lambda c=call, w=whole, u=upstream: through(c, w, u),
-            lambda c=call, o=one, u=upstream: through(c, o, u),
+            lambda c=call, o=first_alone, u=upstream: through(c, o, u),
         )
 
 
@@ -117,18 +117,19 @@ def ways(part: str) -> dict[str, Around]:
     """Return way -> the context manager that selects it."""
     if part == "attention":
         return {STOCK: nullcontext, OURS: activate}
-    found: dict[str, Around] = {STOCK: nullcontext}
+    result: dict[str, Around] = {STOCK: nullcontext}
     if find_spec("batch_invariant_ops"):
         import batch_invariant_ops
 
-        found[ORIGINAL] = batch_invariant_ops.set_batch_invariant_mode
-    return found | {OURS: names.set_batch_invariant_mode}
+        result[ORIGINAL] = batch_invariant_ops.set_batch_invariant_mode
+    return result | {OURS: names.set_batch_invariant_mode}
 
 
 def differing(call: Call) -> tuple[int, int]:
-    """Return how many elements of the first row or sequence have other bits when alone, and the number of elements."""
-    pairs = [(one, whole[: len(one)]) for one, whole in zip(call.alone(), call.whole(), strict=True)]
-    return sum(int((bits_of(one) != bits_of(two)).sum()) for one, two in pairs), sum(one.numel() for one, _ in pairs)
+    """Return the number of elements of the first row or sequence whose bits differ when alone, and of all elements."""
+    pairs = [(alone, whole[: len(alone)]) for alone, whole in zip(call.alone(), call.whole(), strict=True)]
+    counts = [int((bits_of(alone) != bits_of(batched)).sum()) for alone, batched in pairs]
+    return sum(counts), sum(alone.numel() for alone, _ in pairs)
 
 
 def error(call: Call, exact: torch.Tensor | None) -> float | None:
@@ -136,20 +137,20 @@ def error(call: Call, exact: torch.Tensor | None) -> float | None:
     return None if exact is None else float((call.alone()[0] - exact).norm() / exact.norm())
 
 
-def measured(part: str, given: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+def measured(part: str, args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the label of each call, and the time, error and differing bits of each way."""
-    device = torch.device(given.device)
+    device = torch.device(args.device)
     around = ways(part)
-    for call in PARTS[part](given):
+    for call in PARTS[part](args):
         exact = None if call.exact is None else call.exact()
-        found: dict[str, dict[str, Any]] = {}
+        results: dict[str, dict[str, Any]] = {}
         for name, way in around.items():
             with way():
-                found[name] = {"differing": differing(call), "error": error(call, exact)}
+                results[name] = {"differing": differing(call), "error": error(call, exact)}
         sides = [Calls([call.whole], way) for way in around.values()]
-        for name, seconds in zip(around, call_seconds(sides, device, Effort(iters=given.rounds)), strict=True):
-            found[name]["us"] = 1e6 * seconds
-        yield call.label, found
+        for name, seconds in zip(around, call_seconds(sides, device, Effort(iters=args.rounds)), strict=True):
+            results[name]["us"] = 1e6 * seconds
+        yield call.label, results
 
 
 PARTS: Mapping[str, Callable[[argparse.Namespace], Iterator[Call]]] = {"products": products, "attention": attention}
@@ -160,12 +161,12 @@ def show(document: Mapping[str, Any]) -> None:
     print("ran on " + ", ".join(f"{name} {value}" for name, value in document["environment"].items()))
     for part, calls in document["calls"].items():
         table = Table(box=None, padding=(0, 2, 0, 0))
-        found = list(next(iter(calls.values())))
-        heads = [part, *(f"{name}, {what}" for name in found for what in ("us", "bits that differ", "error"))]
+        way_names = list(next(iter(calls.values())))
+        heads = [part, *(f"{name}, {column}" for name in way_names for column in ("us", "bits that differ", "error"))]
         for i, head in enumerate(heads):
             table.add_column(head, justify="right" if i else "left")
-        for label, each in calls.items():
-            table.add_row(label, *(cell for way in each.values() for cell in cells(way)))
+        for label, results in calls.items():
+            table.add_row(label, *(cell for way in results.values() for cell in cells(way)))
         Console(width=200).print(table)
 
 
@@ -177,37 +178,38 @@ def cells(way: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def parser() -> Parser:
     """Return the parser of the command line."""
-    made = Parser("client_calls.py", "Time PyTorch functions, plain and replaced by the operators, and compare bits.")
+    cli = Parser("client_calls.py", "Time PyTorch functions, plain and replaced by the operators, and compare bits.")
     sizes = {"rows": 2048, "inner": 4096, "vocab": 128256, "sequences": 4, "tokens": 2048, "heads": 32}
     sizes |= {"head_size": 128, "rounds": 15}
     for name, default in sizes.items():
         option = f"--{name.replace('_', '-')}"
-        made.add_argument(option, type=count(1), default=default, metavar="N", help=f"default: {default}")
-    made.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all")
-    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
-    made.add_argument("--seed", type=count(0), default=0, metavar="N", help="default: 0")
-    made.add_argument("--json", type=writable, metavar="FILE", help="also write the results as JSON")
-    return made
+        cli.add_argument(option, type=count(1), default=default, metavar="N", help=f"default: {default}")
+    cli.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all")
+    cli.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
+    cli.add_argument("--seed", type=count(0), default=0, metavar="N", help="default: 0")
+    cli.add_argument("--json", type=writable, metavar="FILE", help="also write the results as JSON")
+    return cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status: 1 if a bit of ours differs."""
-    asked = parser()
-    given = asked.parse_args(argv)
-    if given.device == "cuda" and not torch.cuda.is_available():
-        asked.error("--device: this PyTorch sees no GPU")
-    if given.device == "cpu" and "attention" in given.parts:
-        asked.error("--parts: attention needs a GPU")
-    torch.manual_seed(given.seed)
-    calls = {part: dict(measured(part, given)) for part in given.parts}
-    settings = {name: value for name, value in vars(given).items() if name != "json"}
+    cli = parser()
+    args = cli.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        cli.error("--device: this PyTorch sees no GPU")
+    if args.device == "cpu" and "attention" in args.parts:
+        cli.error("--parts: attention needs a GPU")
+    torch.manual_seed(args.seed)
+    calls = {part: dict(measured(part, args)) for part in args.parts}
+    settings = {name: value for name, value in vars(args).items() if name != "json"}
     packages = [*PACKAGES, *(["batch_invariant_ops"] if find_spec("batch_invariant_ops") else [])]
-    where = environment(torch.device(given.device), packages)
-    document = {"version": 1, "environment": where, "settings": settings, "calls": calls}
-    if given.json is not None:
-        write_json(given.json, document)
+    machine = environment(torch.device(args.device), packages)
+    document = {"version": 1, "environment": machine, "settings": settings, "calls": calls}
+    if args.json is not None:
+        write_json(args.json, document)
     show(document)
-    return int(any(each[OURS]["differing"][0] for found in calls.values() for each in found.values()))
+    results = [ways_of_call[OURS] for calls_of_part in calls.values() for ways_of_call in calls_of_part.values()]
+    return int(any(result["differing"][0] for result in results))
 
 
 if __name__ == "__main__":

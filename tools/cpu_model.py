@@ -45,16 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=count(1), default=7, help="turns of each way (%(default)s)")
     parser.add_argument("--dtype", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
     parser.add_argument("--json", type=writable, help="file for the results")
-    given = parser.parse_args(argv)
-    settings = {"layers": given.layers, "rounds": given.rounds, **WIDTHS}
-    where = environment(torch.device("cpu"), PACKAGES)
-    record: dict[str, Any] = {"version": 1, "environment": where, "settings": settings, "ms": {}}
-    for name in given.dtype:
-        record["ms"][name] = timed(given.layers, DTYPES[name], given.rounds)
+    args = parser.parse_args(argv)
+    settings = {"layers": args.layers, "rounds": args.rounds, **WIDTHS}
+    machine = environment(torch.device("cpu"), PACKAGES)
+    record: dict[str, Any] = {"version": 1, "environment": machine, "settings": settings, "ms": {}}
+    for name in args.dtype:
+        record["ms"][name] = timed(args.layers, DTYPES[name], args.rounds)
         body = [row(call, ms) for call, ms in record["ms"][name].items()]
         print(as_table([["call", f"stock {name}, ms", "invariant, ms", "ratio"], *body]))
-        if given.json:
-            write_json(given.json, record)
+        if args.json:
+            write_json(args.json, record)
     return 0
 
 
@@ -68,7 +68,7 @@ def timed(layers: int, dtype: torch.dtype, rounds: int) -> dict[str, dict[str, f
     torch.manual_seed(0)
     stock = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **WIDTHS)).to(dtype)
     own = copy.deepcopy(stock)
-    found = {}
+    medians = {}
     with invariant(own, strict=True):
         for name, (of_stock, of_own) in calls().items():
             spent: dict[str, list[float]] = {"stock": [], "invariant": []}
@@ -79,23 +79,23 @@ def timed(layers: int, dtype: torch.dtype, rounds: int) -> dict[str, dict[str, f
                     call(model)
                     spent[way].append((time.perf_counter() - start) * 1e3)
             # The first round prepares what later ones remember.
-            found[name] = {way: statistics.median(values[1:]) for way, values in spent.items()}
-    return found
+            medians[name] = {way: statistics.median(values[1:]) for way, values in spent.items()}
+    return medians
 
 
 def calls() -> dict[str, tuple[Call, Call]]:
     """Return what is timed, for the stock model and for ours."""
     ids = torch.randint(0, WIDTHS["vocab_size"], (1, max(*FORWARD, STEP)), generator=torch.Generator().manual_seed(0))
-    found: dict[str, tuple[Call, Call]] = {}
+    result: dict[str, tuple[Call, Call]] = {}
     for tokens in FORWARD:
-        found[f"forward of {tokens} tokens"] = (partial(_forward, ids[:, :tokens]),) * 2
-    found[f"generate {NEW} tokens after {PROMPT}"] = (partial(_generate, ids[:, :PROMPT]),) * 2
-    found[f"step of {STEP} tokens, the model's loss"] = (partial(_loss_step, ids[:, :STEP]),) * 2
-    found[f"step of {STEP} tokens, log-probs"] = (
+        result[f"forward of {tokens} tokens"] = (partial(_forward, ids[:, :tokens]),) * 2
+    result[f"generate {NEW} tokens after {PROMPT}"] = (partial(_generate, ids[:, :PROMPT]),) * 2
+    result[f"step of {STEP} tokens, the model's loss"] = (partial(_loss_step, ids[:, :STEP]),) * 2
+    result[f"step of {STEP} tokens, log-probs"] = (
         partial(_logits_step, ids[:, :STEP]),
         partial(_head_step, ids[:, :STEP]),
     )
-    return found
+    return result
 
 
 @torch.no_grad()

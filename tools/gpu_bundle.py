@@ -22,16 +22,20 @@ SCRIPTS |= {name: name for name in ("sanitize_planted.py", "grpo_step.py", "grpo
 
 def packages() -> list[Path]:
     """Return the folder of every package, core first."""
-    return [file.parent for where in ("shared", "packages") for file in sorted(ROOT.glob(f"{where}/*/pyproject.toml"))]
+    return [
+        file.parent for folder in ("shared", "packages") for file in sorted(ROOT.glob(f"{folder}/*/pyproject.toml"))
+    ]
 
 
 def wheel_of(package: Path, dist: Path) -> Path:
     """Return the one wheel of a package; ``ValueError`` if there is none or more than one."""
     name = "rl_kernels" if package.name == "rl-kernels" else f"rl_kernels_{package.name.replace('-', '_')}"
-    found = sorted(dist.glob(f"{name}-*.whl"))
-    if len(found) != 1:
-        raise ValueError(f"--wheels: expected one wheel {name}-*.whl in {dist}, found {len(found)}; run `nox -s build`")
-    return found[0]
+    wheels = sorted(dist.glob(f"{name}-*.whl"))
+    if len(wheels) != 1:
+        raise ValueError(
+            f"--wheels: expected one wheel {name}-*.whl in {dist}, found {len(wheels)}; run `nox -s build`"
+        )
+    return wheels[0]
 
 
 def contents(dist: Path, extra: Path | None) -> Iterator[tuple[Path, str]]:
@@ -44,10 +48,10 @@ def contents(dist: Path, extra: Path | None) -> Iterator[tuple[Path, str]]:
                 yield file, str(file.relative_to(ROOT))
         # Tests run the examples of guides.
         yield from ((file, str(file.relative_to(ROOT))) for file in package.glob("GUIDE.md"))
-    others = sorted(extra.glob("*.whl")) if extra else []
-    if extra and not others:
+    extra_wheels = sorted(extra.glob("*.whl")) if extra else []
+    if extra and not extra_wheels:
         raise ValueError(f"--extra-wheels: there is no wheel in {extra}")
-    yield from ((wheel, f"wheels/{wheel.name}") for wheel in others)
+    yield from ((wheel, f"wheels/{wheel.name}") for wheel in extra_wheels)
     # Fixtures that several packages share.
     yield from ((file, str(file.relative_to(ROOT))) for file in sorted(ROOT.glob("shared/conftest.py")))
     # pytest reads its settings from it, and takes its folder as the root of the tests.
@@ -56,22 +60,22 @@ def contents(dist: Path, extra: Path | None) -> Iterator[tuple[Path, str]]:
 
 
 def pack(dist: Path, extra: Path | None, archive: Path) -> int:
-    """Write the archive; return how many files it holds."""
+    """Write the archive; return the number of its files."""
     files = list(contents(dist, extra))
     with tarfile.open(archive, "w:gz") as tar:
         for file, name in files:
             tar.add(file, f"{NAME}/{name}")
-        told = commit().encode()
+        commit_name = commit().encode()
         entry = tarfile.TarInfo(f"{NAME}/commit")
-        entry.size = len(told)
-        tar.addfile(entry, BytesIO(told))
+        entry.size = len(commit_name)
+        tar.addfile(entry, BytesIO(commit_name))
     return len(files)
 
 
 def commit() -> str:
     """Return the commit of this tree, marked if the tree differs from it."""
-    asked = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 
 
@@ -81,10 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--wheels", type=Path, default=ROOT / "dist", help="folder of the wheels (default: dist)")
     parser.add_argument("--extra-wheels", type=Path, metavar="DIR", help="more wheels to pack, such as peers'")
     parser.add_argument("--out", type=Path, help=f"the archive (default: {NAME}.tar.gz next to the wheels)")
-    given = parser.parse_args(argv)
-    archive = given.out or given.wheels / f"{NAME}.tar.gz"
+    args = parser.parse_args(argv)
+    archive = args.out or args.wheels / f"{NAME}.tar.gz"
     try:
-        count = pack(given.wheels, given.extra_wheels, archive)
+        count = pack(args.wheels, args.extra_wheels, archive)
     except ValueError as error:
         print(f"gpu_bundle: {error}", file=sys.stderr)
         return 2

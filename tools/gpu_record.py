@@ -18,9 +18,9 @@ from limited import TIMED_OUT
 
 RAN, REFUSED, STOPPED, BROKEN, NOT_RUN = "ran", "refused", "stopped", "broken", "not run"
 VARIES = {"date", "threads"}
-"""What may differ between the calls that fill a record."""
-KEPT = 20
-"""Failures of a part that are named."""
+"""Environment entries that may differ between the calls that fill a record."""
+MOST_FAILURES = 20
+"""Largest number of failures that a part lists."""
 CANNOT_RUN = 2
 """Exit status of the checker where a candidate cannot run."""
 
@@ -36,15 +36,15 @@ class Record:
         self._path, self._environment, self._commit = path, dict(environment), commit
         self.parts: dict[str, dict[str, Any]] = {}
         if path.exists():
-            found = json.loads(path.read_text(encoding="utf-8"))
-            self._environment, self.parts = found["environment"], found["parts"]
+            document = json.loads(path.read_text(encoding="utf-8"))
+            self._environment, self.parts = document["environment"], document["parts"]
             names = {*environment, *self._environment} - VARIES
             other = sorted(name for name in names if self._environment.get(name) != environment.get(name))
             if other:
                 raise ValueError(f"--record: {path} was made with another {', '.join(other)}; name another file")
 
-    def left(self, names: Sequence[str]) -> list[str]:
-        """Note what is planned; return what has not ended, first what took longest when it was stopped."""
+    def unfinished(self, names: Sequence[str]) -> list[str]:
+        """Add the planned parts; return the unfinished ones, first those that ran longest before they were stopped."""
         for name in names:
             self.parts.setdefault(name, {"state": NOT_RUN})
         self.write()
@@ -54,7 +54,7 @@ class Record:
         )
 
     def add(self, name: str, part: dict[str, Any]) -> None:
-        """Add what became of a part, and write the file."""
+        """Add the result of a part, and write the file."""
         self.parts[name] = {**part, "commit": self._commit}
         self.write()
 
@@ -68,31 +68,31 @@ class Record:
 
 
 def part_of(status: int, seconds: float, report: Path, log: Path) -> dict[str, Any]:
-    """Return what a record keeps of a command that ended with this status and wrote this report."""
+    """Return a record's entry for a command that ended with this status and wrote this report."""
     if status == TIMED_OUT:
         return {"state": STOPPED, "seconds": seconds}
     try:
-        found = _tests(report) if report.suffix == ".xml" else _checks(report)
+        counts = _tests(report) if report.suffix == ".xml" else _checks(report)
     except (OSError, ValueError, ElementTree.ParseError):
         said = log.read_text(encoding="utf-8").strip().splitlines() or [f"exit status {status}"]
         state = REFUSED if status == CANNOT_RUN and report.suffix == ".json" else BROKEN
         return {"state": state, "seconds": seconds, "reason": said[-1]}
-    return {"state": RAN, "exit": status, "seconds": seconds, **found}
+    return {"state": RAN, "exit": status, "seconds": seconds, **counts}
 
 
 def _checks(report: Path) -> dict[str, Any]:
-    found = json.loads(report.read_text(encoding="utf-8"))
-    outputs = [output for candidate in found["candidates"] for output in candidate["outputs"]]
+    document = json.loads(report.read_text(encoding="utf-8"))
+    outputs = [output for candidate in document["candidates"] for output in candidate["outputs"]]
     failed = [f"{output['case_id']}, {output['output']}" for output in outputs if not output["passed"]]
-    ran = [each for candidate in found["candidates"] for each in candidate.get("ran", ())]
-    told = [each["message"] for each in ran if each["message"]]
-    counted = {"checks": len(outputs), "failed": len(failed), "passed": found["passed"]}
+    ran = [candidate_run for candidate in document["candidates"] for candidate_run in candidate.get("ran", ())]
+    messages = [candidate_run["message"] for candidate_run in ran if candidate_run["message"]]
+    counted = {"checks": len(outputs), "failed": len(failed), "passed": document["passed"]}
     programs = Counter[str]()
-    for each in ran:
-        programs.update({kernel["name"]: kernel["cases"] for kernel in each["kernels"]})
+    for candidate_run in ran:
+        programs.update({kernel["name"]: kernel["cases"] for kernel in candidate_run["kernels"]})
     launched = {"programs": dict(programs)} if ran else {}
-    skipped = Counter(each["reason"] for each in found["skipped"])
-    return {**counted, **_named([*told, *failed]), "skipped": dict(skipped), **launched}
+    skipped = Counter(skip["reason"] for skip in document["skipped"])
+    return {**counted, **_named([*messages, *failed]), "skipped": dict(skipped), **launched}
 
 
 def _tests(report: Path) -> dict[str, Any]:
@@ -105,4 +105,4 @@ def _tests(report: Path) -> dict[str, Any]:
 
 
 def _named(failures: Sequence[str]) -> dict[str, list[str]]:
-    return {"failures": list(dict.fromkeys(failures))[:KEPT]} if failures else {}
+    return {"failures": list(dict.fromkeys(failures))[:MOST_FAILURES]} if failures else {}

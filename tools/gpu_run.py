@@ -62,15 +62,15 @@ json.dump({
 class Runner:
     """Runs steps in the environment with the wheels."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.given = given
-        self.out: Path = given.out.resolve()
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.out: Path = args.out.resolve()
         self.site = HERE / "site"
         self.ended: list[dict[str, Any]] = []
         self.record: Record | None = None
-        self.end = time.monotonic() + (given.seconds or float("inf"))
+        self.end = time.monotonic() + (args.seconds or float("inf"))
         self._one_writer = Lock()
-        hidden = {"CUDA_VISIBLE_DEVICES": ""} if given.device == "cpu" else {}
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if args.device == "cpu" else {}
         path = os.pathsep.join(filter(None, (str(self.site), os.environ.get("PYTHONPATH"))))
         self.environment = {**os.environ, **hidden, "PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -90,16 +90,16 @@ class Runner:
 
     def run(self, step: Step) -> None:
         """Run a step if there is time for it, and record how it ended."""
-        left = self.end - time.monotonic()
+        remaining = self.end - time.monotonic()
         before = self.record.parts[step.key].get("seconds", 0) if self.record else 0
-        if left < max(LEAST, before):
+        if remaining < max(LEAST, before):
             return
         report, log = self.out / step.report, self.out / f"{step.group}-{step.name.replace('/', '-')}.log"
-        for old in (report, log):
-            old.unlink(missing_ok=True)
+        for stale in (report, log):
+            stale.unlink(missing_ok=True)
         started = time.monotonic()
         with log.open("a") as errors, (report if step.prints else log).open("a") as output:
-            status = limited(step.command, self.environment, min(self.given.timeout, left), output, errors)
+            status = limited(step.command, self.environment, min(self.args.timeout, remaining), output, errors)
         seconds = round(time.monotonic() - started, 1)
         part = part_of(status, seconds, report, log) if self.record else {"state": RAN}
         # In a record it is no failure that a backend does not take a dtype.
@@ -113,15 +113,15 @@ class Runner:
             with self._one_writer:
                 self.record.add(step.key, part)
 
-    def left(self, steps: Sequence[Step], environment: Mapping[str, str]) -> list[Step]:
+    def unfinished(self, steps: Sequence[Step], environment: Mapping[str, str]) -> list[Step]:
         """Open the record; return the steps that it does not have yet."""
         keyed = {step.key: step for step in steps}
         commit = (HERE / "commit").read_text(encoding="utf-8").strip()
         try:
-            self.record = Record(self.given.record, environment, commit)
+            self.record = Record(self.args.record, environment, commit)
         except ValueError as error:
             parser().error(str(error))
-        return [keyed[name] for name in self.record.left(list(keyed))]
+        return [keyed[name] for name in self.record.unfinished(list(keyed))]
 
     def summarize(self, facts: dict[str, Any], planned: int) -> bool:
         """Write the summary of the steps so far; return whether all planned steps have ended and passed."""
@@ -147,62 +147,62 @@ def counts(report: Path) -> dict[str, int]:
                 name: sum(int(suite.get(name, 0)) for suite in suites)
                 for name in ("tests", "failures", "errors", "skipped")
             }
-        found = json.loads(report.read_text(encoding="utf-8"))
+        document = json.loads(report.read_text(encoding="utf-8"))
     except (OSError, ValueError, ElementTree.ParseError):
         return {}
-    if "candidates" in found:
-        checks = [output["passed"] for candidate in found["candidates"] for output in candidate["outputs"]]
-        return {"checks": len(checks), "failed": checks.count(False), "skipped": len(found["skipped"])}
-    return {name: len(found[name]) for name in ("results", "records") if name in found}
+    if "candidates" in document:
+        checks = [output["passed"] for candidate in document["candidates"] for output in candidate["outputs"]]
+        return {"checks": len(checks), "failed": checks.count(False), "skipped": len(document["skipped"])}
+    return {name: len(document[name]) for name in ("results", "records") if name in document}
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(description="Install the wheels next to this file and test them on this machine.")
-    made.add_argument("--out", type=Path, default=Path("results"), help="folder for the results (default: results)")
-    made.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, help="groups of steps (default: all)")
-    made.add_argument("--op", nargs="+", metavar="NAME", help="operators (default: all, and core)")
-    made.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES, help="dtypes to check (default: all)")
+    cli = argparse.ArgumentParser(description="Install the wheels next to this file and test them on this machine.")
+    cli.add_argument("--out", type=Path, default=Path("results"), help="folder for the results (default: results)")
+    cli.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, help="groups of steps (default: all)")
+    cli.add_argument("--op", nargs="+", metavar="NAME", help="operators (default: all, and core)")
+    cli.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES, help="dtypes to check (default: all)")
     candidates = f"backends to check; {EACH}: all that the operator has (default: triton)"
-    made.add_argument("--candidate", nargs="+", default=["triton"], metavar="NAME", help=candidates)
-    made.add_argument("--suite", choices=("quick", "full"), default="full", help="suite of the checker (default: full)")
-    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu hides the GPU (default: cuda)")
-    made.add_argument("--timeout", type=float, default=600, metavar="S", help="seconds per step (default: 600)")
-    made.add_argument("--jobs", type=int, default=4, help="steps of a group to run at once (default: 4)")
-    made.add_argument("--processes", type=int, default=1, metavar="N", help="processes of each check (default: 1)")
-    made.add_argument("--record", type=Path, metavar="FILE", help="keep a record; run only what it does not have yet")
-    made.add_argument("--seconds", type=float, metavar="S", help="end after so long (default: when all is done)")
-    made.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
-    return made
+    cli.add_argument("--candidate", nargs="+", default=["triton"], metavar="NAME", help=candidates)
+    cli.add_argument("--suite", choices=("quick", "full"), default="full", help="suite of the checker (default: full)")
+    cli.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu hides the GPU (default: cuda)")
+    cli.add_argument("--timeout", type=float, default=600, metavar="S", help="seconds per step (default: 600)")
+    cli.add_argument("--jobs", type=int, default=4, help="steps of a group to run at once (default: 4)")
+    cli.add_argument("--processes", type=int, default=1, metavar="N", help="processes of each check (default: 1)")
+    cli.add_argument("--record", type=Path, metavar="FILE", help="keep a record; run only what it does not have yet")
+    cli.add_argument("--seconds", type=float, metavar="S", help="end after so long (default: when all is done)")
+    cli.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
+    return cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    given = parser().parse_args(argv)
+    args = parser().parse_args(argv)
     for name in ("timeout", "jobs", "processes", "seconds"):
-        value = getattr(given, name)
+        value = getattr(args, name)
         if value is not None and value <= 0:
             parser().error(f"--{name}: expected a number above 0, got {value:g}")
-    if given.record and not {*given.only} <= {"tests", "check"}:
+    if args.record and not {*args.only} <= {"tests", "check"}:
         parser().error("--record: holds tests and checks; expected --only tests, check or both")
-    given.out.mkdir(parents=True, exist_ok=True)
-    runner = Runner(given)
+    args.out.mkdir(parents=True, exist_ok=True)
+    runner = Runner(args)
     runner.install()
     facts = runner.facts()
     if not facts.pop("from_wheels"):
         parser().error("rl_kernels.core is not imported from these wheels")
-    if given.device == "cuda" and facts["device"] == "cpu":
+    if args.device == "cuda" and facts["device"] == "cpu":
         parser().error("--device: torch sees no GPU here")
-    steps = list(Steps(given, facts, runner.out, runner.site, runner.environment).all())
-    if given.record:
-        steps = runner.left(steps, facts["environment"])
+    steps = list(Steps(args, facts, runner.out, runner.site, runner.environment).all())
+    if args.record:
+        steps = runner.unfinished(steps, facts["environment"])
     facts = {name: facts[name] for name in ("versions", "device", "operators")}
 
     def run(step: Step) -> None:
         runner.run(step)
         runner.summarize(facts, len(steps))
 
-    with ThreadPoolExecutor(given.jobs) as pool:
+    with ThreadPoolExecutor(args.jobs) as pool:
         for group in GROUPS:
             # Groups do not overlap, so benchmarks run alone.
             list(pool.map(run, [step for step in steps if step.group == group]))

@@ -1,4 +1,4 @@
-"""The steps of `run.py`: what tests, checks, measures and sanitizes on this machine."""
+"""The steps of `run.py`: commands that test, check, measure and sanitize on this machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Step:
 
     @property
     def key(self) -> str:
-        """What a record calls it."""
+        """Name of the step in a record."""
         return f"{self.group} {self.name}"
 
 
@@ -43,71 +43,71 @@ class Steps:
     """Makes the steps that the command line asks for."""
 
     def __init__(
-        self, given: argparse.Namespace, facts: Mapping[str, Any], out: Path, site: Path, environment: Mapping[str, str]
+        self, args: argparse.Namespace, facts: Mapping[str, Any], out: Path, site: Path, environment: Mapping[str, str]
     ) -> None:
-        self.given, self.facts, self.out, self.environment = given, facts, out, environment
+        self.args, self.facts, self.out, self.environment = args, facts, out, environment
         self.program = [sys.executable, str(site / "bin" / "rl-kernels")]
 
     def all(self) -> Iterator[Step]:
         """Yield the steps of the chosen groups."""
-        made = {"tests": self.tests, "check": self.checks, "bench": self.bench, "sanitize": self.sanitize}
-        for group in self.given.only:
-            yield from made[group]()
+        makers = {"tests": self.tests, "check": self.checks, "bench": self.bench, "sanitize": self.sanitize}
+        for group in self.args.only:
+            yield from makers[group]()
 
     def tests(self) -> Iterator[Step]:
         """Yield the tests of each package, or for a record of each file with chosen tests."""
         for name, path in self._paths():
             report = f"tests-{name.replace('/', '-')}.xml"
-            command = [*_pytest(path), "--junit-xml", str(self.out / report), *self.given.pytest]
+            command = [*_pytest(path), "--junit-xml", str(self.out / report), *self.args.pytest]
             # If arguments select tests, a package may have none of them; pytest then exits with 5.
-            yield Step("tests", name, command, report, good=(0, NOTHING_SELECTED) if self.given.pytest else (0,))
+            yield Step("tests", name, command, report, good=(0, NOTHING_SELECTED) if self.args.pytest else (0,))
 
     def checks(self) -> Iterator[Step]:
         """Yield the checker on each operator, backend and dtype; of each backend, `native` comes last."""
-        given, backends = self.given, self.facts["backends"]
-        names = given.op or sorted(backends)
-        each = [(name, backend) for name in names for backend in backends.get(name, ["auto"])]
-        pairs = sorted(each, key=lambda pair: pair[1] == "native")
-        if given.candidate != [EACH]:
-            pairs = list(product(names, given.candidate))
-        for (name, candidate), dtype in product(pairs, given.dtype):
-            chosen = ["--op", name, "--dtype", dtype, "--candidate", candidate, "--device", given.device]
-            chosen += ["--suite", given.suite, "--jobs", str(given.processes)]
+        args, backends = self.args, self.facts["backends"]
+        names = args.op or sorted(backends)
+        available = [(name, backend) for name in names for backend in backends.get(name, ["auto"])]
+        pairs = sorted(available, key=lambda pair: pair[1] == "native")
+        if args.candidate != [EACH]:
+            pairs = list(product(names, args.candidate))
+        for (name, candidate), dtype in product(pairs, args.dtype):
+            chosen = ["--op", name, "--dtype", dtype, "--candidate", candidate, "--device", args.device]
+            chosen += ["--suite", args.suite, "--jobs", str(args.processes)]
             report = f"check-{name}-{candidate}-{dtype}.json"
             command = [*self.program, "check", *chosen, "--json"]
             yield Step("check", f"{name}/{candidate}/{dtype}", command, report, prints=True)
 
     def bench(self) -> Iterator[Step]:
         """Yield the benchmarks."""
-        timed = [word for name in self.given.op or () for word in ("--op", name)]
+        timed = [word for name in self.args.op or () for word in ("--op", name)]
         command = [*self.program, "bench", *timed, "--json", str(self.out / "bench.json")]
         yield Step("bench", "all", command, "bench.json")
 
     def sanitize(self) -> Iterator[Step]:
         """Yield the sanitizer."""
         command = [sys.executable, str(HERE / "sanitize.py"), "--json", str(self.out / "sanitize.json")]
-        command += ["--op", *self.given.op] if self.given.op else []
+        command += ["--op", *self.args.op] if self.args.op else []
         yield Step("sanitize", "all", command, "sanitize.json")
 
     def _paths(self) -> list[tuple[str, Path]]:
         folders = self._folders()
-        if not self.given.record:
+        if not self.args.record:
             return [(folder.parent.name, folder) for folder in folders]
         with ThreadPoolExecutor(len(folders)) as pool:
-            files = [file for found in pool.map(self._chosen, folders) for file in found]
+            files = [file for chosen_files in pool.map(self._chosen, folders) for file in chosen_files]
         return [(f"{file.parents[1].name}/{file.stem}", file) for file in files]
 
     def _folders(self) -> list[Path]:
         """Return the folders of the tests to run; the operators come first, because they take longest."""
-        if self.given.op:
+        if self.args.op:
             # The steps of an unknown operator fail, and stop no others.
-            names = (self.facts["distributions"].get(name, name) for name in self.given.op)
+            names = (self.facts["distributions"].get(name, name) for name in self.args.op)
             return [HERE / "packages" / name.removeprefix("rl-kernels-") / "tests" for name in names]
         return [*sorted(HERE.glob("packages/*/tests")), *sorted(HERE.glob("shared/*/tests"))]
 
     def _chosen(self, folder: Path) -> list[Path]:
         """Return the files of a folder that have tests which pytest's arguments select; all if it cannot tell."""
-        command = [*_pytest(folder), "-q", "--collect-only", *self.given.pytest]
+        command = [*_pytest(folder), "-q", "--collect-only", *self.args.pytest]
         done = subprocess.run(command, cwd=HERE, env=self.environment, capture_output=True, text=True, check=False)
         if done.returncode == NOTHING_SELECTED:
             return []

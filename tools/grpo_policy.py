@@ -49,9 +49,9 @@ class Batch:
 class Policy:
     """The model with its gradient buffers, and the ways through a step."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.given, self.device = given, torch.device(given.device)
-        self.model = llama(given)
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.device = args, torch.device(args.device)
+        self.model = llama(args)
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
 
@@ -62,18 +62,18 @@ class Policy:
 
     def batch(self, prompts: int) -> Batch:
         """Draw groups of completions of many lengths, and log-probabilities of old and reference policies near ours."""
-        given, draw = self.given, DeviceDraw(torch.float32, self.device, self.given.seed)
-        rows, length = prompts * given.samples, given.tokens
-        starts = draw.ids(length // 2, prompts).repeat_interleave(given.samples)[:, None]
+        args, draw = self.args, DeviceDraw(torch.float32, self.device, self.args.seed)
+        rows, length = prompts * args.samples, args.tokens
+        starts = draw.ids(length // 2, prompts).repeat_interleave(args.samples)[:, None]
         ends = length - draw.ids(max(length // 4, 1), rows)[:, None]
         at = torch.arange(length + 1, device=self.device)
-        prompt = draw.ids(given.vocab, prompts, length + 1).repeat_interleave(given.samples, 0)
-        tokens = torch.where(at <= starts, prompt, draw.ids(given.vocab, rows, length + 1))
+        prompt = draw.ids(args.vocab, prompts, length + 1).repeat_interleave(args.samples, 0)
+        tokens = torch.where(at <= starts, prompt, draw.ids(args.vocab, rows, length + 1))
         mask = (at[:-1] >= starts) & (at[:-1] < ends)
         ids, targets = tokens[:, :-1], tokens[:, 1:].masked_fill(~mask, IGNORED)
         with torch.no_grad():
             # One group at a time, so that this does not limit the largest batch.
-            groups = zip(ids.split(given.samples), targets.split(given.samples), strict=True)
+            groups = zip(ids.split(args.samples), targets.split(args.samples), strict=True)
             now = torch.cat([self.logps(*group) for group in groups])
         drift = torch.tensor(DRIFTS, device=self.device)[draw.ids(len(DRIFTS), rows, length)]
         old = now - drift - draw.uniform(-SPREAD, SPREAD, rows, length)
@@ -88,7 +88,7 @@ class Policy:
         """Take a step through the operators; return the loss."""
         return self._backward(batch, grpo_loss, self.logps(batch.ids, batch.targets, temperature))
 
-    def kept(self, batch: Batch) -> torch.Tensor:
+    def saved_logits(self, batch: Batch) -> torch.Tensor:
         """Take a step that keeps all logits from forward to backward."""
         return self._backward(batch, grpo_loss, self.logps(batch.ids, batch.targets, memory=Memory(saved_mib=1 << 20)))
 
@@ -100,12 +100,12 @@ class Policy:
         """Return the log-probabilities of a pass without gradients, as a rollout or an old policy's pass gives them."""
         with torch.no_grad():
             hidden, weight = self._hidden(batch.ids), self.model.lm_head.weight
-            options = {"ignore_index": IGNORED, "backend": self.given.backend}
+            options = {"ignore_index": IGNORED, "backend": self.args.backend}
             return linear_logp_known(hidden, weight, batch.targets, **options)
 
     def chunks(self, batch: Batch) -> torch.Tensor:
-        """Take a step that forms loss and gradients of the head in chunks of sequences."""
-        advantages = group_advantages(batch.rewards, samples_per_prompt=self.given.samples)
+        """Take a step that computes loss and gradients of the head in chunks of sequences."""
+        advantages = group_advantages(batch.rewards, samples_per_prompt=self.args.samples)
         normalizer = Normalizer(num_tokens=batch.mask.sum())
 
         def losses(logps: torch.Tensor, chunk: Chunk) -> torch.Tensor:
@@ -114,13 +114,13 @@ class Policy:
             # Checking the count would wait for the GPU in every chunk.
             return sequence_losses(logps, *part, beta=BETA, normalizer=normalizer, validate=False)
 
-        options = {"ignore_index": IGNORED, "backend": self.given.backend}
+        options = {"ignore_index": IGNORED, "backend": self.args.backend}
         hidden, weight = self._hidden(batch.ids), self.model.lm_head.weight
         return self._differentiated(linear_logp_loss(hidden, weight, batch.targets, losses, **options))
 
     def logps(self, ids: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, **form: Any) -> torch.Tensor:
         """Return our log-probabilities of the targets ``[B, T]``."""
-        options = {"temperature": temperature, "ignore_index": IGNORED, "backend": self.given.backend, **form}
+        options = {"temperature": temperature, "ignore_index": IGNORED, "backend": self.args.backend, **form}
         function = linear_logp_from_known if "known" in form else linear_logp
         logps: torch.Tensor = function(self._hidden(ids), self.model.lm_head.weight, targets, **options)
         return logps
@@ -133,7 +133,7 @@ class Policy:
         return self.model.model(input_ids=ids, use_cache=False).last_hidden_state
 
     def _backward(self, batch: Batch, loss_of: Callable[..., Any], logps: torch.Tensor) -> torch.Tensor:
-        groups = {"samples_per_prompt": self.given.samples, "beta": BETA}
+        groups = {"samples_per_prompt": self.args.samples, "beta": BETA}
         return self._differentiated(loss_of(logps, batch.old, batch.ref, batch.rewards, batch.mask, **groups).loss)
 
     def _differentiated(self, loss: torch.Tensor) -> torch.Tensor:
@@ -143,30 +143,30 @@ class Policy:
         return loss.detach()
 
 
-def llama(given: argparse.Namespace) -> Any:
+def llama(args: argparse.Namespace) -> Any:
     """Return the model; its weights give logits a variance near 1 at any size."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=given.vocab,
-        hidden_size=given.hidden,
-        intermediate_size=4 * given.hidden,
-        num_hidden_layers=given.layers,
-        num_attention_heads=given.heads,
-        num_key_value_heads=math.gcd(given.heads, 8),
-        max_position_embeddings=given.tokens,
-        initializer_range=given.hidden**-0.5,
+        vocab_size=args.vocab,
+        hidden_size=args.hidden,
+        intermediate_size=4 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=math.gcd(args.heads, 8),
+        max_position_embeddings=args.tokens,
+        initializer_range=args.hidden**-0.5,
     )
-    torch.manual_seed(given.seed)
+    torch.manual_seed(args.seed)
     before = torch.get_default_dtype()
     # Made directly in its dtype on its device: copies would fragment the memory that is measured.
-    torch.set_default_dtype(DTYPES[given.dtype])
+    torch.set_default_dtype(DTYPES[args.dtype])
     try:
-        with torch.device(given.device):
+        with torch.device(args.device):
             model = LlamaForCausalLM(config).train()
     finally:
         torch.set_default_dtype(before)
-    if given.checkpointing:
+    if args.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model

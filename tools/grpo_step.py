@@ -6,7 +6,7 @@ Both ways share the body, the tokens and the positions. `eager` holds all logits
 the loss in plain PyTorch, as the benchmarks of the two operators define it. Ours is `linear_logp`, which ignores tokens
 outside of completions, and `grpo_loss`, which masks them. The two are compared before either is timed, and the
 comparison must detect a fault that is planted in ours. Other forms of ours: all logits kept (`saved_mib`), statistics
-of an earlier pass without gradients (`known`, eight rows of which are formed again), and loss and gradients of the head
+of an earlier pass without gradients (`known`, eight rows of which are recomputed), and loss and gradients of the head
 in chunks (`linear_logp_loss` with `sequence_losses`).
 
 Peak extra memory is the most that a step allocates at once beyond parameters, gradients and inputs, which exist before
@@ -62,7 +62,7 @@ class Wrong(Exception):
 
 
 def distance(policy: Policy, loss: torch.Tensor, expected: Results) -> tuple[str, float]:
-    """Return which result of the last step is farthest from the expected one, and how far."""
+    """Return the name of the last step's result that is farthest from the expected one, and its distance."""
     off = abs(float(loss) - float(expected["loss"]))
     name, share = difference(policy.gradients(), expected)
     # NaN counts as infinitely far.
@@ -71,30 +71,32 @@ def distance(policy: Policy, loss: torch.Tensor, expected: Results) -> tuple[str
 
 def close(policy: Policy, loss: torch.Tensor, expected: Results, tolerance: float) -> tuple[str, float]:
     """Return the distance; ``Wrong`` if it is over the tolerance."""
-    where, far = distance(policy, loss, expected)
+    name, far = distance(policy, loss, expected)
     if not far <= tolerance:
-        raise Wrong(f"{where} is off by {far:.2g} (tolerance {tolerance:g})")
-    return where, far
+        raise Wrong(f"{name} is off by {far:.2g} (tolerance {tolerance:g})")
+    return name, far
 
 
 def compare(policy: Policy, batch: Batch, expected: Results, tolerance: float) -> dict[str, Any]:
     """Compare our step with the eager one, and check that a planted fault is detected; ``Wrong`` otherwise."""
     with record_dispatch() as log:
-        where, far = close(policy, policy.ours(batch), expected, tolerance)
-    _, seen = distance(policy, policy.ours(batch, PLANTED), expected)
-    if seen <= tolerance:
-        raise Wrong(f"a planted temperature of {PLANTED} was not seen: off by {seen:.2g} (tolerance {tolerance:g})")
+        name, far = close(policy, policy.ours(batch), expected, tolerance)
+    _, planted_off = distance(policy, policy.ours(batch, PLANTED), expected)
+    if planted_off <= tolerance:
+        raise Wrong(
+            f"a planted temperature of {PLANTED} was not seen: off by {planted_off:.2g} (tolerance {tolerance:g})"
+        )
     backends = {choice.operator: choice.backend for choice in log}
-    return {"tolerance": tolerance, "farthest": where, "off": far, "planted_off": seen, "backends": backends}
+    return {"tolerance": tolerance, "farthest": name, "off": far, "planted_off": planted_off, "backends": backends}
 
 
-def timed(policy: Policy, given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Timing]]:
+def timed(policy: Policy, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Timing]]:
     """Compare our step with the eager one on a batch; time all forms of it, and compare the last step of each."""
-    batch, tolerance = policy.batch(given.prompts), TOLERANCE[given.dtype]
+    batch, tolerance = policy.batch(args.prompts), TOLERANCE[args.dtype]
     expected = {"loss": policy.eager(batch)}
     expected |= {name: value.clone() for name, value in policy.gradients().items()}
     checked, timings = compare(policy, batch, expected, tolerance), {}
-    ways = {EAGER: policy.eager, OURS: policy.ours, KEPT: policy.kept, CHUNKS: policy.chunks}
+    ways = {EAGER: policy.eager, OURS: policy.ours, KEPT: policy.saved_logits, CHUNKS: policy.chunks}
     ways[KNOWN] = partial(policy.known, statistics=policy.statistics(batch))
     for name, way in ways.items():
         timings[name], loss, *_ = measure([partial(way, batch)], policy.device, Effort(), captured=False)
@@ -114,7 +116,7 @@ def largest(fits: Callable[[int], bool]) -> int:
 
 
 def fits(policy: Policy, way: Way, prompts: int) -> bool:
-    """Say whether a step fits into memory twice in a row; free its memory."""
+    """Return whether a step fits into memory twice in a row; free its memory."""
     fitted = _attempt(policy, way, prompts)
     gc.collect()
     torch.cuda.empty_cache()
@@ -131,38 +133,40 @@ def _attempt(policy: Policy, way: Way, prompts: int) -> bool:
     return True
 
 
-def sequences(policy: Policy, given: argparse.Namespace) -> dict[str, int]:
-    """Return how many sequences fit under the limit, for both ways; nothing without a GPU or a limit."""
-    if policy.device.type != "cuda" or not given.limit_gib:
+def sequences(policy: Policy, args: argparse.Namespace) -> dict[str, int]:
+    """Return the number of sequences that fit under the limit, for both ways; {} without a GPU or a limit."""
+    if policy.device.type != "cuda" or not args.limit_gib:
         return {}
-    limit = given.limit_gib * 2**30 / torch.cuda.get_device_properties(policy.device).total_memory
+    limit = args.limit_gib * 2**30 / torch.cuda.get_device_properties(policy.device).total_memory
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(limit)
     try:
         ways = {EAGER: policy.eager, OURS: policy.ours}
-        return {name: given.samples * largest(partial(fits, policy, way)) for name, way in ways.items()}
+        return {name: args.samples * largest(partial(fits, policy, way)) for name, way in ways.items()}
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def show(document: dict[str, Any], mib: float) -> None:
     """Print the comparison and the environment, then the table."""
-    given, checked, found = document["settings"], document["checked"], document["steps"]
-    sizes = f"{given['layers']} layers, hidden {given['hidden']}, vocabulary {given['vocab']}, {given['dtype']}"
+    settings, checked, steps = document["settings"], document["checked"], document["steps"]
+    sizes = (
+        f"{settings['layers']} layers, hidden {settings['hidden']}, vocabulary {settings['vocab']}, {settings['dtype']}"
+    )
     print(f"Llama with random weights: {sizes}; parameters and gradients: {digits(mib)} MiB")
-    print(f"{given['prompts']} prompts, {given['samples']} samples each, {given['tokens']} tokens a sequence")
+    print(f"{settings['prompts']} prompts, {settings['samples']} samples each, {settings['tokens']} tokens a sequence")
     print(f"{checked['farthest']} differs most, by {checked['off']:.2g}, tolerance {checked['tolerance']:g}")
     print(f"a planted temperature of {PLANTED} is seen, off by {checked['planted_off']:.2g}")
     print("backends: " + ", ".join(f"{operator} {name}" for operator, name in checked["backends"].items()))
     print("ran on " + ", ".join(f"{name} {value}" for name, value in document["environment"].items()))
     table = Table(box=None, padding=(0, 2, 0, 0))
-    labels = {"ms": f"step, ms ({found[OURS]['how']})", "extra_mib": "peak extra MiB"}
-    labels["largest"] = f"sequences in {given['limit_gib']:g} GiB"
+    labels = {"ms": f"step, ms ({steps[OURS]['how']})", "extra_mib": "peak extra MiB"}
+    labels["largest"] = f"sequences in {settings['limit_gib']:g} GiB"
     for i, name in enumerate(("", *(column for label in labels.values() for column in (label, "/ eager")))):
         table.add_column(name, justify="right" if i else "left", no_wrap=True)
-    for name, step in found.items():
-        cells = (cell for key in labels for cell in _cells(step[key], found[EAGER][key]))
+    for name, step in steps.items():
+        cells = (cell for key in labels for cell in _cells(step[key], steps[EAGER][key]))
         table.add_row(name, *cells)
     Console(width=140).print(table)
 
@@ -186,60 +190,60 @@ def limit(text: str) -> float:
 
 def parser() -> Parser:
     """Return the parser of the command line."""
-    made = Parser("grpo_step.py", "Time a GRPO step of a Llama with random weights, eager and through the operators.")
+    cli = Parser("grpo_step.py", "Time a GRPO step of a Llama with random weights, eager and through the operators.")
     sizes = {"layers": 4, "hidden": 2048, "heads": 32, "vocab": 128256, "prompts": 2}
     for name, default in sizes.items():
-        made.add_argument(f"--{name}", type=count(1), default=default, metavar="N", help=f"default: {default}")
-    made.add_argument("--samples", type=count(2), default=8, metavar="N", help="size of a group (default: 8)")
-    made.add_argument("--tokens", type=count(2), default=512, metavar="N", help="per sequence (default: 512)")
-    made.add_argument("--checkpointing", action="store_true", help="recompute the body's activations in backward")
-    made.add_argument("--dtype", choices=tuple(TOLERANCE), default="bf16", help="default: bf16")
-    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
-    made.add_argument("--seed", type=count(0), default=0, metavar="N", help="default: 0")
+        cli.add_argument(f"--{name}", type=count(1), default=default, metavar="N", help=f"default: {default}")
+    cli.add_argument("--samples", type=count(2), default=8, metavar="N", help="size of a group (default: 8)")
+    cli.add_argument("--tokens", type=count(2), default=512, metavar="N", help="per sequence (default: 512)")
+    cli.add_argument("--checkpointing", action="store_true", help="recompute the body's activations in backward")
+    cli.add_argument("--dtype", choices=tuple(TOLERANCE), default="bf16", help="default: bf16")
+    cli.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
+    cli.add_argument("--seed", type=count(0), default=0, metavar="N", help="default: 0")
     backends = (AUTO, *(backend.name for backend in OPERATOR.backends))
-    made.add_argument("--backend", choices=backends, default=AUTO, help="backend of linear_logp (default: auto)")
+    cli.add_argument("--backend", choices=backends, default=AUTO, help="backend of linear_logp (default: auto)")
     most = "memory limit for the search of the largest batch; 0: no search (default: 40)"
-    made.add_argument("--limit-gib", type=limit, default=40.0, metavar="GIB", help=most)
-    made.add_argument("--json", type=writable, metavar="FILE", help="also write the results as JSON")
-    return made
+    cli.add_argument("--limit-gib", type=limit, default=40.0, metavar="GIB", help=most)
+    cli.add_argument("--json", type=writable, metavar="FILE", help="also write the results as JSON")
+    return cli
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the arguments; exit with status 2 if they cannot be used here."""
-    asked = parser()
-    given = asked.parse_args(argv)
-    if given.hidden % (2 * given.heads):
-        asked.error(f"--hidden: expected a multiple of twice --heads ({2 * given.heads}), got {given.hidden}")
+    cli = parser()
+    args = cli.parse_args(argv)
+    if args.hidden % (2 * args.heads):
+        cli.error(f"--hidden: expected a multiple of twice --heads ({2 * args.heads}), got {args.hidden}")
     if find_spec("transformers") is None:
-        asked.error("transformers is not installed: pip install transformers")
-    if given.device == "cuda":
+        cli.error("transformers is not installed: pip install transformers")
+    if args.device == "cuda":
         if not torch.cuda.is_available():
-            asked.error("--device: this PyTorch sees no GPU")
+            cli.error("--device: this PyTorch sees no GPU")
         there = torch.cuda.get_device_properties(0).total_memory / 2**30
-        if given.limit_gib > there:
-            asked.error(f"--limit-gib: expected at most the {there:.1f} GiB of this GPU, got {given.limit_gib:g}")
-    return given
+        if args.limit_gib > there:
+            cli.error(f"--limit-gib: expected at most the {there:.1f} GiB of this GPU, got {args.limit_gib:g}")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    given = arguments(argv)
+    args = arguments(argv)
     try:
-        policy = Policy(given)
-        checked, timings = timed(policy, given)
+        policy = Policy(args)
+        checked, timings = timed(policy, args)
     except Wrong as error:
         print(f"WRONG, no speed: {error}", file=sys.stderr)
         return 1
     except (BackendUnavailable, torch.OutOfMemoryError) as error:
         parser().error(one_line(error))
     steps = {name: {**asdict(timing), "largest": None} for name, timing in timings.items()}
-    settings = {name: value for name, value in vars(given).items() if name != "json"}
-    where = environment(policy.device, PACKAGES)
-    document = {"version": 1, "environment": where, "settings": settings, "checked": checked, "steps": steps}
-    _write(document, given.json)
-    for name, found in sequences(policy, given).items():
-        steps[name]["largest"] = found
-    _write(document, given.json)
+    settings = {name: value for name, value in vars(args).items() if name != "json"}
+    machine = environment(policy.device, PACKAGES)
+    document = {"version": 1, "environment": machine, "settings": settings, "checked": checked, "steps": steps}
+    _write(document, args.json)
+    for name, sequence_count in sequences(policy, args).items():
+        steps[name]["largest"] = sequence_count
+    _write(document, args.json)
     show(document, policy.mib)
     return 0
 

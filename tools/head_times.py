@@ -54,23 +54,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("head_times.py", __doc__)
     parser.add_argument("--rounds", type=count(1), default=9, help="turns of each way (%(default)s)")
     parser.add_argument("--json", type=writable, help="file for the results")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     record: dict[str, Any] = {"version": 1, "environment": environment(torch.device("cuda"), PACKAGES), "shapes": {}}
     differing = 0
     for shape in SHAPES:
         calls = ways(*shape)
         different = differing_bits(calls)
         differing += different
-        found = timed(calls, given.rounds)
+        times_by_way = timed(calls, args.rounds)
         name = "x".join(map(str, shape))
-        record["shapes"][name] = {"ways": found, "differing": different}
-        for way, (turn, lasting, mib) in found.items():
-            of_turn, of_lasting = turn / found["gemm"][0], lasting / found["gemm"][1]
+        record["shapes"][name] = {"ways": times_by_way, "differing": different}
+        for way, (turn, lasting, mib) in times_by_way.items():
+            of_turn, of_lasting = turn / times_by_way["gemm"][0], lasting / times_by_way["gemm"][1]
             times = f"in turn {digits(turn)} ms ({of_turn:.2f}), sustained {digits(lasting)} ms ({of_lasting:.2f})"
             print(f"{name}, {way}: {times}, {mib:,.0f} MiB", flush=True)
         print(f"{name}: {different} bits differ", flush=True)
-        if given.json:
-            write_json(given.json, record)
+        if args.json:
+            write_json(args.json, record)
     return 1 if differing else 0
 
 
@@ -98,8 +98,8 @@ class Operands:
         hidden, weight = self.hidden.detach().requires_grad_(), self.weight.detach().requires_grad_()
         if continues:
             weight.main_grad = self.main_grad
-        found = function(hidden, weight, self.ids)
-        found.backward(self.upstream if found.ndim else None)
+        result = function(hidden, weight, self.ids)
+        result.backward(self.upstream if result.ndim else None)
         assert hidden.grad is not None
         dweight = self.main_grad if continues else weight.grad
         assert dweight is not None
@@ -117,9 +117,9 @@ class Operands:
         for chunk in CHUNKS:
             options = {"cu_seqlens": self.offsets, "chunk_tokens": chunk, "validate": False}
             forms[f"linear_logp_loss, chunk_tokens={chunk}"] = partial(self._loss, options)
-        found: dict[str, Call] = {name: partial(self.both, form) for name, form in forms.items()}
+        calls: dict[str, Call] = {name: partial(self.both, form) for name, form in forms.items()}
         continued = {name: partial(self.both, form, True) for name, form in forms.items() if "saved" not in name}
-        return found | {f"{name}, main_grad": call for name, call in continued.items()}
+        return calls | {f"{name}, main_grad": call for name, call in continued.items()}
 
     def _loss(self, options: dict[str, Any], hidden: Any, weight: Any, ids: Any) -> torch.Tensor:
         return linear_logp_loss(hidden, weight, ids, self.losses, **options)
@@ -129,8 +129,8 @@ def ways(tokens: int, size: int, vocab: int) -> dict[str, Call]:
     """Return the calls of one shape: forward and backward, of `gemm` only forward."""
     operands = Operands(tokens, size, vocab)
     product = operands.hidden, operands.weight, operands.ids
-    found: dict[str, Call] = {"gemm": lambda: (gemm(*product),)}
-    found |= {"eager": partial(operands.both, eager), "compile": partial(operands.both, torch.compile(eager))}
+    calls: dict[str, Call] = {"gemm": lambda: (gemm(*product),)}
+    calls |= {"eager": partial(operands.both, eager), "compile": partial(operands.both, torch.compile(eager))}
     for name, make in PEERS.items():
         try:
             peer = make()
@@ -139,8 +139,8 @@ def ways(tokens: int, size: int, vocab: int) -> dict[str, Call]:
             # A peer may lack what it needs, or not take the shape.
             print(f"{name} left out: {str(error).splitlines()[0] if str(error) else type(error).__name__}", flush=True)
         else:
-            found[name] = partial(operands.both, peer)
-    return found | operands.ours()
+            calls[name] = partial(operands.both, peer)
+    return calls | operands.ours()
 
 
 def differing_bits(calls: dict[str, Call]) -> int:
@@ -152,8 +152,8 @@ def differing_bits(calls: dict[str, Call]) -> int:
         if name.endswith("main_grad"):
             # The call adds to it.
             call()[1].zero_()
-        found = [value.to(wanted.dtype) for value, wanted in zip(call(), expected, strict=True)]
-        total += sum(int((bits_of(a) != bits_of(b)).sum()) for a, b in zip(found, expected, strict=True))
+        results = [value.to(target.dtype) for value, target in zip(call(), expected, strict=True)]
+        total += sum(int((bits_of(a) != bits_of(b)).sum()) for a, b in zip(results, expected, strict=True))
     return total
 
 

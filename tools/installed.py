@@ -15,9 +15,9 @@ def main(expected: list[str]) -> str | None:
     """Return what is wrong with the installed parts, or None."""
     import rl_kernels
 
-    found = {part.name for part in pkgutil.iter_modules(rl_kernels.__path__)}
-    if found != set(expected):
-        return f"expected rl_kernels.{{{','.join(sorted(expected))}}}, found rl_kernels.{{{','.join(sorted(found))}}}"
+    parts = {part.name for part in pkgutil.iter_modules(rl_kernels.__path__)}
+    if parts != set(expected):
+        return f"expected rl_kernels.{{{','.join(sorted(expected))}}}, found rl_kernels.{{{','.join(sorted(parts))}}}"
     for name in expected:
         importlib.import_module(f"rl_kernels.{name}")
     from rl_kernels.core.commands.cli import main as command

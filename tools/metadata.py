@@ -46,7 +46,7 @@ def block() -> str:
 
 def described(text: str) -> str:
     """Return a pyproject.toml with its metadata replaced by these lines."""
-    return PLACE.sub(lambda found: found[1] + block(), text, count=1)
+    return PLACE.sub(lambda match: match[1] + block(), text, count=1)
 
 
 def main() -> None:

@@ -139,50 +139,50 @@ def _together(measure: str, steps: Sequence[Record]) -> float:
 
 def run(settings: Settings, seeds: int, jobs: int, console: Console) -> list[dict[str, Any]]:
     """Train in every way with every seed, some at a time; return the records, by way and seed."""
-    asked = [(name, replace(settings, seed=seed)) for name in WAYS for seed in range(seeds)]
+    jobs_to_run = [(name, replace(settings, seed=seed)) for name in WAYS for seed in range(seeds)]
     if jobs == 1:
-        found = [_told(train(*each), console) for each in asked]
+        records = [_announced(train(*job), console) for job in jobs_to_run]
     else:
         with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-            waiting = [pool.submit(train, *each) for each in asked]
-            found = [_told(each.result(), console) for each in waiting]
-    return found
+            waiting = [pool.submit(train, *job) for job in jobs_to_run]
+            records = [_announced(job.result(), console) for job in waiting]
+    return records
 
 
-def _told(record: dict[str, Any], console: Console) -> dict[str, Any]:
+def _announced(record: dict[str, Any], console: Console) -> dict[str, Any]:
     last = f"reward {record['reward'][-1]:.3f} at the end, {record['seconds']:.0f} s"
     console.print(f"{record['way']}, seed {record['seed']}: {last}", highlight=False)
     return record
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train or read a record, print it, and write what is asked for; return the exit status."""
-    given = arguments(argv)
+    """Train or read a record, print it, and write the requested files; return the exit status."""
+    args = arguments(argv)
     console = Console(width=120 if not sys.stdout.isatty() else None)
-    if given.read is not None:
-        document = given.read
+    if args.read is not None:
+        document = args.read
     else:
-        settings = replace(SETTINGS, steps=given.steps)
-        where = environment(torch.device("cpu"), ("rl-kernels",)) | {"threads": "1"}
-        runs = run(settings, given.seeds, given.jobs, console)
+        settings = replace(SETTINGS, steps=args.steps)
+        machine = environment(torch.device("cpu"), ("rl-kernels",)) | {"threads": "1"}
+        runs = run(settings, args.seeds, args.jobs, console)
         shared = {key: value for key, value in asdict(settings).items() if key != "seed"}
-        document = {"settings": shared, "seeds": given.seeds, "environment": where, "runs": runs}
+        document = {"settings": shared, "seeds": args.seeds, "environment": machine, "runs": runs}
     print(table(document["runs"]))
-    if given.json is not None:
-        write_json(given.json, document)
-    if given.plot is not None:
-        draw(document, given.plot)
+    if args.json is not None:
+        write_json(args.json, document)
+    if args.plot is not None:
+        draw(document, args.plot)
     return 0
 
 
 def record(text: str) -> dict[str, Any]:
     """Return a record that was written: an argument type."""
     try:
-        found = json.loads(location(text).read_text(encoding="utf-8"))
+        document = json.loads(location(text).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"expected a record of this tool, got {text!r}: {error}") from error
-    assert isinstance(found, dict)
-    return found
+    assert isinstance(document, dict)
+    return document
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -61,12 +61,12 @@ def in_turn(calls: Mapping[str, tuple[Way, Callable[[], Any]]], rounds: int) -> 
     spent: dict[str, list[float]] = {name: [] for name in calls}
     counts = {}
     for name, (way, call) in calls.items():
-        with way.taken():
+        with way.active():
             _timed(call, 2)
             counts[name] = max(1, min(200, round(SECONDS / _timed(call, 1))))
     for _ in range(rounds):
         for name, (way, call) in calls.items():
-            with way.taken():
+            with way.active():
                 spent[name].append(_timed(call, counts[name]) / counts[name] * 1e3)
     return {name: statistics.median(values) for name, values in spent.items()}
 
@@ -88,43 +88,51 @@ def _wait() -> None:
 def sizes(text: str) -> list[tuple[int, int]]:
     """Return batches: an argument type."""
     try:
-        found = [tuple(map(int, part.split("x"))) for part in text.split(",")]
+        pairs = [tuple(map(int, part.split("x"))) for part in text.split(",")]
     except ValueError:
-        found = [()]
-    if any(len(pair) != 2 or min(pair) < 1 for pair in found):
+        pairs = [()]
+    if any(len(pair) != 2 or min(pair) < 1 for pair in pairs):
         raise argparse.ArgumentTypeError(f"expected sizes such as 2x1024,4x2048, got {text!r}")
-    return [(pair[0], pair[1]) for pair in found]
+    return [(pair[0], pair[1]) for pair in pairs]
 
 
 class Report:
     """The results, written to a file after each part, because later parts may fail."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        settings = {name: value for name, value in vars(given).items() if name != "json"}
-        where = environment(torch.device(given.device), [*PACKAGES, *_installed("liger_kernel")])
-        self.found: dict[str, Any] = {"version": 1, "environment": where, "settings": settings, "ms": {}, "failed": {}}
-        self._file: Path | None = given.json
+    def __init__(self, args: argparse.Namespace) -> None:
+        settings = {name: value for name, value in vars(args).items() if name != "json"}
+        machine = environment(torch.device(args.device), [*PACKAGES, *_installed("liger_kernel")])
+        self.document: dict[str, Any] = {
+            "version": 1,
+            "environment": machine,
+            "settings": settings,
+            "ms": {},
+            "failed": {},
+        }
+        self._file: Path | None = args.json
 
     def keep(self, part: str, name: str, value: Any) -> None:
         """Add the result of one part."""
-        self.found.setdefault(part, {})[name] = value
+        self.document.setdefault(part, {})[name] = value
         if self._file is not None:
-            write_json(self._file, self.found)
+            write_json(self._file, self.document)
 
     def times(self, name: str, calls: Mapping[str, tuple[Way, Callable[[], Any]]], rounds: int) -> None:
         """Time calls in turn, and keep the times; calls that fail are recorded and left out."""
         working = {}
         for who, (way, call) in calls.items():
             try:
-                with way.taken():
+                with way.active():
                     _timed(call, 1)
                 working[who] = way, call
             except Exception as error:  # Record it, and time the others.
                 self.keep("failed", f"{name}, {who}", one_line(error))
-        found = in_turn(working, rounds)
-        self.keep("ms", name, found)
-        stock = found.get(STOCK)
-        line = ", ".join(f"{who} {digits(ms)}" + (f" ({ms / stock:.2f})" if stock else "") for who, ms in found.items())
+        milliseconds = in_turn(working, rounds)
+        self.keep("ms", name, milliseconds)
+        stock = milliseconds.get(STOCK)
+        line = ", ".join(
+            f"{who} {digits(ms)}" + (f" ({ms / stock:.2f})" if stock else "") for who, ms in milliseconds.items()
+        )
         print(f"{name}: {line}", flush=True)
 
 
@@ -145,53 +153,55 @@ def captured(step: Callable[[], Any]) -> Callable[[], Any]:
     return replay
 
 
-def measure(report: Report, found: Sequence[Way], given: argparse.Namespace) -> None:
+def measure(report: Report, ways_to_time: Sequence[Way], args: argparse.Namespace) -> None:
     """Time every pass."""
-    device, dtype = torch.device(given.device), DTYPES[given.dtype]
-    for batch, tokens in given.sizes:
-        ids = torch.randint(1, given.vocab, (batch, tokens), device=device)
+    device, dtype = torch.device(args.device), DTYPES[args.dtype]
+    for batch, tokens in args.sizes:
+        ids = torch.randint(1, args.vocab, (batch, tokens), device=device)
         label = f"{batch}x{tokens}"
-        forward = {way.name: (way, lambda way=way, ids=ids: way.forward(ids)) for way in found}
-        report.times(f"forward {label}", forward, given.rounds)
-        if batch * tokens in BOTH or given.device == "cpu":
-            above = torch.randn(batch, tokens, given.hidden, device=device, dtype=dtype)
-            both = {way.name: (way, lambda way=way, ids=ids, up=above: way.both(ids, up)) for way in found}
-            report.times(f"forward + backward {label}", both, given.rounds)
-        for way in found:
+        forward = {way.name: (way, lambda way=way, ids=ids: way.forward(ids)) for way in ways_to_time}
+        report.times(f"forward {label}", forward, args.rounds)
+        if batch * tokens in BOTH or args.device == "cpu":
+            above = torch.randn(batch, tokens, args.hidden, device=device, dtype=dtype)
+            both = {way.name: (way, lambda way=way, ids=ids, up=above: way.both(ids, up)) for way in ways_to_time}
+            report.times(f"forward + backward {label}", both, args.rounds)
+        for way in ways_to_time:
             way.model.zero_grad(set_to_none=True)
-    plain = [way for way in found if way.body is way.model.model]
-    if given.device == "cuda":
-        ids = torch.randint(1, given.vocab, given.sizes[-1], device=device)
+    plain = [way for way in ways_to_time if way.body is way.model.model]
+    if args.device == "cuda":
+        ids = torch.randint(1, args.vocab, args.sizes[-1], device=device)
         for way in plain:
-            with way.taken():
+            with way.active():
                 report.keep("profile", way.name, layer_profile(way, ids))
     steps = {}
     for way in plain:
         try:
-            with way.taken():
-                step = decoding(way, given.decoded, given.keys)
-                steps[way.name] = way, captured(step) if given.device == "cuda" else step
+            with way.active():
+                step = decoding(way, args.decoded, args.keys)
+                steps[way.name] = way, captured(step) if args.device == "cuda" else step
         except Exception as error:  # As above.
             report.keep("failed", f"decode, {way.name}", one_line(error))
-    how = ", CUDA graph" if given.device == "cuda" else ""
-    report.times(f"decode, {given.decoded} sequences, {given.keys} keys{how}", steps, given.rounds)
+    suffix = ", CUDA graph" if args.device == "cuda" else ""
+    report.times(f"decode, {args.decoded} sequences, {args.keys} keys{suffix}", steps, args.rounds)
     steps.clear()
-    eager = {way.name: (way, generated(way, given.generated)) for way in plain}
-    report.times(f"generate, 1 prompt, {given.generated} tokens, eager", eager, max(given.rounds // 2, 1))
-    each = prompts(given)
-    together = {way.name: (way, batched(way.model, each, ANSWER)) for way in found if way.name in (STOCK, OURS)}
-    report.times(f"generate_batch, {given.prompts} prompts, {ANSWER} tokens", together, 1)
+    eager = {way.name: (way, generated(way, args.generated)) for way in plain}
+    report.times(f"generate, 1 prompt, {args.generated} tokens, eager", eager, max(args.rounds // 2, 1))
+    prompt_ids = prompts(args)
+    together = {
+        way.name: (way, batched(way.model, prompt_ids, ANSWER)) for way in ways_to_time if way.name in (STOCK, OURS)
+    }
+    report.times(f"generate_batch, {args.prompts} prompts, {ANSWER} tokens", together, 1)
 
 
-def bits(report: Report, found: Sequence[Way], given: argparse.Namespace) -> int:
+def bits(report: Report, all_ways: Sequence[Way], args: argparse.Namespace) -> int:
     """Count differing elements of the ways that are not compiled; return the count of ours."""
-    each, ours = prompts(given), 0
-    for way in found:
+    prompt_ids, ours = prompts(args), 0
+    for way in all_ways:
         if way.name not in (STOCK, OURS):
             continue
-        with way.taken():
-            differ = differing(way, each)
-            of_gradients = gradients(way, given)
+        with way.active():
+            differ = differing(way, prompt_ids)
+            of_gradients = gradients(way, args)
         report.keep("bits", way.name, {"prompts": differ, "gradients": of_gradients})
         if way.name == OURS:
             ours = of_gradients["differ"] + sum(counts["logits"] + counts["logps"] for counts in differ.values())
@@ -206,63 +216,63 @@ def show(document: dict[str, Any]) -> None:
                 f"{way}, {name}: {counts['logits']:,} of {counts['of_logits']:,} logits and {counts['logps']:,} of "
                 f"{counts['of_logps']:,} log-probabilities differ"
             )
-        found = counted["gradients"]
-        print(f"{way}, gradients packed and padded: {found['differ']:,} of {found['elements']:,} differ")
+        counts = counted["gradients"]
+        print(f"{way}, gradients packed and padded: {counts['differ']:,} of {counts['elements']:,} differ")
     for way, parts in document.get("profile", {}).items():
         print(f"{way}, ms of a layer: " + ", ".join(f"{name} {digits(ms)}" for name, ms in parts.items()))
     for name, reason in document["failed"].items():
         print(f"failed: {name}: {reason}")
     print("ran on " + ", ".join(f"{name} {value}" for name, value in document["environment"].items()))
     rows = document["ms"]
-    names = list(dict.fromkeys(name for found in rows.values() for name in found))
+    names = list(dict.fromkeys(name for times in rows.values() for name in times))
     table = Table(box=None, padding=(0, 2, 0, 0))
     for i, name in enumerate(("ms", *names)):
         table.add_column(name, justify="right" if i else "left", no_wrap=True)
-    for row, found in rows.items():
-        table.add_row(row, *(_cell(found, name) for name in names))
+    for row, times in rows.items():
+        table.add_row(row, *(_cell(times, name) for name in names))
     Console(width=160).print(table)
 
 
-def _cell(found: Mapping[str, float], name: str) -> str:
-    if name not in found:
+def _cell(milliseconds: Mapping[str, float], name: str) -> str:
+    if name not in milliseconds:
         return ""
-    ratio = f" ({found[name] / found[STOCK]:.2f})" if name != STOCK and STOCK in found else ""
-    return digits(found[name]) + ratio
+    ratio = f" ({milliseconds[name] / milliseconds[STOCK]:.2f})" if name != STOCK and STOCK in milliseconds else ""
+    return digits(milliseconds[name]) + ratio
 
 
 def parser() -> Parser:
     """Return the parser of the command line."""
-    made = Parser("model_step.py", "Time a Llama with random weights, stock and under invariant(), and compare bits.")
+    cli = Parser("model_step.py", "Time a Llama with random weights, stock and under invariant(), and compare bits.")
     numbers = {"layers": 4, "hidden": 4096, "between": 14336, "heads": 32, "kv_heads": 8, "vocab": 32000}
     numbers |= {"prompts": 32, "longest": LONGEST, "decoded": 64, "keys": 2048, "generated": 64, "rounds": 7}
     for name, default in numbers.items():
         flag = "--" + name.replace("_", "-")
-        made.add_argument(flag, type=count(1), default=default, metavar="N", help=f"default: {default}")
+        cli.add_argument(flag, type=count(1), default=default, metavar="N", help=f"default: {default}")
     default_sizes = "2x1024,4x2048,1x8192,1x16384"
-    made.add_argument("--sizes", type=sizes, default=default_sizes, help=f"batch sizes (default: {default_sizes})")
-    made.add_argument("--compile", action="store_true", help="also under torch.compile, which takes a minute")
-    made.add_argument("--parts", nargs="+", choices=("times", "bits"), default=["times", "bits"], help="default: both")
-    made.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
-    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
-    made.add_argument("--seed", type=count(0), default=0, metavar="N", help="default: 0")
-    made.add_argument("--json", type=writable, metavar="FILE", help="also write the results as JSON")
-    return made
+    cli.add_argument("--sizes", type=sizes, default=default_sizes, help=f"batch sizes (default: {default_sizes})")
+    cli.add_argument("--compile", action="store_true", help="also under torch.compile, which takes a minute")
+    cli.add_argument("--parts", nargs="+", choices=("times", "bits"), default=["times", "bits"], help="default: both")
+    cli.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: bf16")
+    cli.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
+    cli.add_argument("--seed", type=count(0), default=0, metavar="N", help="default: 0")
+    cli.add_argument("--json", type=writable, metavar="FILE", help="also write the results as JSON")
+    return cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    asked = parser()
-    given = asked.parse_args(argv)
+    cli = parser()
+    args = cli.parse_args(argv)
     if find_spec("transformers") is None:
-        asked.error("transformers is not installed: pip install transformers")
-    if given.device == "cuda" and not torch.cuda.is_available():
-        asked.error("--device: this PyTorch sees no GPU")
-    report = Report(given)
-    with ways(given) as found:
-        if "times" in given.parts:
-            measure(report, found, given)
-        ours = bits(report, found, given) if "bits" in given.parts else 0
-    show(report.found)
+        cli.error("transformers is not installed: pip install transformers")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        cli.error("--device: this PyTorch sees no GPU")
+    report = Report(args)
+    with ways(args) as all_ways:
+        if "times" in args.parts:
+            measure(report, all_ways, args)
+        ours = bits(report, all_ways, args) if "bits" in args.parts else 0
+    show(report.document)
     return 1 if ours else 0
 
 

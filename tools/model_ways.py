@@ -28,38 +28,38 @@ PACKED = (48, 16, 80)
 """Lengths of sequences whose gradients are compared: multiples of the 16 rows of a step of det_gemm's chain."""
 
 
-def llama(given: argparse.Namespace) -> Any:
+def llama(args: argparse.Namespace) -> Any:
     """Return the model, the same for the same seed; transformers stays offline."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=given.hidden,
-        intermediate_size=given.between,
-        num_hidden_layers=given.layers,
-        num_attention_heads=given.heads,
-        num_key_value_heads=given.kv_heads,
-        vocab_size=given.vocab,
+        hidden_size=args.hidden,
+        intermediate_size=args.between,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.kv_heads,
+        vocab_size=args.vocab,
         max_position_embeddings=1 << 17,
         attn_implementation="sdpa",
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=None,
     )
-    torch.manual_seed(given.seed)
-    with torch.device(given.device):
-        return LlamaForCausalLM(config).to(DTYPES[given.dtype]).eval()
+    torch.manual_seed(args.seed)
+    with torch.device(args.device):
+        return LlamaForCausalLM(config).to(DTYPES[args.dtype]).eval()
 
 
 class Way:
-    """One way to run the model; it is active inside ``taken``."""
+    """One way to run the model, inside the context manager ``active``."""
 
     def __init__(self, name: str, model: Any, rotary: Any, *, compiled: bool = False) -> None:
         self.name, self.model, self._rotary = name, model, rotary
         self.body = torch.compile(model.model) if compiled else model.model
 
     @contextmanager
-    def taken(self) -> Iterator[Way]:
+    def active(self) -> Iterator[Way]:
         """Install the rotary embedding of this way in the model's module until the block ends."""
         from transformers.models.llama import modeling_llama
 
@@ -73,8 +73,8 @@ class Way:
     @torch.no_grad()
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the last hidden states."""
-        found: torch.Tensor = self.body(ids, use_cache=False).last_hidden_state
-        return found
+        hidden: torch.Tensor = self.body(ids, use_cache=False).last_hidden_state
+        return hidden
 
     def both(self, ids: torch.Tensor, upstream: torch.Tensor) -> None:
         """Run forward and backward with new gradients."""
@@ -83,28 +83,28 @@ class Way:
 
 
 @contextmanager
-def ways(given: argparse.Namespace) -> Iterator[list[Way]]:
+def ways(args: argparse.Namespace) -> Iterator[list[Way]]:
     """Yield the ways that can run here; all have the same weights."""
     from transformers.models.llama import modeling_llama
 
-    stock, own = llama(given), getattr(modeling_llama, ROTARY)
-    found = [Way(STOCK, stock, own)]
-    if given.compile:
-        found.append(Way(COMPILED, copy.deepcopy(stock), own, compiled=True))
+    stock, own = llama(args), getattr(modeling_llama, ROTARY)
+    result = [Way(STOCK, stock, own)]
+    if args.compile:
+        result.append(Way(COMPILED, copy.deepcopy(stock), own, compiled=True))
     if find_spec("liger_kernel") is not None:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         other = copy.deepcopy(stock)
         options = {"rope": True, "swiglu": True, "rms_norm": True, "cross_entropy": False}
         apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, model=other, **options)
-        found.append(Way(LIGER, other, getattr(modeling_llama, ROTARY)))
+        result.append(Way(LIGER, other, getattr(modeling_llama, ROTARY)))
         setattr(modeling_llama, ROTARY, own)
     with ExitStack() as stack:
-        for name, compiled in ((OURS, False), (OURS_COMPILED, True))[: 1 + given.compile]:
+        for name, compiled in ((OURS, False), (OURS_COMPILED, True))[: 1 + args.compile]:
             ours = copy.deepcopy(stock)
             stack.enter_context(invariant(ours, strict=True))
-            found.append(Way(name, ours, getattr(modeling_llama, ROTARY), compiled=compiled))
-        yield found
+            result.append(Way(name, ours, getattr(modeling_llama, ROTARY), compiled=compiled))
+        yield result
 
 
 def decoding(way: Way, batch: int, keys: int) -> Callable[[], Any]:
@@ -134,97 +134,99 @@ def decoding(way: Way, batch: int, keys: int) -> Callable[[], Any]:
     return torch.no_grad()(lambda: step(keys - 1, keys))
 
 
-def prompts(given: argparse.Namespace) -> list[torch.Tensor]:
+def prompts(args: argparse.Namespace) -> list[torch.Tensor]:
     """Draw prompts of many lengths."""
-    generator = torch.Generator().manual_seed(given.seed + 3)
-    lengths = torch.randint(SHORTEST, given.longest, (given.prompts,), generator=generator).tolist()
-    return [torch.randint(1, given.vocab, (n,), generator=generator).to(given.device) for n in lengths]
+    generator = torch.Generator().manual_seed(args.seed + 3)
+    lengths = torch.randint(SHORTEST, args.longest, (args.prompts,), generator=generator).tolist()
+    return [torch.randint(1, args.vocab, (n,), generator=generator).to(args.device) for n in lengths]
 
 
-def padded(each: Sequence[torch.Tensor], *, left: bool) -> dict[str, torch.Tensor]:
+def padded(prompt_ids: Sequence[torch.Tensor], *, left: bool) -> dict[str, torch.Tensor]:
     """Return a batch of prompts that is padded on one side."""
-    width = max(map(len, each))
-    ids = each[0].new_zeros(len(each), width)
+    width = max(map(len, prompt_ids))
+    ids = prompt_ids[0].new_zeros(len(prompt_ids), width)
     mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(each):
+    for row, prompt in enumerate(prompt_ids):
         place = slice(width - len(prompt), width) if left else slice(len(prompt))
         ids[row, place], mask[row, place] = prompt, 1
     return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
 
 
-def packed(each: Sequence[torch.Tensor]) -> dict[str, Any]:
+def packed(prompt_ids: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Return prompts concatenated in one row, as DataCollatorWithFlattening does."""
-    lengths = torch.tensor([0, *map(len, each)], device=each[0].device)
+    lengths = torch.tensor([0, *map(len, prompt_ids)], device=prompt_ids[0].device)
     ends = lengths.cumsum(0).int()
-    positions = torch.cat([torch.arange(len(prompt), device=prompt.device) for prompt in each])
+    positions = torch.cat([torch.arange(len(prompt), device=prompt.device) for prompt in prompt_ids])
     most = int(lengths.max())
     limits = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": most, "max_length_k": most}
-    return {"input_ids": torch.cat(list(each))[None], "position_ids": positions[None], **limits}
+    return {"input_ids": torch.cat(list(prompt_ids))[None], "position_ids": positions[None], **limits}
 
 
 @torch.no_grad()
-def surroundings(way: Way, each: Sequence[torch.Tensor]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+def surroundings(way: Way, prompt_ids: Sequence[torch.Tensor]) -> Iterator[tuple[str, list[torch.Tensor]]]:
     """Yield the last hidden states of each prompt alone, then padded, packed, in chunks and decoded together."""
     from transformers import DynamicCache
 
     body = way.model.model
 
-    def hidden(**given: Any) -> torch.Tensor:
-        found: torch.Tensor = body(**given).last_hidden_state
-        return found
+    def hidden(**inputs: Any) -> torch.Tensor:
+        states: torch.Tensor = body(**inputs).last_hidden_state
+        return states
 
-    yield "alone", [hidden(input_ids=ids[None], use_cache=False)[0] for ids in each]
+    yield "alone", [hidden(input_ids=ids[None], use_cache=False)[0] for ids in prompt_ids]
     for side, left in (("left", True), ("right", False)):
-        batch = padded(each, left=left)
+        batch = padded(prompt_ids, left=left)
         out = hidden(**batch, use_cache=False)
         yield (
             f"padded on the {side}",
             [row[mask.bool()] for row, mask in zip(out, batch["attention_mask"], strict=True)],
         )
-    yield "packed", list(hidden(**packed(each), use_cache=False)[0].split([len(ids) for ids in each]))
+    yield "packed", list(hidden(**packed(prompt_ids), use_cache=False)[0].split([len(ids) for ids in prompt_ids]))
     chunks = []
-    for ids in each:
+    for ids in prompt_ids:
         cache = DynamicCache(config=body.config)
         parts = [hidden(input_ids=part[None], past_key_values=cache, use_cache=True)[0] for part in ids.split(CHUNK)]
         chunks.append(torch.cat(parts))
     yield f"in chunks of {CHUNK}, cached", chunks
-    yield "token by token, together, cached", _decoded(hidden, DynamicCache(config=body.config), each)
+    yield "token by token, together, cached", _decoded(hidden, DynamicCache(config=body.config), prompt_ids)
 
 
-def _decoded(hidden: Callable[..., torch.Tensor], cache: Any, each: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    batch = padded(each, left=False)["input_ids"][:, : max(DECODED, SHORTEST)]
+def _decoded(hidden: Callable[..., torch.Tensor], cache: Any, prompt_ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    batch = padded(prompt_ids, left=False)["input_ids"][:, : max(DECODED, SHORTEST)]
     out = [hidden(input_ids=batch[:, :SHORTEST], past_key_values=cache, use_cache=True)]
     out += [
         hidden(input_ids=batch[:, at : at + 1], past_key_values=cache, use_cache=True)
         for at in range(SHORTEST, batch.shape[1])
     ]
-    return [row[: len(ids)] for row, ids in zip(torch.cat(out, 1), each, strict=True)]
+    return [row[: len(ids)] for row, ids in zip(torch.cat(out, 1), prompt_ids, strict=True)]
 
 
 @torch.no_grad()
-def scores(way: Way, each: Sequence[torch.Tensor], hidden: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
+def scores(
+    way: Way, prompt_ids: Sequence[torch.Tensor], hidden: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, ...]]:
     """Return the logits of each prompt, and the log-probabilities of its own tokens."""
     head = way.model.lm_head
     sizes = [len(states) for states in hidden]
     logits = head(torch.cat(list(hidden))).split(sizes)
-    targets = torch.cat([ids.roll(-1)[:size] for ids, size in zip(each, sizes, strict=True)])
+    targets = torch.cat([ids.roll(-1)[:size] for ids, size in zip(prompt_ids, sizes, strict=True)])
     logps = head_logp(head, torch.cat(list(hidden)), targets).split(sizes)
     return list(zip(logits, logps, strict=True))
 
 
-def differing(way: Way, each: Sequence[torch.Tensor]) -> dict[str, dict[str, int]]:
+def differing(way: Way, prompt_ids: Sequence[torch.Tensor]) -> dict[str, dict[str, int]]:
     """Count, for each way of batching, elements of logits and log-probabilities that differ from the prompts alone."""
-    found, alone = {}, []
-    for name, hidden in surroundings(way, each):
-        scored = scores(way, each, hidden)
+    counts, alone = {}, []
+    for name, hidden in surroundings(way, prompt_ids):
+        scored = scores(way, prompt_ids, hidden)
         if name == "alone":
             alone = scored
         else:
-            found[name] = _counted(scored, alone)
-    whole, hidden = answered(way.model, each)
+            counts[name] = _counted(scored, alone)
+    whole, hidden = answered(way.model, prompt_ids)
     scored = scores(way, whole, hidden)
-    found["continuous batching"] = _counted(scored, scores(way, whole, next(surroundings(way, whole))[1]))
-    return found
+    counts["continuous batching"] = _counted(scored, scores(way, whole, next(surroundings(way, whole))[1]))
+    return counts
 
 
 def _counted(scored: Sequence[tuple[torch.Tensor, ...]], alone: Sequence[tuple[torch.Tensor, ...]]) -> dict[str, int]:
@@ -240,25 +242,25 @@ def _paired(counts: Sequence[int], elements: Sequence[int]) -> list[int]:
     return [value for pair in zip(counts, elements, strict=True) for value in pair]
 
 
-def gradients(way: Way, given: argparse.Namespace) -> dict[str, int]:
+def gradients(way: Way, args: argparse.Namespace) -> dict[str, int]:
     """Count the elements of parameters' gradients that differ between a packed and a padded batch."""
-    generator = torch.Generator().manual_seed(given.seed + 5)
-    each = [torch.randint(1, given.vocab, (n,), generator=generator).to(given.device) for n in PACKED]
-    above = [torch.randn(n, given.hidden, generator=generator).to(given.device, DTYPES[given.dtype]) for n in PACKED]
-    batch = padded(each, left=False)
-    upstream = torch.zeros(*batch["input_ids"].shape, given.hidden, device=given.device, dtype=DTYPES[given.dtype])
+    generator = torch.Generator().manual_seed(args.seed + 5)
+    sequences = [torch.randint(1, args.vocab, (n,), generator=generator).to(args.device) for n in PACKED]
+    above = [torch.randn(n, args.hidden, generator=generator).to(args.device, DTYPES[args.dtype]) for n in PACKED]
+    batch = padded(sequences, left=False)
+    upstream = torch.zeros(*batch["input_ids"].shape, args.hidden, device=args.device, dtype=DTYPES[args.dtype])
     for row, part in enumerate(above):
         upstream[row, : len(part)] = part
-    found = []
-    for inputs, grad in ((packed(each), torch.cat(above)[None]), (batch, upstream)):
+    gradients_by_batch = []
+    for inputs, grad in ((packed(sequences), torch.cat(above)[None]), (batch, upstream)):
         way.model.zero_grad(set_to_none=True)
         way.model.model(**inputs, use_cache=False).last_hidden_state.backward(grad)
         # Leave out the embedding, whose gradient is PyTorch's own.
         named = way.model.model.layers.named_parameters()
-        found.append({name: value.grad.clone() for name, value in named if value.grad is not None})
-    pairs = [(value, found[1][name]) for name, value in found[0].items()]
-    differ = sum(int((bits_of(one) != bits_of(two)).sum()) for one, two in pairs)
-    return {"differ": differ, "elements": sum(one.numel() for one, _ in pairs)}
+        gradients_by_batch.append({name: value.grad.clone() for name, value in named if value.grad is not None})
+    pairs = [(value, gradients_by_batch[1][name]) for name, value in gradients_by_batch[0].items()]
+    differ = sum(int((bits_of(value) != bits_of(other)).sum()) for value, other in pairs)
+    return {"differ": differ, "elements": sum(value.numel() for value, _ in pairs)}
 
 
 def layer_profile(way: Way, ids: torch.Tensor) -> dict[str, float]:
@@ -317,5 +319,5 @@ def generated(way: Way, tokens: int) -> Callable[[], Any]:
     """Return a call of ``generate`` that decodes one prompt greedily, in eager mode."""
     device = next(way.model.parameters()).device
     ids = torch.arange(1, 17, device=device)[None]
-    given = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    return lambda: way.model.generate(ids, attention_mask=torch.ones_like(ids), **given)
+    options = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    return lambda: way.model.generate(ids, attention_mask=torch.ones_like(ids), **options)

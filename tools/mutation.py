@@ -40,22 +40,22 @@ SECONDS = {"smoke": 300, "launches": 300, "cases": 900, "interpreted": 900, "oth
 
 def modules(packages: Sequence[str]) -> dict[str, Path]:
     """Return the modules of the operators that run at a call, by dotted name."""
-    found = {}
+    files = {}
     for package in packages:
         source = ROOT / "packages" / package / "src"
         for file in sorted(source.rglob("*.py")):
             parts = file.relative_to(source).with_suffix("").parts
             if "spec" not in parts and not parts[-1].startswith(NOT_AT_A_CALL):
-                found[".".join(parts)] = file
-    return found
+                files[".".join(parts)] = file
+    return files
 
 
 def stages(package: str, module: str, source: str) -> list[Stage]:
     """Return the tests that a mutant of this module is shown: those named after it, and the likeliest, come first."""
     tests = ROOT / "packages" / package / "tests"
     in_triton, in_cuda, in_native = (f".backends.{name}" in module for name in ("triton", "cuda", "native"))
-    left_out = "cuda" if in_triton else "triton" if in_cuda else "none"
-    files = [tests / name for name in LAUNCHES if (tests / name).exists() and left_out not in name]
+    other_backend = "cuda" if in_triton else "triton" if in_cuda else "none"
+    files = [tests / name for name in LAUNCHES if (tests / name).exists() and other_backend not in name]
     launches = [] if in_native else [_stage("launches", files, PLAIN)] if files else []
     cases = tests / "test_backends.py"
     if in_triton:
@@ -63,12 +63,20 @@ def stages(package: str, module: str, source: str) -> list[Stage]:
         return [interpreted, *launches] if "triton.jit" in source else [*launches, interpreted]
     if in_cuda:
         return launches
-    others = {*tests.glob("test_*.py")} - {*files, cases}
-    own = {file for file in others if module.rpartition(".")[2] in file.name}
-    others = {file for file in others - own if not any(word in file.name for word in ("bench", "far", "gpu"))}
-    first = [_stage("others", own, PLAIN)] if own else []
+    other_tests = {*tests.glob("test_*.py")} - {*files, cases}
+    named_after = {file for file in other_tests if module.rpartition(".")[2] in file.name}
+    other_tests = {
+        file for file in other_tests - named_after if not any(word in file.name for word in ("bench", "far", "gpu"))
+    }
+    first = [_stage("others", named_after, PLAIN)] if named_after else []
     smoke = Stage((*PYTEST, str(tests), "-m", "smoke", "-k", PLAIN), ONE, SECONDS["smoke"])
-    return [*first, smoke, _stage("cases", [cases], f"native and {CASES}"), *launches, _stage("others", others, PLAIN)]
+    return [
+        *first,
+        smoke,
+        _stage("cases", [cases], f"native and {CASES}"),
+        *launches,
+        _stage("others", other_tests, PLAIN),
+    ]
 
 
 def _stage(name: str, files: Iterable[Path], chosen: str, **environment: str) -> Stage:
@@ -77,7 +85,7 @@ def _stage(name: str, files: Iterable[Path], chosen: str, **environment: str) ->
 
 @cache
 def fails_alone(test: str, environment: tuple[tuple[str, str], ...], seconds: int) -> str:
-    """Return what a test fails on without a mutant; nothing if it passes."""
+    """Return the message of a test that fails without a mutant; "" if it passes."""
     verdict = judged("", None, [Stage((*PYTEST, str(ROOT / test)), dict(environment), seconds)])
     return "" if verdict.state == SURVIVED else f"{test}: {verdict.said}"
 
@@ -96,28 +104,28 @@ def verdict_of(module: str, edit: Edit, shown: Sequence[Stage]) -> Verdict:
 
 
 def entry(module: str, source: str, edit: Edit) -> dict[str, Any]:
-    """Return how a record and the list of equivalents name a mutant: not by a number of its line."""
+    """Return the name of a mutant in a record and in the list of equivalents; it has no line number."""
     code = source.splitlines()[edit.line - 1].strip()
     return {"module": module, "code": code, "kind": edit.kind, "old": edit.old, "new": edit.new}
 
 
-def known(found: dict[str, Any], equivalent: Sequence[dict[str, Any]]) -> bool:
-    """Say whether a mutant is listed as equivalent."""
-    return any(all(found[name] == each[name] for name in found) for each in equivalent)
+def known(mutant: dict[str, Any], equivalent: Sequence[dict[str, Any]]) -> bool:
+    """Return whether a mutant is listed as equivalent."""
+    return any(all(mutant[name] == listed[name] for name in mutant) for listed in equivalent)
 
 
-def run(given: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Draw and judge mutants until enough are valid; print each, and return the record's entries."""
-    files = modules(given.package)
+    files = modules(args.package)
     sources = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
     equivalent = json.loads(EQUIVALENT.read_text(encoding="utf-8"))
-    end = time.monotonic() + (given.seconds or float("inf"))
-    kept = recorded(given.json, given.seed)
+    end = time.monotonic() + (args.seconds or float("inf"))
+    caught_before = recorded(args.json, args.seed)
 
     def judge(drawn_one: tuple[dict[str, Any], str, Edit]) -> dict[str, Any] | None:
         mutant, name, edit = drawn_one
-        if json.dumps(mutant) in kept:
-            return kept[json.dumps(mutant)]
+        if json.dumps(mutant) in caught_before:
+            return caught_before[json.dumps(mutant)]
         if time.monotonic() > end:
             return None
         package = files[name].relative_to(ROOT / "packages").parts[0]
@@ -125,52 +133,55 @@ def run(given: argparse.Namespace) -> list[dict[str, Any]]:
         print(f"{verdict.state:9}{name}:{edit.line} {edit.kind}: {edit.old} -> {edit.new} [{verdict.said}]", flush=True)
         return {**mutant, "state": verdict.state, "where": verdict.where}
 
-    every = ((entry(name, sources[name], edit), name, edit) for name, edit in drawn(sources, given.seed))
-    left = (each for each in every if not known(each[0], equivalent))
-    found: list[dict[str, Any]] = []
-    with ThreadPoolExecutor(given.jobs) as pool:
-        while missing := given.count - sum(each["state"] != INVALID for each in found):
-            before = len(found)
-            for judgment in pool.map(judge, islice(left, missing)):
+    every = ((entry(name, sources[name], edit), name, edit) for name, edit in drawn(sources, args.seed))
+    candidates = (candidate for candidate in every if not known(candidate[0], equivalent))
+    judgments: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        while missing := args.count - sum(judgment["state"] != INVALID for judgment in judgments):
+            before = len(judgments)
+            for judgment in pool.map(judge, islice(candidates, missing)):
                 if judgment is None:
-                    return found
-                found.append(judgment)
-                if given.json:
-                    write(given.json, given.seed, found)
-            if len(found) == before:
+                    return judgments
+                judgments.append(judgment)
+                if args.json:
+                    write(args.json, args.seed, judgments)
+            if len(judgments) == before:
                 break
-    return found
+    return judgments
 
 
 def recorded(path: Path | None, seed: int) -> dict[str, dict[str, Any]]:
-    """Return what a record of this seed holds as caught, by the mutant's entry as JSON."""
+    """Return the mutants that a record of this seed has as caught, by the mutant's entry as JSON."""
     if path is None or not path.exists():
         return {}
     record = json.loads(path.read_text(encoding="utf-8"))
-    caught = [each for each in record["mutants"] if each["state"] != SURVIVED] if record["seed"] == seed else []
-    return {json.dumps({name: each[name] for name in each if name not in ("state", "where")}): each for each in caught}
+    caught = [mutant for mutant in record["mutants"] if mutant["state"] != SURVIVED] if record["seed"] == seed else []
+    return {
+        json.dumps({name: mutant[name] for name in mutant if name not in ("state", "where")}): mutant
+        for mutant in caught
+    }
 
 
-def write(path: Path, seed: int, found: Sequence[dict[str, Any]]) -> None:
+def write(path: Path, seed: int, judgments: Sequence[dict[str, Any]]) -> None:
     """Write the record, one mutant a line; those that crashed are counted alone."""
-    counts = Counter(each["state"] for each in found)
-    lines = ",\n".join(json.dumps(each) for each in found if each["state"] != INVALID)
+    counts = Counter(judgment["state"] for judgment in judgments)
+    lines = ",\n".join(json.dumps(judgment) for judgment in judgments if judgment["state"] != INVALID)
     path.write_text(f'{{"seed": {seed}, "counts": {json.dumps(counts)}, "mutants": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
     operators = sorted(file.parents[3].name for file in ROOT.glob("packages/*/src/rl_kernels/*/op.py"))
-    made = argparse.ArgumentParser(description="Draw mutants of the operators, and count those that the tests catch.")
-    made.add_argument("--seed", type=int, default=1, help="which mutants are drawn (default: 1)")
-    made.add_argument("--count", type=int, default=300, help="how many, those that crash not counted (default: 300)")
-    made.add_argument("--package", nargs="+", choices=operators, default=operators, metavar="NAME", help="default: all")
-    made.add_argument("--jobs", type=int, default=1, help="mutants that are judged at once (default: 1)")
-    made.add_argument("--seconds", type=float, metavar="S", help="end after so long (default: when all are judged)")
-    made.add_argument("--json", type=Path, metavar="FILE", help="the record to write, or to continue")
-    given = made.parse_args(argv)
-    found = run(given)
-    counts = Counter(each["state"] for each in found)
+    cli = argparse.ArgumentParser(description="Draw mutants of the operators, and count those that the tests catch.")
+    cli.add_argument("--seed", type=int, default=1, help="which mutants are drawn (default: 1)")
+    cli.add_argument("--count", type=int, default=300, help="how many, those that crash not counted (default: 300)")
+    cli.add_argument("--package", nargs="+", choices=operators, default=operators, metavar="NAME", help="default: all")
+    cli.add_argument("--jobs", type=int, default=1, help="mutants that are judged at once (default: 1)")
+    cli.add_argument("--seconds", type=float, metavar="S", help="end after so long (default: when all are judged)")
+    cli.add_argument("--json", type=Path, metavar="FILE", help="the record to write, or to continue")
+    args = cli.parse_args(argv)
+    judgments = run(args)
+    counts = Counter(judgment["state"] for judgment in judgments)
     valid = counts[CAUGHT] + counts[TIMEOUT] + counts[SURVIVED]
     score = (counts[CAUGHT] + counts[TIMEOUT]) / max(valid, 1)
     print(f"mutation score {score:.1%}: {valid} mutants, {', '.join(f'{n} {state}' for state, n in counts.items())}")

@@ -29,14 +29,14 @@ def make(name: str, operator: str, folder: Path) -> Path:
         raise ValueError(f"NAME: expected lower-case words joined by hyphens, got {name!r}")
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", operator):
         raise ValueError(f"--operator: expected lower-case words joined by underscores, got {operator!r}")
-    made = folder / name
-    if made.exists() or name in ("core", "lab", "models", "demo", "rl-kernels"):
+    package = folder / name
+    if package.exists() or name in ("core", "lab", "models", "demo", "rl-kernels"):
         raise ValueError(f"NAME: {name!r} is taken")
     for source in sorted(path for path in TEMPLATE.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
-        target = made / renamed(source.relative_to(TEMPLATE).as_posix(), name, operator)
+        target = package / renamed(source.relative_to(TEMPLATE).as_posix(), name, operator)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(renamed(source.read_text(encoding="utf-8"), name, operator), encoding="utf-8")
-    return made
+    return package
 
 
 def renamed(text: str, name: str, operator: str) -> str:
@@ -52,14 +52,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("name", metavar="NAME", help="lower-case words joined by hyphens, such as scaled-add")
     parser.add_argument("--operator", help="name of the operator (default: NAME with underscores)")
     parser.add_argument("--into", type=Path, default=ROOT / "packages", help="folder for the package")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     try:
-        operator = given.name.replace("-", "_") if given.operator is None else given.operator
-        made = make(given.name, operator, given.into)
+        operator = args.name.replace("-", "_") if args.operator is None else args.operator
+        package = make(args.name, operator, args.into)
     except ValueError as error:
         print(f"new_operator: {error}", file=sys.stderr)
         return 2
-    print(f"made {made}; next: nox -s 'tests({given.name})', then write its reference.py")
+    print(f"made {package}; next: nox -s 'tests({args.name})', then write its reference.py")
     return 0
 
 

@@ -17,12 +17,12 @@ def published() -> dict[str, dict[str, object]]:
     """Return distribution, aliases and functions of each installed operator."""
     operators = [kernel_registry.load(name) for name in kernel_registry.names()]
     return {
-        each.name: {
-            "distribution": each.distribution,
-            "aliases": list(each.aliases),
-            "functions": list(each.functions),
+        operator.name: {
+            "distribution": operator.distribution,
+            "aliases": list(operator.aliases),
+            "functions": list(operator.functions),
         }
-        for each in operators
+        for operator in operators
     }
 
 

@@ -32,7 +32,7 @@ VOCABULARIES = ((4096, 4096, 128256), (8192, 4096, 151936))
 
 
 class Timed(NamedTuple):
-    """Calls that take turns; ``differing``: how many numbers of ours differ from one GPU, None if not compared.
+    """Calls that take turns; ``differing``: number of our elements that differ from one GPU, None if not compared.
 
     Calls in ``eager_only`` are not captured in CUDA graphs.
     """
@@ -44,9 +44,9 @@ class Timed(NamedTuple):
     eager_only: tuple[str, ...] = ()
 
 
-def different(found: torch.Tensor, wanted: torch.Tensor) -> int:
-    """Return how many numbers differ in any bit."""
-    return int((bits_of(found) != bits_of(wanted)).sum())
+def different(result: torch.Tensor, expected: torch.Tensor) -> int:
+    """Return the number of elements that differ in any bit."""
+    return int((bits_of(result) != bits_of(expected)).sum())
 
 
 def drawn(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
@@ -84,7 +84,7 @@ def layers(group: ProcessGroup) -> Iterator[Timed]:
         for rows in ROWS:
             x = drawn(rows, inputs, seed=rows)
             part = x.chunk(size, 1)[rank].contiguous()
-            wanted = det_linear(x, weight, k_segments=8)
+            expected = det_linear(x, weight, k_segments=8)
 
             def summed(part: torch.Tensor = part, mine: torch.Tensor = mine) -> torch.Tensor:
                 out = F.linear(part, mine)
@@ -101,10 +101,10 @@ def layers(group: ProcessGroup) -> Iterator[Timed]:
                 return row_parallel_linear(part, mine, process_group=group, scatter_dim=dim, validate=False)
 
             calls = {OURS: lambda ours=ours: ours(None), "cuBLAS + NCCL": summed}
-            yield Timed(f"{name}, {rows} rows", calls, different(ours(None), wanted))
+            yield Timed(f"{name}, {rows} rows", calls, different(ours(None), expected))
             if rows % size == 0:
                 calls = {OURS: lambda ours=ours: ours(0), "cuBLAS + NCCL": scattered}
-                differing = different(ours(0), wanted.chunk(size)[rank])
+                differing = different(ours(0), expected.chunk(size)[rank])
                 yield Timed(f"{name}, {rows} rows, reduce-scatter", calls, differing)
 
 
@@ -122,9 +122,9 @@ def heads(group: ProcessGroup) -> Iterator[Timed]:
 
         def both(call: Callable[..., torch.Tensor], w: torch.Tensor, options: Any, hidden=hidden, ids=ids, up=upstream):
             h, w = hidden.detach().requires_grad_(), w.detach().requires_grad_()
-            found = call(h, w, ids, **options)
-            found.backward(up)
-            return found.detach(), h.grad, w.grad
+            logp = call(h, w, ids, **options)
+            logp.backward(up)
+            return logp.detach(), h.grad, w.grad
 
         def forward(call: Callable[..., torch.Tensor], w: torch.Tensor, options: Any, hidden=hidden, ids=ids):
             with torch.no_grad():
@@ -136,12 +136,12 @@ def heads(group: ProcessGroup) -> Iterator[Timed]:
         even, theirs = weight.chunk(size)[rank].clone(), _verl_logp(group)
 
         def ways(run, shard=shard, weight=weight, even=even, over=over, alone=alone, eager=eager, theirs=theirs):
-            found = {
+            calls = {
                 OURS: lambda: run(linear_logp, shard, over),
                 "one GPU": lambda: run(linear_logp, weight, alone),
                 "logits, PyTorch": lambda: run(cut_logits_logp, shard, eager),
             }
-            return found if theirs is None else {**found, VERL: lambda: run(theirs, even, {})}
+            return calls if theirs is None else {**calls, VERL: lambda: run(theirs, even, {})}
 
         logps = forward(linear_logp, shard, over)
         differing = different(logps, forward(linear_logp, weight, alone))
@@ -186,8 +186,8 @@ def cut_logits_logp(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, *, group: ProcessGroup, start: int
 ) -> torch.Tensor:
     """Return log-probs from logits of this rank's columns: largest, sum and selected logit are reduced by NCCL."""
-    found: torch.Tensor = _CutLogits.apply(hidden, weight, ids, group, start)
-    return found
+    logp: torch.Tensor = _CutLogits.apply(hidden, weight, ids, group, start)
+    return logp
 
 
 class _CutLogits(torch.autograd.Function):

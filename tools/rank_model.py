@@ -48,9 +48,9 @@ def _ids(step: int, vocab: int, rows: int = BATCH, length: int = LENGTH) -> torc
 
 def _fused(model: Any, ids: torch.Tensor) -> torch.Tensor:
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-    found = head_logp(model.lm_head, hidden[:, :-1], ids[:, 1:], validate=False)
-    assert isinstance(found, torch.Tensor)
-    return found
+    logp = head_logp(model.lm_head, hidden[:, :-1], ids[:, 1:], validate=False)
+    assert isinstance(logp, torch.Tensor)
+    return logp
 
 
 def _stock(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -111,10 +111,10 @@ def training(group: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     }
     expected: list[torch.Tensor] = []
     for name, (make, score, parts) in ways.items():
-        found, milliseconds, memory = _trained(make(), score, group, parts)
+        logps, milliseconds, memory = _trained(make(), score, group, parts)
         if not expected:
-            expected = found
-        differing = sum(different(a, b) for a, b in zip(found, expected, strict=True)) if parts == 1 else None
+            expected = logps
+        differing = sum(different(a, b) for a, b in zip(logps, expected, strict=True)) if parts == 1 else None
         yield name, {"ms": milliseconds, "peak_gib": memory, "differing": differing}
         torch.cuda.empty_cache()
 
@@ -122,7 +122,7 @@ def training(group: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 def _trained(model: Any, score: Any, group: Any, parts: int) -> tuple[list[torch.Tensor], float, float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=False)
     torch.cuda.reset_peak_memory_stats()
-    found, spent = [], []
+    logps_by_step, spent = [], []
     for step in range(STEPS):
         ids = _ids(step, WIDE["vocab_size"])
         if parts > 1:
@@ -138,9 +138,9 @@ def _trained(model: Any, score: Any, group: Any, parts: int) -> tuple[list[torch
         seconds = torch.tensor(time.perf_counter() - start, device="cuda")
         distributed.all_reduce(seconds, distributed.ReduceOp.MAX, group=group)
         spent.append(float(seconds))
-        found.append(logps.detach().flatten())
+        logps_by_step.append(logps.detach().flatten())
     # The first steps compile kernels.
-    return found, statistics.median(spent[2:]) * 1e3, torch.cuda.max_memory_allocated() / 2**30
+    return logps_by_step, statistics.median(spent[2:]) * 1e3, torch.cuda.max_memory_allocated() / 2**30
 
 
 def loop(group: Any) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -42,24 +42,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("parts", nargs="*", choices=[[], *TIMED, *MODELS], help="what to time (all)")
     parser.add_argument("--rounds", type=count(1), default=5, help="turns of each way (%(default)s)")
     parser.add_argument("--json", type=writable, help="file for the results")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     if "LOCAL_RANK" not in os.environ:
         parser.error("start it with torchrun --nproc-per-node 2 tools/ranks.py")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     group, leads = distributed.group.WORLD, distributed.get_rank() == 0
-    where = environment(torch.device("cuda"), PACKAGES) | {"ranks": str(distributed.get_world_size())}
-    where["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    record: dict[str, Any] = {"version": 1, "environment": where, "parts": {}}
+    machine = environment(torch.device("cuda"), PACKAGES) | {"ranks": str(distributed.get_world_size())}
+    machine["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    record: dict[str, Any] = {"version": 1, "environment": machine, "parts": {}}
     wrong = 0
-    for part in given.parts or [*TIMED, *MODELS]:
-        for name, found in _results(part, given.rounds, group):
-            wrong += found["differing"] or 0 if "stock" not in name else 0
-            record["parts"].setdefault(part, {})[name] = found
+    for part in args.parts or [*TIMED, *MODELS]:
+        for name, result in _results(part, args.rounds, group):
+            wrong += result["differing"] or 0 if "stock" not in name else 0
+            record["parts"].setdefault(part, {})[name] = result
             if leads:
-                print(_line(name, found), flush=True)
-                if given.json:
-                    write_json(given.json, record)
+                print(_line(name, result), flush=True)
+                if args.json:
+                    write_json(args.json, record)
     distributed.destroy_process_group()
     return 1 if wrong else 0
 
@@ -115,22 +115,22 @@ def _run(call: Callable[[], Any], times: int) -> float:
 
 
 def _slowest(seconds: float, group: ProcessGroup) -> float:
-    found = torch.tensor(seconds, device="cuda", dtype=torch.float64)
-    distributed.all_reduce(found, distributed.ReduceOp.MAX, group=group)
-    return float(found)
+    slowest = torch.tensor(seconds, device="cuda", dtype=torch.float64)
+    distributed.all_reduce(slowest, distributed.ReduceOp.MAX, group=group)
+    return float(slowest)
 
 
-def _line(name: str, found: dict[str, Any]) -> str:
-    if "eager" not in found:
-        return f"{name}: " + ", ".join(f"{key} {digits(value)}" for key, value in found.items() if value is not None)
+def _line(name: str, result: dict[str, Any]) -> str:
+    if "eager" not in result:
+        return f"{name}: " + ", ".join(f"{key} {digits(value)}" for key, value in result.items() if value is not None)
     parts = []
-    for way, times in (("eager", found["eager"]), ("graph", found["graph"])):
+    for way, times in (("eager", result["eager"]), ("graph", result["graph"])):
         ours = times[OURS]
-        each = ", ".join(
+        listed = ", ".join(
             f"{who} {digits(us)}" + (f" ({ours / us:.2f})" if who != OURS else "") for who, us in times.items()
         )
-        parts.append(f"{way} {each}")
-    bits = "" if found["differing"] is None else f"; {found['differing']} differ"
+        parts.append(f"{way} {listed}")
+    bits = "" if result["differing"] is None else f"; {result['differing']} differ"
     return f"{name}: {'; '.join(parts)}{bits}"
 
 

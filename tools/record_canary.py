@@ -20,29 +20,29 @@ from rl_kernels.core.registry import kernel_registry
 
 def merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the records of all documents, by operator and architecture; ``ValueError`` if two differ."""
-    found: dict[str, Any] = {}
+    by_operator: dict[str, Any] = {}
     for document in documents:
         for arch, operators in document.items():
             for name, backends in operators.items():
-                known = found.setdefault(name, {}).setdefault(arch, {})
+                known = by_operator.setdefault(name, {}).setdefault(arch, {})
                 for backend, dtypes in backends.items():
                     if backend == "native":
                         continue
                     if known.setdefault(backend, dtypes) != dtypes:
                         raise ValueError(f"{backend} of {name} on {arch}: the files have different bits")
-    return found
+    return by_operator
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the records; return the exit status."""
     parser = Parser("record_canary.py", __doc__ or "")
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     try:
-        found = merged([json.loads(file.read_text(encoding="utf-8")) for file in given.files])
+        records_by_operator = merged([json.loads(file.read_text(encoding="utf-8")) for file in args.files])
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    for name, records in found.items():
+    for name, records in records_by_operator.items():
         file = Path(str(files(kernel_registry.load(name).package) / "canary.json"))
         known = json.loads(file.read_text(encoding="utf-8"))
         write_json(file, {**known, **records})

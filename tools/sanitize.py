@@ -125,37 +125,37 @@ def make(operator: Operator, case: Case, inputs: Inputs, backend: str) -> None:
         torch.autograd.backward(attached, [torch.ones_like(value) for value in attached])
 
 
-def work(name: str, given: argparse.Namespace) -> int:
-    """Make a part of an operator's calls, or run the planted kernel; print how many calls there were."""
-    made = 0
+def work(name: str, args: argparse.Namespace) -> int:
+    """Make a part of an operator's calls, or run the planted kernel; print the number of calls."""
+    call_count = 0
     if name == PLANTED:
         import sanitize_planted
 
-        sanitize_planted.run(given.tool[0])
+        sanitize_planted.run(args.tool[0])
     else:
         operator = kernel_registry.load(name)
-        for dtype in given.dtype:
-            for label, case, inputs in islice(calls(operator, dtype, given.device), given.part, None, given.parts):
+        for dtype in args.dtype:
+            for label, case, inputs in islice(calls(operator, dtype, args.device), args.part, None, args.parts):
                 try:
-                    make(operator, case, inputs, given.backend)
+                    make(operator, case, inputs, args.backend)
                 except BackendUnavailable:
                     # Another backend takes this call, for example FP64 operands.
                     continue
                 except Exception as error:
                     raise RuntimeError(f"{name}, {dtype}, {label}") from error
-                made += 1
-    if given.device == "cuda":
+                call_count += 1
+    if args.device == "cuda":
         torch.cuda.synchronize()
-    print(f"calls made: {made}")
+    print(f"calls made: {call_count}")
     return 0
 
 
 class Sanitizer:
     """Runs this program again as a worker, with or without a tool."""
 
-    def __init__(self, program: str, given: argparse.Namespace) -> None:
+    def __init__(self, program: str, args: argparse.Namespace) -> None:
         self._program = program
-        self._given = given
+        self._args = args
         # Without caching each tensor is its own allocation, so that a tool sees accesses beyond it.
         self._environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
@@ -167,39 +167,41 @@ class Sanitizer:
     def prepare(self, operator: str, part: int) -> Result:
         """Run a worker without a tool, which compiles its kernels."""
         status, seconds, text = self._run([], "memcheck", operator, part)
-        made, output = _number(r"calls made: (\d+)", text) or 0, [] if status == 0 else _tail(text)
-        found = Result("none", operator, part, status == 0, made, None, status, seconds, output)
-        print(found.line(), flush=True)
-        return found
+        call_count, output = _number(r"calls made: (\d+)", text) or 0, [] if status == 0 else _tail(text)
+        result = Result("none", operator, part, status == 0, call_count, None, status, seconds, output)
+        print(result.line(), flush=True)
+        return result
 
     def check(self, tool: str, operator: str, part: int) -> Result:
         """Run a worker under a tool."""
         prefix = [self._program, "--tool", tool, "--target-processes", "application-only", "--report-api-errors", "no"]
         status, seconds, text = self._run([*prefix, *OPTIONS[tool]], tool, operator, part)
-        made, errors = _number(r"calls made: (\d+)", text), _number(TOOLS[tool], text)
-        passed = bool(errors) if operator == PLANTED else status == 0 and errors == 0 and bool(made)
-        found = Result(tool, operator, part, passed, made or 0, errors, status, seconds, [] if passed else _tail(text))
-        print(found.line(), flush=True)
-        return found
+        call_count, errors = _number(r"calls made: (\d+)", text), _number(TOOLS[tool], text)
+        passed = bool(errors) if operator == PLANTED else status == 0 and errors == 0 and bool(call_count)
+        result = Result(
+            tool, operator, part, passed, call_count or 0, errors, status, seconds, [] if passed else _tail(text)
+        )
+        print(result.line(), flush=True)
+        return result
 
     def _run(self, prefix: Sequence[str], tool: str, operator: str, part: int) -> tuple[int, float, str]:
-        given = self._given
-        worker = [sys.executable, __file__, "--work", operator, "--tool", tool, "--dtype", *given.dtype]
-        worker += ["--device", given.device, "--backend", given.backend]
-        worker += ["--part", str(part), "--parts", str(given.parts)]
+        args = self._args
+        worker = [sys.executable, __file__, "--work", operator, "--tool", tool, "--dtype", *args.dtype]
+        worker += ["--device", args.device, "--backend", args.backend]
+        worker += ["--part", str(part), "--parts", str(args.parts)]
         started = time.monotonic()
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
-            status = limited([*prefix, *worker], self._environment, given.timeout, output)
+            status = limited([*prefix, *worker], self._environment, args.timeout, output)
             output.seek(0)
             text = output.read()
         if status == TIMED_OUT:
-            text += f"\nended after {given.timeout} s\n"
+            text += f"\nended after {args.timeout} s\n"
         return status, round(time.monotonic() - started, 1), text
 
 
 def _number(pattern: str, text: str) -> int | None:
-    found = re.findall(pattern, text)
-    return int(found[-1]) if found else None
+    matches = re.findall(pattern, text)
+    return int(matches[-1]) if matches else None
 
 
 def _tail(text: str) -> list[str]:
@@ -210,76 +212,76 @@ def _tail(text: str) -> list[str]:
 
 def parser() -> Parser:
     """Return the parser of the command line."""
-    made = Parser("sanitize.py", "Run compute-sanitizer over the kernels of every operator.")
-    made.add_argument("--op", nargs="+", metavar="NAME", help="operators (default: all that have the backend)")
-    made.add_argument("--tool", nargs="+", choices=TOOLS, default=list(TOOLS))
-    made.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16", "fp32"])
-    made.add_argument("--self-test", action="store_true", help="run only the kernels with a planted fault")
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    made.add_argument("--sanitizer", default="compute-sanitizer", metavar="PROGRAM", help="default: compute-sanitizer")
-    made.add_argument("--timeout", type=count(1), default=240, metavar="S", help="seconds per process")
-    made.add_argument("--jobs", type=count(1), default=4, help="processes to run at once")
-    made.add_argument("--parts", type=count(1), default=4, help="processes that share an operator's calls")
-    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
-    made.add_argument("--backend", default="triton", help="default: triton")
-    made.add_argument("--work", metavar="NAME", help=argparse.SUPPRESS)
-    made.add_argument("--part", type=int, help=argparse.SUPPRESS)
-    return made
+    cli = Parser("sanitize.py", "Run compute-sanitizer over the kernels of every operator.")
+    cli.add_argument("--op", nargs="+", metavar="NAME", help="operators (default: all that have the backend)")
+    cli.add_argument("--tool", nargs="+", choices=TOOLS, default=list(TOOLS))
+    cli.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16", "fp32"])
+    cli.add_argument("--self-test", action="store_true", help="run only the kernels with a planted fault")
+    cli.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    cli.add_argument("--sanitizer", default="compute-sanitizer", metavar="PROGRAM", help="default: compute-sanitizer")
+    cli.add_argument("--timeout", type=count(1), default=240, metavar="S", help="seconds per process")
+    cli.add_argument("--jobs", type=count(1), default=4, help="processes to run at once")
+    cli.add_argument("--parts", type=count(1), default=4, help="processes that share an operator's calls")
+    cli.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
+    cli.add_argument("--backend", default="triton", help="default: triton")
+    cli.add_argument("--work", metavar="NAME", help=argparse.SUPPRESS)
+    cli.add_argument("--part", type=int, help=argparse.SUPPRESS)
+    return cli
 
 
-def chosen(given: argparse.Namespace) -> list[str]:
+def selected_operators(args: argparse.Namespace) -> list[str]:
     """Return the operators to check; an operator given by --op must have the backend."""
-    if given.self_test:
+    if args.self_test:
         return []
     having = [
         name
         for name in kernel_registry.names()
-        if given.backend in [backend.name for backend in kernel_registry.load(name).backends]
+        if args.backend in [backend.name for backend in kernel_registry.load(name).backends]
     ]
-    for name in given.op or ():
+    for name in args.op or ():
         if name not in having:
             raise ValueError(f"--op: expected one of {', '.join(having)}, got {name!r}")
-    return given.op or having
+    return args.op or having
 
 
-def check_all(sanitizer: Sanitizer, operators: Sequence[str], given: argparse.Namespace) -> list[Result]:
+def check_all(sanitizer: Sanitizer, operators: Sequence[str], args: argparse.Namespace) -> list[Result]:
     """Compile everything, then check it; a part that fails without a tool is not run under one."""
-    shares = [(name, part) for name in operators for part in range(given.parts)]
-    with ThreadPoolExecutor(given.jobs) as pool:
+    shares = [(name, part) for name in operators for part in range(args.parts)]
+    with ThreadPoolExecutor(args.jobs) as pool:
         prepared = list(pool.map(lambda share: sanitizer.prepare(*share), shares))
-        ready = [(found.operator, found.part) for found in prepared if found.passed]
-        checks = [(tool, *share) for share in (*ready, (PLANTED, 0)) for tool in given.tool]
+        ready = [(result.operator, result.part) for result in prepared if result.passed]
+        checks = [(tool, *share) for share in (*ready, (PLANTED, 0)) for tool in args.tool]
         checked = list(pool.map(lambda check: sanitizer.check(*check), checks))
-    return [found for found in prepared if not found.passed] + checked
+    return [result for result in prepared if not result.passed] + checked
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status: 1 if an error was found, or a planted fault was not."""
-    given = parser().parse_args(argv)
-    if given.work:
-        return work(given.work, given)
-    program = shutil.which(given.sanitizer)
+    args = parser().parse_args(argv)
+    if args.work:
+        return work(args.work, args)
+    program = shutil.which(args.sanitizer)
     if program is None:
-        parser().error(f"--sanitizer: no program {given.sanitizer!r} was found")
-    if given.device == "cuda" and not torch.cuda.is_available():
+        parser().error(f"--sanitizer: no program {args.sanitizer!r} was found")
+    if args.device == "cuda" and not torch.cuda.is_available():
         parser().error("needs a GPU, and torch sees none")
     try:
-        operators = chosen(given)
+        operators = selected_operators(args)
     except ValueError as error:
         parser().error(str(error))
-    sanitizer = Sanitizer(program, given)
-    results = check_all(sanitizer, operators, given)
-    passed = all(found.passed for found in results)
+    sanitizer = Sanitizer(program, args)
+    results = check_all(sanitizer, operators, args)
+    passed = all(result.passed for result in results)
     document: dict[str, Any] = {
         "sanitizer": sanitizer.version(),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if given.device == "cuda" else "cpu",
-        "dtypes": given.dtype,
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "dtypes": args.dtype,
         "passed": passed,
-        "results": [asdict(found) for found in results],
+        "results": [asdict(result) for result in results],
     }
-    if given.json:
-        write_json(given.json, document)
+    if args.json:
+        write_json(args.json, document)
     return 0 if passed else 1
 
 

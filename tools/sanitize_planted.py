@@ -33,8 +33,8 @@ def beyond_the_end(out):
 def race(out, CODE: tl.constexpr):
     """Read what the threads of another warp may not have written yet."""
     places = tl.arange(0, 128)
-    found = tl.inline_asm_elementwise(CODE, "=r,r", [places], dtype=tl.int32, is_pure=False, pack=1)
-    tl.store(out + places, found)
+    words = tl.inline_asm_elementwise(CODE, "=r,r", [places], dtype=tl.int32, is_pure=False, pack=1)
+    tl.store(out + places, words)
 
 
 @triton.jit

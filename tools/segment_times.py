@@ -42,26 +42,26 @@ def graph_of(call: Callable[[int], object], copies: int, repeats: int) -> torch.
 def times(m: int, n: int, k: int, gradient: bool) -> dict[str, float]:
     """Return microseconds of cuBLAS, and of det_gemm with each number of segments."""
     copies = max(1, min(16, round(FOOTPRINT / (2 * (n * k + m * k)))))
-    made = {"device": "cuda", "dtype": torch.bfloat16}
-    left = [torch.randn(m, k, **made) for _ in range(copies)]
-    weights = [torch.randn(*((k, n) if gradient else (n, k)), **made) * k**-0.5 for _ in range(copies)]
-    right = weights if gradient else [weight.t() for weight in weights]
-    calls: dict[str, Callable[[int], object]] = {"cuBLAS": lambda copy: left[copy] @ right[copy]}
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    lefts = [torch.randn(m, k, **options) for _ in range(copies)]
+    weights = [torch.randn(*((k, n) if gradient else (n, k)), **options) * k**-0.5 for _ in range(copies)]
+    rights = weights if gradient else [weight.t() for weight in weights]
+    calls: dict[str, Callable[[int], object]] = {"cuBLAS": lambda copy: lefts[copy] @ rights[copy]}
     for name, segments in SEGMENTS.items():
-        calls[name] = lambda copy, segments=segments: det_gemm(left[copy], right[copy], k_segments=segments)
+        calls[name] = lambda copy, segments=segments: det_gemm(lefts[copy], rights[copy], k_segments=segments)
     expected = max(2 * m * n * k / 6e14, 2 * n * k / 3e12)
     repeats = max(1, round(LEAST / expected / copies))
     graphs = [graph_of(call, copies, repeats) for call in calls.values()]
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    taken: list[list[float]] = [[] for _ in graphs]
+    spent: list[list[float]] = [[] for _ in graphs]
     for _ in range(ROUNDS):
-        for graph, found in zip(graphs, taken, strict=True):
+        for graph, microseconds in zip(graphs, spent, strict=True):
             begin.record()
             graph.replay()
             end.record()
             end.synchronize()
-            found.append(begin.elapsed_time(end) * 1e3 / (copies * repeats))
-    return {name: median(found) for name, found in zip(calls, taken, strict=True)}
+            microseconds.append(begin.elapsed_time(end) * 1e3 / (copies * repeats))
+    return {name: median(microseconds) for name, microseconds in zip(calls, spent, strict=True)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -70,17 +70,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=count(1), nargs="+", default=ROWS, help="M of the products")
     parser.add_argument("--gradient", action="store_true", help="the weight lies as for the gradient of the input")
     parser.add_argument("--json", type=writable, help="file for the results")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     record: dict[str, Any] = {"version": 1, "environment": environment(torch.device("cuda"), PACKAGES), "us": {}}
     for n, k in SHAPES:
-        for m in given.rows:
-            found = record["us"].setdefault(f"{n}x{k}", {})[str(m)] = times(m, n, k, given.gradient)
-            plain = found["plain"]
-            each = (f"{name} {digits(us)} ({us / plain:.2f})" for name, us in found.items())
-            print(f"{n}x{k}, M = {m}: {', '.join(each)}", flush=True)
+        for m in args.rows:
+            times_by_way = record["us"].setdefault(f"{n}x{k}", {})[str(m)] = times(m, n, k, args.gradient)
+            plain = times_by_way["plain"]
+            ratios = (f"{name} {digits(us)} ({us / plain:.2f})" for name, us in times_by_way.items())
+            print(f"{n}x{k}, M = {m}: {', '.join(ratios)}", flush=True)
             torch.cuda.empty_cache()
-    if given.json:
-        write_json(given.json, record)
+    if args.json:
+        write_json(args.json, record)
 
 
 if __name__ == "__main__":

@@ -42,22 +42,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("shard_times.py", __doc__)
     parser.add_argument("--rounds", type=count(1), default=5, help="turns of each call (%(default)s)")
     parser.add_argument("--json", type=writable, help="file for the results")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     record: dict[str, Any] = {"version": 1, "environment": environment(torch.device("cuda"), PACKAGES), "us": {}}
     wrong = 0
     for name, (outputs, inputs) in LAYERS.items():
         for rows in ROWS:
             calls, differing = layer(rows, outputs, inputs)
             wrong += differing
-            record["us"][f"{name}, {rows} rows"] = _kept(f"{name}, {rows} rows", calls, given.rounds)
+            record["us"][f"{name}, {rows} rows"] = _timed(f"{name}, {rows} rows", calls, args.rounds)
     for tokens, hidden, vocab in VOCABULARIES:
         calls, differing = head(tokens, hidden, vocab)
         wrong += differing
         label = f"linear_logp {tokens}x{hidden}x{vocab}"
-        record["us"][label] = _kept(label, calls, given.rounds)
+        record["us"][label] = _timed(label, calls, args.rounds)
     print(f"{wrong} numbers differ from one GPU")
-    if given.json:
-        write_json(given.json, {**record, "differing": wrong})
+    if args.json:
+        write_json(args.json, {**record, "differing": wrong})
     return 1 if wrong else 0
 
 
@@ -66,7 +66,7 @@ def layer(rows: int, outputs: int, inputs: int) -> tuple[dict[str, Callable[[], 
     x, weight = drawn(rows, inputs, seed=1), drawn(outputs, inputs, seed=2, scale=inputs**-0.5)
     backend = choose(products.OPERATOR, products.describe(x, weight.t())).name
     length, differing = segment_length(inputs, SEGMENTS), 0
-    wanted = det_linear(x, weight, k_segments=SEGMENTS)
+    expected = det_linear(x, weight, k_segments=SEGMENTS)
     calls: dict[str, Callable[[], Any]] = {
         "one GPU, plain": lambda: det_linear(x, weight),
         "one GPU": lambda: det_linear(x, weight, k_segments=SEGMENTS),
@@ -77,11 +77,11 @@ def layer(rows: int, outputs: int, inputs: int) -> tuple[dict[str, Callable[[], 
         def part(rank: int, own: int = own, size: int = size) -> torch.Tensor:
             mine = slice(rank * inputs // size, (rank + 1) * inputs // size)
             a, b = x[:, mine].contiguous(), weight[:, mine].contiguous()
-            found: torch.Tensor = products.ops["segmented"](a, b.t(), None, torch.float32, own, length, backend)
-            return found
+            partial: torch.Tensor = products.ops["segmented"](a, b.t(), None, torch.float32, own, length, backend)
+            return partial
 
         parts = torch.stack([part(rank) for rank in range(size)])
-        differing += different(total(parts, "tree", dtype=x.dtype), wanted)
+        differing += different(total(parts, "tree", dtype=x.dtype), expected)
         a, b = (value[:, : inputs // size].contiguous() for value in (x, weight))
         calls[f"{size} ranks, product"] = lambda a=a, b=b, own=own: products.ops["segmented"](
             a, b.t(), None, torch.float32, own, length, backend
@@ -98,8 +98,8 @@ def head(tokens: int, size: int, vocab: int) -> tuple[dict[str, Callable[[], Any
     ids = torch.randint(vocab, (tokens,), device="cuda", generator=torch.Generator("cuda").manual_seed(5))
     upstream, temperature = torch.randn(tokens, device="cuda"), torch.ones(())
     backend = choose(heads.OPERATOR, heads.describe(hidden, weight, ids, vocab_size=vocab)).name
-    given = (hidden, weight, ids, None, temperature, None, None)
-    logp, norm, _ = heads.ops["forward"](*given, 0, backend)
+    inputs = (hidden, weight, ids, None, temperature, None, None)
+    logp, norm, _ = heads.ops["forward"](*inputs, 0, backend)
     saved = (norm, None, None, upstream, None, None)
 
     def backward(shard: torch.Tensor, partial: bool) -> Callable[[], Any]:
@@ -107,7 +107,7 @@ def head(tokens: int, size: int, vocab: int) -> tuple[dict[str, Callable[[], Any
         return lambda: heads.ops["backward"](*inputs, *saved, 0, vocab, SEGMENTS, partial, 256, NEEDED, None, backend)
 
     calls: dict[str, Callable[[], Any]] = {
-        "one GPU, forward": lambda: heads.ops["forward"](*given, 0, backend),
+        "one GPU, forward": lambda: heads.ops["forward"](*inputs, 0, backend),
         "one GPU, backward": backward(weight, False),
     }
     differing = 0
@@ -117,8 +117,8 @@ def head(tokens: int, size: int, vocab: int) -> tuple[dict[str, Callable[[], Any
         def states(rank: int, spans: Any = spans, units: int = units) -> torch.Tensor:
             start, stop = spans[rank]
             inputs = (hidden, weight[start:stop], ids, None, temperature, None, None)
-            found: torch.Tensor = heads.ops["states"](*inputs, start, units, False, 0, backend)[0]
-            return found
+            shard_states: torch.Tensor = heads.ops["states"](*inputs, start, units, False, 0, backend)[0]
+            return shard_states
 
         gathered = torch.stack([states(rank) for rank in range(ranks)])
         merge = lambda g=gathered: heads.ops["finish"](g, ids, temperature, None, vocab, False, backend)  # noqa: E731
@@ -129,11 +129,11 @@ def head(tokens: int, size: int, vocab: int) -> tuple[dict[str, Callable[[], Any
     return calls, differing
 
 
-def _kept(name: str, calls: Mapping[str, Callable[[], Any]], rounds: int) -> Times:
-    found = _in_turn(calls, rounds)
-    print(f"{name}: " + ", ".join(f"{each} {digits(us)}" for each, us in found.items()), flush=True)
+def _timed(name: str, calls: Mapping[str, Callable[[], Any]], rounds: int) -> Times:
+    microseconds = _in_turn(calls, rounds)
+    print(f"{name}: " + ", ".join(f"{label} {digits(us)}" for label, us in microseconds.items()), flush=True)
     torch.cuda.empty_cache()
-    return found
+    return microseconds
 
 
 def _in_turn(calls: Mapping[str, Callable[[], Any]], rounds: int) -> Times:

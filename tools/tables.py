@@ -47,10 +47,10 @@ class Section(NamedTuple):
 
     def text(self, root: Path) -> str:
         """Return the tables, by the name of their file."""
-        found = []
+        texts = []
         for file in sorted((root / RESULTS).glob(self.files)):
-            found += [self.table(self.read(file)), self.picture.format(file=file.stem)]
-        return filled(list(filter(None, found)))
+            texts += [self.table(self.read(file)), self.picture.format(file=file.stem)]
+        return filled(list(filter(None, texts)))
 
 
 TWINS = "![Both twins, step by step]({file}.svg)"
@@ -83,18 +83,18 @@ SECTIONS = (
 
 def pages(root: Path) -> dict[str, dict[str, str]]:
     """Return what stands between the markers of each page."""
-    found: dict[str, dict[str, str]] = {}
+    bodies: dict[str, dict[str, str]] = {}
     packages = {}
     for folder in sorted(file.parents[4] for file in root.glob("packages/*/src/rl_kernels/*/spec/bench.py")):
         home = f"packages/{folder.name}"
         results = {file.stem: read(file) for file in sorted(folder.glob("benchmarks/results/*.json"))}
         packages[folder.name] = results
-        found[f"{home}/README.md"] = {"bench summary": operators.readme_table(results)}
+        bodies[f"{home}/README.md"] = {"bench summary": operators.readme_table(results)}
         page = operators.benchmark_page(results, f"{home}/benchmarks/results")
-        found[f"{home}/benchmarks/README.md"] = {"bench results": page}
+        bodies[f"{home}/benchmarks/README.md"] = {"bench results": page}
     for section in SECTIONS:
-        found.setdefault(section.page, {})[section.name] = section.text(root)
-    return found | {page: {"summary": front_table(root / RESULTS, packages)} for page in FRONT}
+        bodies.setdefault(section.page, {})[section.name] = section.text(root)
+    return bodies | {page: {"summary": front_table(root / RESULTS, packages)} for page in FRONT}
 
 
 def pictures(root: Path) -> Iterator[tuple[Path, Callable[[Path], None]]]:
@@ -121,21 +121,21 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write the committed results into the docs.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is not up to date")
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree (default: this one)")
-    given = parser.parse_args(argv)
-    root = given.root
+    args = parser.parse_args(argv)
+    root = args.root
     try:
-        wanted = {root / page: replaced(root, page, bodies) for page, bodies in pages(root).items()}
+        texts = {root / page: replaced(root, page, bodies) for page, bodies in pages(root).items()}
     except (OSError, ValueError) as error:
         print(f"tables: {error}", file=sys.stderr)
         return 1
-    if given.check:
-        stale = [page for page, text in wanted.items() if page.read_text(encoding="utf-8") != text]
+    if args.check:
+        stale = [page for page, body in texts.items() if page.read_text(encoding="utf-8") != body]
         stale += [picture for picture, _ in pictures(root) if not picture.exists()]
         for page in stale:
             print(f"{page.relative_to(root)} is not up to date: python tools/tables.py", file=sys.stderr)
         return 1 if stale else 0
-    for page, text in wanted.items():
-        page.write_text(text, encoding="utf-8")
+    for page, body in texts.items():
+        page.write_text(body, encoding="utf-8")
     for path, draw in pictures(root):
         draw(path)
     return 0

@@ -40,7 +40,7 @@ def trainer_of(loss_type: str, level: str = "token", **options: Any) -> Any:
     if loss_type == "cispo":
         args.epsilon_high = 1.3
     trainer = GRPOTrainer.__new__(GRPOTrainer)
-    made = {
+    attributes = {
         "args": args,
         "model": SimpleNamespace(training=True),
         "accelerator": SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
@@ -60,7 +60,7 @@ def trainer_of(loss_type: str, level: str = "token", **options: Any) -> Any:
         "_metrics": defaultdict(lambda: defaultdict(list)),
         "_get_per_token_logps_and_entropies": lambda model, *_, **__: (model, torch.zeros_like(model), None),
     }
-    vars(trainer).update(made)
+    vars(trainer).update(attributes)
     return trainer
 
 
@@ -85,9 +85,9 @@ def batch_of(dtype: torch.dtype, ratio: str | None = None, seed: int = 1) -> tup
         "num_items_in_batch": torch.tensor(457),
     }
     if ratio is not None:
-        found = normal(BATCH, LENGTH if ratio == "token" else 1, scale=0.2).exp()
-        inputs["importance_sampling_ratio"] = torch.where(inputs["completion_mask"].bool(), found, 1.0)[
-            :, : found.shape[1]
+        ratios = normal(BATCH, LENGTH if ratio == "token" else 1, scale=0.2).exp()
+        inputs["importance_sampling_ratio"] = torch.where(inputs["completion_mask"].bool(), ratios, 1.0)[
+            :, : ratios.shape[1]
         ]
     return current, inputs
 
@@ -134,17 +134,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure the largest differences by type, print them, and write them if asked."""
     parser = Parser("trl_objectives.py", __doc__.splitlines()[0])
     parser.add_argument("--json", type=writable, metavar="FILE", help="also write the results as JSON")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     types: dict[str, dict[str, Any]] = {}
     for loss_type in TYPES:
         mine = [cell for cell in cells() if cell[0] == loss_type]
         types[loss_type] = {"cells": len(mine)}
         for name, dtype in {"fp64": torch.float64, "fp32": torch.float32}.items():
-            found = [difference(*cell, dtype) for cell in mine]
-            types[loss_type][name] = [max(values) for values in zip(*found, strict=True)]
+            differences = [difference(*cell, dtype) for cell in mine]
+            types[loss_type][name] = [max(values) for values in zip(*differences, strict=True)]
         print(loss_type, types[loss_type], flush=True)
-    if given.json:
-        write_json(given.json, {"environment": environment(torch.device("cpu"), ("trl",)), "types": types})
+    if args.json:
+        write_json(args.json, {"environment": environment(torch.device("cpu"), ("trl",)), "types": types})
 
 
 if __name__ == "__main__":

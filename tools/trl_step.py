@@ -68,9 +68,9 @@ class Watched:
 
     def _sampled(self, inputs: Any) -> Any:
         start = self._now()
-        found = self._generate(inputs)
+        samples = self._generate(inputs)
         self.rollouts.append(self._now() - start)
-        return found
+        return samples
 
     def _of_batch(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         if not self.batch:
@@ -81,18 +81,18 @@ class Watched:
             torch.cuda.reset_peak_memory_stats()
             self._base = torch.cuda.memory_allocated()
         self._start = self._now()
-        found: torch.Tensor = self._loss(model, inputs)
-        return found
+        loss: torch.Tensor = self._loss(model, inputs)
+        return loss
 
-    def _stepped(self, *args: Any) -> Any:
-        found = self._step(*args)
+    def _stepped(self, *arguments: Any) -> Any:
+        loss = self._step(*arguments)
         self.updates.append(self._now() - self._start)
         if self.device.type == "cuda":
             self.extra.append((torch.cuda.max_memory_allocated() - self._base) / 2**20)
-        return found
+        return loss
 
     def _differing(self, model: Any, inputs: dict[str, Any], forward: Callable[..., Any]) -> tuple[int, int]:
-        """Return how many tokens of a batch have scores that differ in bits from the record, and how many there are."""
+        """Return the number of tokens of a batch whose scores differ in bits from the record, and of all its tokens."""
         mask = inputs["completion_mask"].bool()
         ids = torch.cat((inputs["prompt_ids"], inputs["completion_ids"]), 1)
         attention = torch.cat((inputs["prompt_mask"], inputs["completion_mask"]), 1)
@@ -111,7 +111,7 @@ class Watched:
         return time.perf_counter()
 
     def fits(self, groups: int, samples: int) -> bool:
-        """Say whether an update of ``groups`` fits into memory twice in a row; free its memory."""
+        """Return whether an update of ``groups`` fits into memory twice in a row; free its memory."""
         fitted = self._attempt(groups * samples)
         gc.collect()
         torch.cuda.empty_cache()
@@ -133,7 +133,7 @@ def _is_rows(x: object, rows: int) -> bool:
     return isinstance(x, torch.Tensor) and x.ndim > 0 and len(x) == rows
 
 
-def trainer_of(given: argparse.Namespace, folder: Path) -> Any:
+def trainer_of(args: argparse.Namespace, folder: Path) -> Any:
     """Return TRL's trainer of a Llama with random weights."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -145,31 +145,31 @@ def trainer_of(given: argparse.Namespace, folder: Path) -> Any:
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>")
     config = LlamaConfig(
-        vocab_size=given.vocab,
-        hidden_size=given.hidden,
-        intermediate_size=given.between,
-        num_hidden_layers=given.layers,
-        num_attention_heads=given.heads,
-        num_key_value_heads=given.kv_heads,
+        vocab_size=args.vocab,
+        hidden_size=args.hidden,
+        intermediate_size=args.between,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.kv_heads,
         bos_token_id=None,
         eos_token_id=0,
         pad_token_id=1,
     )
-    torch.manual_seed(given.seed)
-    dtype = torch.bfloat16 if given.dtype == "bf16" else torch.float32
-    with torch.device(given.device):
+    torch.manual_seed(args.seed)
+    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
+    with torch.device(args.device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     options = GRPOConfig(
         output_dir=str(folder),
-        max_steps=given.steps,
-        per_device_train_batch_size=given.groups * given.samples,
-        num_generations=given.samples,
-        max_completion_length=given.tokens,
+        max_steps=args.steps,
+        per_device_train_batch_size=args.groups * args.samples,
+        num_generations=args.samples,
+        max_completion_length=args.tokens,
         optim="sgd",
         learning_rate=1e-4,
-        bf16=given.dtype != "fp32",
-        use_cpu=given.device == "cpu",
-        seed=given.seed,
+        bf16=args.dtype != "fp32",
+        use_cpu=args.device == "cpu",
+        seed=args.seed,
         shuffle_dataset=False,
         save_strategy="no",
         report_to=[],
@@ -177,67 +177,70 @@ def trainer_of(given: argparse.Namespace, folder: Path) -> Any:
         logging_steps=10**6,
     )
     # Prompts are padded on the left so that all batches have one shape, because TRL compiles per shape.
-    lengths = [max(given.prompt // (1 + i % given.groups), 1) for i in range(given.groups * given.steps)]
+    lengths = [max(args.prompt // (1 + i % args.groups), 1) for i in range(args.groups * args.steps)]
     prompts = [" ".join(f"w{(7 * i + j) % WORDS}" for j in range(length)) for i, length in enumerate(lengths)]
 
     def reward(completions: list[str], **_: Any) -> list[float]:
-        return [i % given.samples / given.samples for i in range(len(completions))]
+        return [i % args.samples / args.samples for i in range(len(completions))]
 
     data = Dataset.from_dict({"prompt": prompts})
     return GRPOTrainer(model, reward, options, train_dataset=data, processing_class=tokenizer)
 
 
-def trained(given: argparse.Namespace, options: dict[str, bool] | None, *, last: bool) -> dict[str, Any]:
+def trained(args: argparse.Namespace, options: dict[str, bool] | None, *, last: bool) -> dict[str, Any]:
     """Train in one way; return times, memory and counts, and in the last round the largest batch."""
     with tempfile.TemporaryDirectory() as folder:
-        watched = Watched(trainer_of(given, Path(folder)), options)
+        watched = Watched(trainer_of(args, Path(folder)), options)
         watched.trainer.train()
-        sought = last and given.device == "cuda" and given.limit_gib
-        most = largest_batch(watched, given) if sought else None
+        sought = last and args.device == "cuda" and args.limit_gib
+        largest_fitting = largest_batch(watched, args) if sought else None
     return {
         "rollout_ms": [1e3 * seconds for seconds in watched.rollouts[2:]],
         "update_ms": [1e3 * seconds for seconds in watched.updates[2:]],
         "extra_mib": watched.extra[2:],
         "differing": watched.counts,
-        "largest": most,
+        "largest": largest_fitting,
     }
 
 
-def largest_batch(watched: Watched, given: argparse.Namespace) -> int:
+def largest_batch(watched: Watched, args: argparse.Namespace) -> int:
     """Return the sequences of the largest batch whose update fits under the memory limit."""
     watched.trainer.model.train()
     torch.cuda.empty_cache()
-    share = given.limit_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory
+    share = args.limit_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(share)
     try:
-        return given.samples * largest(lambda groups: watched.fits(groups, given.samples))
+        return args.samples * largest(lambda groups: watched.fits(groups, args.samples))
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def measured(given: argparse.Namespace) -> dict[str, Any]:
+def measured(args: argparse.Namespace) -> dict[str, Any]:
     """Train in every way, in turn; return the medians over all rounds, and the rest from the last."""
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in WAYS}
-    for number in range(given.rounds):
+    for number in range(args.rounds):
         for name, options in WAYS.items():
-            rounds[name].append(trained(given, options, last=number == given.rounds - 1))
+            rounds[name].append(trained(args, options, last=number == args.rounds - 1))
             gc.collect()
-            if given.device == "cuda":
+            if args.device == "cuda":
                 torch.cuda.empty_cache()
-    found = {}
-    for name, each in rounds.items():
-        pooled = {key: [x for one in each for x in one[key]] for key in ("rollout_ms", "update_ms", "extra_mib")}
+    results = {}
+    for name, records in rounds.items():
+        pooled = {
+            key: [x for record in records for x in record[key]] for key in ("rollout_ms", "update_ms", "extra_mib")
+        }
         medians = {key: statistics.median(values) if values else None for key, values in pooled.items()}
-        found[name] = medians | {key: each[-1][key] for key in ("largest", "differing")}
-    return found
+        results[name] = medians | {key: records[-1][key] for key in ("largest", "differing")}
+    return results
 
 
 def show(document: dict[str, Any]) -> None:
     """Print the results and the environment."""
-    given, ways = document["settings"], document["ways"]
-    print(f"Llama with random weights: {given['layers']} layers, hidden {given['hidden']}, vocabulary {given['vocab']}")
-    sequences = f"{given['groups']} groups of {given['samples']}"
-    print(f"{sequences}, prompts of up to {given['prompt']} tokens, completions of {given['tokens']}, {given['dtype']}")
+    settings, ways = document["settings"], document["ways"]
+    sizes = f"{settings['layers']} layers, hidden {settings['hidden']}, vocabulary {settings['vocab']}"
+    print(f"Llama with random weights: {sizes}")
+    sequences = f"{settings['groups']} groups of {settings['samples']}, prompts of up to {settings['prompt']} tokens"
+    print(f"{sequences}, completions of {settings['tokens']}, {settings['dtype']}")
     print("ran on " + ", ".join(f"{name} {value}" for name, value in document["environment"].items()))
     for scorer, (differing, tokens) in ways[SCORED]["differing"].items():
         print(f"scored by {scorer}, the model as it comes: {differing:,} of {tokens:,} tokens differ from the rollout")
@@ -247,7 +250,7 @@ def show(document: dict[str, Any]) -> None:
     for i, name in enumerate(("", *ways)):
         table.add_column(name, justify="right" if i else "left", no_wrap=True)
     labels = {"rollout_ms": "rollout, ms", "update_ms": "update, ms", "extra_mib": "update, peak extra MiB"}
-    labels["largest"] = f"sequences that fit in {given['limit_gib']:g} GiB"
+    labels["largest"] = f"sequences that fit in {settings['limit_gib']:g} GiB"
     for key, label in labels.items():
         values = [way[key] for way in ways.values()]
         table.add_row(
@@ -258,43 +261,43 @@ def show(document: dict[str, Any]) -> None:
 
 def parser() -> Parser:
     """Return the parser of the command line."""
-    made = Parser("trl_step.py", "Time a GRPO step of TRL, unchanged and on the operators, and compare bits.")
+    cli = Parser("trl_step.py", "Time a GRPO step of TRL, unchanged and on the operators, and compare bits.")
     sizes = {"layers": 4, "hidden": 4096, "between": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256}
     sizes |= {"groups": 2, "samples": 8, "prompt": 128, "tokens": 256}
     for name, default in sizes.items():
         option = f"--{name.replace('_', '-')}"
-        made.add_argument(option, type=count(1), default=default, metavar="N", help=f"default: {default}")
-    made.add_argument("--steps", type=count(3), default=6, metavar="N", help="default: 6")
-    made.add_argument("--rounds", type=count(1), default=3, metavar="N", help="rounds of training (default: 3)")
+        cli.add_argument(option, type=count(1), default=default, metavar="N", help=f"default: {default}")
+    cli.add_argument("--steps", type=count(3), default=6, metavar="N", help="default: 6")
+    cli.add_argument("--rounds", type=count(1), default=3, metavar="N", help="rounds of training (default: 3)")
     kinds = "autocast: weights in FP32 under BF16 autocast, as TRL loads a model by its name (default: bf16)"
-    made.add_argument("--dtype", choices=("bf16", "autocast", "fp32"), default="bf16", help=kinds)
-    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
-    made.add_argument("--seed", type=count(0), default=0, metavar="N", help="default: 0")
+    cli.add_argument("--dtype", choices=("bf16", "autocast", "fp32"), default="bf16", help=kinds)
+    cli.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
+    cli.add_argument("--seed", type=count(0), default=0, metavar="N", help="default: 0")
     most = "memory limit for the search of the largest batch; 0: no search (default: 40)"
-    made.add_argument("--limit-gib", type=limit, default=40.0, metavar="GIB", help=most)
-    made.add_argument("--json", type=writable, metavar="FILE", help="also write the results as JSON")
-    return made
+    cli.add_argument("--limit-gib", type=limit, default=40.0, metavar="GIB", help=most)
+    cli.add_argument("--json", type=writable, metavar="FILE", help="also write the results as JSON")
+    return cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status: 1 if a bit of the invariant way differs."""
-    asked = parser()
-    given = asked.parse_args(argv)
+    cli = parser()
+    args = cli.parse_args(argv)
     for name in ("trl", "transformers", "datasets"):
         if find_spec(name) is None:
-            asked.error(f"{name} is not installed: pip install {name}")
-    if given.device == "cuda" and not torch.cuda.is_available():
-        asked.error("--device: this PyTorch sees no GPU")
-    if given.device == "cuda":
+            cli.error(f"{name} is not installed: pip install {name}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        cli.error("--device: this PyTorch sees no GPU")
+    if args.device == "cuda":
         there = torch.cuda.get_device_properties(0).total_memory / 2**30
-        if given.limit_gib > there:
-            asked.error(f"--limit-gib: expected at most the {there:.1f} GiB of this GPU, got {given.limit_gib:g}")
-    ways = measured(given)
-    settings = {name: value for name, value in vars(given).items() if name != "json"}
-    where = environment(torch.device(given.device), PACKAGES)
-    document = {"version": 1, "environment": where, "settings": settings, "ways": ways}
-    if given.json is not None:
-        write_json(given.json, document)
+        if args.limit_gib > there:
+            cli.error(f"--limit-gib: expected at most the {there:.1f} GiB of this GPU, got {args.limit_gib:g}")
+    ways = measured(args)
+    settings = {name: value for name, value in vars(args).items() if name != "json"}
+    machine = environment(torch.device(args.device), PACKAGES)
+    document = {"version": 1, "environment": machine, "settings": settings, "ways": ways}
+    if args.json is not None:
+        write_json(args.json, document)
     show(document)
     return int(ways[ALIGNED]["differing"][SCORED][0] > 0)
 

@@ -70,14 +70,14 @@ CUDA = (
     ),
 )
 CACHE = 128 << 20
-"""Least bytes of weights to cycle through, so that they are not in the cache."""
+"""Smallest number of bytes of weights to cycle through, so that they are not in the cache."""
 SHARED = 227 << 10
 """Bytes of shared memory of a multiprocessor."""
 LEAST = 3.0
-"""Least microseconds of a wave outside its steps; the measured difference is too small if two waves overlap."""
+"""Lower bound, in microseconds, of a wave outside its steps: the measured difference is too small if waves overlap."""
 PACKAGES = ("rl-kernels-core",)
 CHOSEN = "chosen"
-"""The schedule that the table chooses, timed as one more."""
+"""Label of the schedule that the table chooses, which is timed too."""
 LENGTHS = (2048, 8192)
 REPEATS = 9
 WAVES = 2
@@ -86,7 +86,7 @@ CUDA_WAVES = 4
 
 
 def resident(schedule: Schedule) -> int:
-    """Return how many programs fit on a multiprocessor: by shared memory, and by 64 Ki registers."""
+    """Return the number of programs that fit on a multiprocessor: by shared memory, and by 64 Ki registers."""
     if schedule.persistent:
         return 1
     loads = (schedule.rows + schedule.columns) * schedule.inner * 2 * schedule.stages + 1024
@@ -175,10 +175,10 @@ def cuda_entry(schedule: CudaSchedule) -> dict[str, object]:
 
 def sizes(text: str) -> list[tuple[int, ...]]:
     """Parse M, N and K of products: an argument type."""
-    found = [tuple(map(int, word.split("x"))) for word in text.split(",")]
-    if any(len(each) != 3 or min(each) < 1 for each in found):
+    products = [tuple(map(int, word.split("x"))) for word in text.split(",")]
+    if any(len(product) != 3 or min(product) < 1 for product in products):
         raise ValueError(text)
-    return found
+    return products
 
 
 def beside(m: int, n: int, k: int, columns: bool, cuda: bool) -> tuple[float, dict[str, float]]:
@@ -220,13 +220,13 @@ def beside(m: int, n: int, k: int, columns: bool, cuda: bool) -> tuple[float, di
 
 
 def compare(products: Sequence[tuple[int, int, int]], cuda: bool, file: Path | None) -> None:
-    """Print, and write to a file if one is given, how fast the schedules of these products are."""
+    """Print the speeds of the schedules of these products, and write them to a file if one is given."""
     document: dict[str, Any] = {"version": 1, "environment": environment(torch.device("cuda"), PACKAGES)}
     document |= {"kernel": "cuda" if cuda else "triton", "products": []}
     for (m, n, k), (name, columns) in itertools.product(products, (("forward", True), ("dA", False))):
         us, shares = beside(m, *((n, k) if columns else (k, n)), columns, cuda)
-        each = ", ".join(f"{share:.3f} {schedule}" for schedule, share in shares.items())
-        print(f"{name} {m}x{n}x{k}: cuBLAS {us:.1f} us; {each}", flush=True)
+        listed = ", ".join(f"{share:.3f} {schedule}" for schedule, share in shares.items())
+        print(f"{name} {m}x{n}x{k}: cuBLAS {us:.1f} us; {listed}", flush=True)
         document["products"].append({"pass": name, "sizes": [m, n, k], "cuBLAS, us": us, "shares": shares})
         if file is not None:
             write_json(file, document)
@@ -239,22 +239,22 @@ def main() -> None:
     parser.add_argument("--beside", type=sizes, default=[], metavar="MxNxK,...", help="print times relative to cuBLAS")
     parser.add_argument("--json", type=writable, metavar="FILE", help="with --beside: also write the shares")
     parser.add_argument("--cuda", action="store_true", help="tune core's CUDA product, not its Triton one")
-    given = parser.parse_args()
-    if bool(given.beside) == bool(given.file):
+    args = parser.parse_args()
+    if bool(args.beside) == bool(args.file):
         parser.error("give FILE, or --beside with products to time")
-    if given.json is not None and not given.beside:
+    if args.json is not None and not args.beside:
         parser.error("--json: expected only with --beside")
-    if given.beside:
-        compare(given.beside, given.cuda, given.json)
+    if args.beside:
+        compare(args.beside, args.cuda, args.json)
         return
     entries = []
-    measured = map(cuda_entry, CUDA) if given.cuda else map(entry, (*LARGE, *FEW))
-    for each in measured:
-        entries.append(each)
-        print(each, flush=True)
+    measured = map(cuda_entry, CUDA) if args.cuda else map(entry, (*LARGE, *FEW))
+    for table_entry in measured:
+        entries.append(table_entry)
+        print(table_entry, flush=True)
     device = {"device": torch.cuda.get_device_name()}
-    found = {"cuda": entries} if given.cuda else {"triton": triton.__version__, "matmul": entries}
-    write_json(given.file, device | found)
+    body = {"cuda": entries} if args.cuda else {"triton": triton.__version__, "matmul": entries}
+    write_json(args.file, device | body)
 
 
 if __name__ == "__main__":

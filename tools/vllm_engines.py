@@ -21,31 +21,31 @@ Answers = tuple[float, list[list[int]], list[list[float]]]
 """Seconds, and the tokens and log-probabilities of each answer."""
 
 
-def engine(way: str, folder: str, given: argparse.Namespace, calls: Any) -> None:
+def engine(way: str, folder: str, args: argparse.Namespace, calls: Any) -> None:
     """Run vLLM in a process of its own: answer ``(prompts, tokens)`` until None comes."""
-    own = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_V2_MODEL_RUNNER": str(given.runner - 1), **WAYS[way][0]}
+    own = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_V2_MODEL_RUNNER": str(args.runner - 1), **WAYS[way][0]}
     os.environ.update(own, VLLM_CACHE_ROOT=f"{folder}/cache of {way}")
     from vllm import LLM, SamplingParams
 
-    made = LLM(
+    llm = LLM(
         model=folder,
         skip_tokenizer_init=True,
         dtype="bfloat16",
         max_model_len=2048,
         max_num_seqs=256,
         gpu_memory_utilization=0.1,
-        kv_cache_memory_bytes=given.cache_gib << 30,
+        kv_cache_memory_bytes=args.cache_gib << 30,
         **WAYS[way][1],
     )
     calls.send("ready")
     while (call := calls.recv()) is not None:
         ids, tokens = call
-        how = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
-        made.reset_prefix_cache()
+        sampling = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
+        llm.reset_prefix_cache()
         begun = time.perf_counter()
-        found = made.generate([{"prompt_token_ids": of} for of in ids], how, use_tqdm=False)
+        outputs = llm.generate([{"prompt_token_ids": of} for of in ids], sampling, use_tqdm=False)
         seconds = time.perf_counter() - begun
-        answers = [request.outputs[0] for request in found]
+        answers = [request.outputs[0] for request in outputs]
         logprobs = [
             [of[token].logprob for of, token in zip(answer.logprobs, answer.token_ids, strict=True)]
             for answer in answers
@@ -56,13 +56,13 @@ def engine(way: str, folder: str, given: argparse.Namespace, calls: Any) -> None
 class Engines:
     """vLLM in all ways, each waiting for calls."""
 
-    def __init__(self, folder: str, given: argparse.Namespace) -> None:
+    def __init__(self, folder: str, args: argparse.Namespace) -> None:
         """Start them all at once, and wait for the last."""
         context = multiprocessing.get_context("spawn")
         self._ends, self._processes = {}, []
-        for way in given.ways:
+        for way in args.ways:
             self._ends[way], other = context.Pipe()
-            self._processes.append(context.Process(target=engine, args=(way, folder, given, other)))
+            self._processes.append(context.Process(target=engine, args=(way, folder, args, other)))
             self._processes[-1].start()
             # So that the end of the process ends the pipe.
             other.close()
@@ -75,7 +75,7 @@ class Engines:
             raise
 
     def answer(self, way: str, ids: list[list[int]], tokens: int) -> Answers:
-        """Return what a way makes of these prompts."""
+        """Return the answers of a way to these prompts."""
         self._ends[way].send((ids, tokens))
         return self._ends[way].recv()
 

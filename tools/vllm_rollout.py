@@ -54,8 +54,8 @@ def make(folder: str, name: str, layers: int, device: str) -> None:
     """Save a model whose weights are normal with a spread of 0.02; its head gives logits with a spread of 2."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    others = {"head_dim": 128, "num_hidden_layers": layers, "max_position_embeddings": 32768, "hidden_act": "silu"}
-    config = AutoConfig.for_model(name, **MODELS[name], **others, tie_word_embeddings=False)
+    sizes = {"head_dim": 128, "num_hidden_layers": layers, "max_position_embeddings": 32768, "hidden_act": "silu"}
+    config = AutoConfig.for_model(name, **MODELS[name], **sizes, tie_word_embeddings=False)
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -69,36 +69,36 @@ def make(folder: str, name: str, layers: int, device: str) -> None:
 
 def prompts(number: int, longest: int, vocab: int, seed: int) -> list[list[int]]:
     """Draw prompts of 16 tokens to ``longest``; each fourth one begins as the one before it."""
-    source, found = random.Random(seed), []
+    source, result = random.Random(seed), []
     for index in range(number):
         ids = [source.randrange(vocab) for _ in range(source.randint(16, longest))]
         if index % 4 == 3:
-            ids = (found[-1][: len(found[-1]) * 3 // 4] + ids)[:longest]
-        found.append(ids)
-    return found
+            ids = (result[-1][: len(result[-1]) * 3 // 4] + ids)[:longest]
+        result.append(ids)
+    return result
 
 
-def speeds(engines: Engines, given: argparse.Namespace, vocab: int) -> dict[str, dict[str, list[float]]]:
+def speeds(engines: Engines, args: argparse.Namespace, vocab: int) -> dict[str, dict[str, list[float]]]:
     """Return tokens a second by number of sequences and way, a number for each round."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for number in given.sequences:
-        found[str(number)] = {way: [] for way in given.ways}
-        for turn in range(-1, given.rounds):
-            for way in given.ways if turn % 2 else given.ways[::-1]:
+    rates: dict[str, dict[str, list[float]]] = {}
+    for number in args.sequences:
+        rates[str(number)] = {way: [] for way in args.ways}
+        for turn in range(-1, args.rounds):
+            for way in args.ways if turn % 2 else args.ways[::-1]:
                 ids = prompts(number, 128, vocab, turn * 1000 + number)
-                seconds, answers, _ = engines.answer(way, ids, given.tokens // 2)
+                seconds, answers, _ = engines.answer(way, ids, args.tokens // 2)
                 if turn >= 0:
-                    found[str(number)][way].append(round(sum(map(len, answers)) / seconds, 1))
-        shown = {way: statistics.median(of) for way, of in found[str(number)].items()}
+                    rates[str(number)][way].append(round(sum(map(len, answers)) / seconds, 1))
+        shown = {way: statistics.median(of) for way, of in rates[str(number)].items()}
         print(f"{number} sequences, tokens a second: {shown}", flush=True)
-    return found
+    return rates
 
 
 def trained(model: Any, sequences: Sequence[list[int]], starts: Sequence[int], stock: bool) -> torch.Tensor:
     """Return the log-probabilities of the tokens from ``starts`` on, of padded batches, as a trainer takes them."""
     from rl_kernels.models import head_logp
 
-    found = []
+    logps = []
     for first in range(0, len(sequences), PART):
         part, device = sequences[first : first + PART], model.device
         width = max(map(len, part))
@@ -110,14 +110,14 @@ def trained(model: Any, sequences: Sequence[list[int]], starts: Sequence[int], s
             states, tokens = hidden[row, start - 1 : len(ids) - 1], rows[row, start : len(ids)]
             if stock:
                 logits = model.lm_head(states).float()
-                found.append(logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0])
+                logps.append(logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0])
             else:
-                found.append(head_logp(model.lm_head, states, tokens))
-    return torch.cat(found).cpu()
+                logps.append(head_logp(model.lm_head, states, tokens))
+    return torch.cat(logps).cpu()
 
 
 def compare(folder: str, answers: Mapping[str, Answers], ids: list[list[int]], device: str) -> list[dict[str, Any]]:
-    """Return for each way of rolling out how many log-probabilities differ from those of training, and by how much."""
+    """Return, for each way and training, the number of log-probabilities that differ, and the largest difference."""
     from transformers import AutoModelForCausalLM
 
     from rl_kernels.models import invariant
@@ -125,7 +125,10 @@ def compare(folder: str, answers: Mapping[str, Answers], ids: list[list[int]], d
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
     records = []
     for way, (_, tokens, logprobs) in answers.items():
-        sequences, starts = [one + two for one, two in zip(ids, tokens, strict=True)], [len(of) for of in ids]
+        sequences, starts = (
+            [prompt + answer for prompt, answer in zip(ids, tokens, strict=True)],
+            [len(of) for of in ids],
+        )
         rolled = torch.tensor([value for of in logprobs for value in of], dtype=torch.float32)
         with torch.no_grad():
             passes = {STOCK: trained(model, sequences, starts, stock=True)}
@@ -141,57 +144,61 @@ def compare(folder: str, answers: Mapping[str, Answers], ids: list[list[int]], d
 
 def parser() -> Parser:
     """Return the parser of the command line."""
-    made = Parser("vllm_rollout.py", "Roll out in vLLM, stock and on our operators; compare with training, and time.")
-    made.add_argument("--model", choices=list(MODELS), default="llama", help="default: llama")
+    cli = Parser("vllm_rollout.py", "Roll out in vLLM, stock and on our operators; compare with training, and time.")
+    cli.add_argument("--model", choices=list(MODELS), default="llama", help="default: llama")
     numbers = {"layers": 8, "prompts": 64, "tokens": 512, "rounds": 5, "cache_gib": 5}
     for name, default in numbers.items():
         flag = "--" + name.replace("_", "-")
-        made.add_argument(flag, type=count(1), default=default, metavar="N", help=f"default: {default}")
-    made.add_argument("--runner", type=int, choices=(1, 2), default=1, help="vLLM's model runner; default: 1")
-    made.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="default: all")
-    made.add_argument("--parts", nargs="+", choices=("bits", "speed"), default=["bits", "speed"], help="default: both")
-    made.add_argument("--sequences", nargs="+", type=count(1), default=[1, 16, 64, 256], metavar="N", help="to time")
-    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
-    made.add_argument("--json", type=writable, metavar="FILE", help="also write the results as JSON")
-    return made
+        cli.add_argument(flag, type=count(1), default=default, metavar="N", help=f"default: {default}")
+    cli.add_argument("--runner", type=int, choices=(1, 2), default=1, help="vLLM's model runner; default: 1")
+    cli.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="default: all")
+    cli.add_argument("--parts", nargs="+", choices=("bits", "speed"), default=["bits", "speed"], help="default: both")
+    cli.add_argument("--sequences", nargs="+", type=count(1), default=[1, 16, 64, 256], metavar="N", help="to time")
+    cli.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
+    cli.add_argument("--json", type=writable, metavar="FILE", help="also write the results as JSON")
+    return cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    asked = parser()
-    given = asked.parse_args(argv)
-    given.ways = list(dict.fromkeys(given.ways))
+    cli = parser()
+    args = cli.parse_args(argv)
+    args.ways = list(dict.fromkeys(args.ways))
     for name in ("transformers", "vllm"):
         if find_spec(name) is None:
-            asked.error(f"{name} is not installed")
-    if given.device == "cuda" and not torch.cuda.is_available():
-        asked.error("this PyTorch sees no GPU")
-    vocab = MODELS[given.model]["vocab_size"]
-    ids, found = prompts(given.prompts, LONGEST, vocab, 0), {}
+            cli.error(f"{name} is not installed")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        cli.error("this PyTorch sees no GPU")
+    vocab = MODELS[args.model]["vocab_size"]
+    ids, results = prompts(args.prompts, LONGEST, vocab, 0), {}
     with tempfile.TemporaryDirectory() as folder:
-        made = (folder, given.model, given.layers, given.device)
+        make_arguments = (folder, args.model, args.layers, args.device)
         # In a process of its own, which gives all its memory back.
-        maker = multiprocessing.get_context("spawn").Process(target=make, args=made)
+        maker = multiprocessing.get_context("spawn").Process(target=make, args=make_arguments)
         maker.start()
         maker.join()
         if maker.exitcode:
             return 2
-        engines = Engines(folder, given)
+        engines = Engines(folder, args)
         try:
-            if "bits" in given.parts:
-                answers = {way: engines.answer(way, ids, given.tokens) for way in given.ways}
-            if "speed" in given.parts:
-                found["speed"] = speeds(engines, given, vocab)
+            if "bits" in args.parts:
+                answers = {way: engines.answer(way, ids, args.tokens) for way in args.ways}
+            if "speed" in args.parts:
+                results["speed"] = speeds(engines, args, vocab)
         finally:
             engines.close()
-        if "bits" in given.parts:
-            found["bits"] = compare(folder, answers, ids, given.device)
-    if given.json:
-        settings = {name: value for name, value in vars(given).items() if name != "json"}
-        document = {"environment": environment(torch.device(given.device), PACKAGES), "settings": settings, **found}
-        write_json(given.json, document)
+        if "bits" in args.parts:
+            results["bits"] = compare(folder, answers, ids, args.device)
+    if args.json:
+        settings = {name: value for name, value in vars(args).items() if name != "json"}
+        document = {"environment": environment(torch.device(args.device), PACKAGES), "settings": settings, **results}
+        write_json(args.json, document)
     return int(
-        any(each["differ"] for each in found.get("bits", []) if each["way"] == OURS and each["training"] != STOCK)
+        any(
+            record["differ"]
+            for record in results.get("bits", [])
+            if record["way"] == OURS and record["training"] != STOCK
+        )
     )
 
 

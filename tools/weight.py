@@ -25,9 +25,9 @@ def tracked(commit: str) -> Iterator[tuple[PurePosixPath, int]]:
     packed = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
         for member in tar:
-            found = tar.extractfile(member)
-            if found is not None:
-                yield PurePosixPath(member.name), found.read().count(b"\n")
+            content = tar.extractfile(member)
+            if content is not None:
+                yield PurePosixPath(member.name), content.read().count(b"\n")
 
 
 def room(path: PurePosixPath) -> str:
@@ -45,10 +45,10 @@ def room(path: PurePosixPath) -> str:
     return f"run time: {parts[1]}"
 
 
-def table(title: str, found: dict[str, tuple[int, int]]) -> str:
+def table(title: str, counts: dict[str, tuple[int, int]]) -> str:
     """Return rows of files and lines, the largest first, and their sum."""
-    rows = sorted(found.items(), key=lambda row: -row[1][1])
-    rows.append(("all", tuple(map(sum, zip(*found.values(), strict=True)))))
+    rows = sorted(counts.items(), key=lambda row: -row[1][1])
+    rows.append(("all", tuple(map(sum, zip(*counts.values(), strict=True)))))
     width = max(len(name) for name, _ in rows)
     lines = (f"{name:{width}}  {files:5,} files {lines:8,} lines" for name, (files, lines) in rows)
     return "\n".join((title, *lines, ""))
@@ -67,15 +67,17 @@ def main() -> None:
     """Print the counts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--at", default="", metavar="COMMIT", help="count a commit (default: the tree as it is)")
-    found = dict(tracked(parser.parse_args().at))
-    python = {path: count for path, count in found.items() if path.suffix == ".py"}
+    lines_by_path = dict(tracked(parser.parse_args().at))
+    python = {path: count for path, count in lines_by_path.items() if path.suffix == ".py"}
     rooms = counted([(room(path), count) for path, count in python.items()])
-    print(table("Tracked, by kind", counted([(path.suffix or path.name, count) for path, count in found.items()])))
+    print(
+        table("Tracked, by kind", counted([(path.suffix or path.name, count) for path, count in lines_by_path.items()]))
+    )
     print(table("Python, by room", rooms))
     proof = sum(rooms[name][1] for name in PROOF if name in rooms)
-    rest = sum(python.values()) - proof
-    print(f"Proof ({', '.join(PROOF)}): {proof:,} lines, {proof / rest:.2f} of the other {rest:,}\n")
-    largest = sorted(python.items(), key=lambda each: -each[1])[:LARGEST]
+    other_lines = sum(python.values()) - proof
+    print(f"Proof ({', '.join(PROOF)}): {proof:,} lines, {proof / other_lines:.2f} of the other {other_lines:,}\n")
+    largest = sorted(python.items(), key=lambda item: -item[1])[:LARGEST]
     print("Largest modules", *(f"{count:6,} {path}" for path, count in largest), sep="\n")
 
 
