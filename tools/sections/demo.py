@@ -11,7 +11,7 @@ from rl_kernels.demo.report import QUOTIENT, side_by_side
 from rl_kernels.lab.bench.report import as_table
 
 
-def section(found: Mapping[str, Any]) -> str:
+def section(document: Mapping[str, Any]) -> str:
     """Return the table of both twins."""
-    rows = [["", *found["runs"], QUOTIENT], *map(list, side_by_side(found["runs"]))]
-    return f"{as_table(rows)}\n\n{ran_on(found['environment'])}"
+    rows = [["", *document["runs"], QUOTIENT], *map(list, side_by_side(document["runs"]))]
+    return f"{as_table(rows)}\n\n{ran_on(document['environment'])}"

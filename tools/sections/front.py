@@ -39,8 +39,8 @@ def front_table(results: Path, packages: Mapping[str, Mapping[str, Document]]) -
 
 
 def _read(file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return found
+    document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return document
 
 
 def _models(file: Path) -> Iterator[Row]:
@@ -52,12 +52,12 @@ def _models(file: Path) -> Iterator[Row]:
             )
 
 
-def _logps(found: Mapping[str, Document]) -> Iterator[Row]:
+def _logps(documents: Mapping[str, Document]) -> Iterator[Row]:
     records = {
-        each.implementation: each.passes[BOTH]
-        for document in found.values()
-        for each in document.records
-        if each.shape == SHAPE and each.dtype == "bf16" and BOTH in each.passes
+        record.implementation: record.passes[BOTH]
+        for document in documents.values()
+        for record in document.records
+        if record.shape == SHAPE and record.dtype == "bf16" and BOTH in record.passes
     }
     for name, text in PEERS.items():
         if name in records and OURS in records:
@@ -83,8 +83,8 @@ def _attention(file: Path) -> Iterator[Row]:
     attention = _read(file).get("calls", {}).get("attention", {}).get(ATTENTION)
     if attention:
         theirs, ours = (attention[name]["us"] / 1e3 for name in ("PyTorch", OURS))
-        what = "packed attention, 4x2048 tokens, forward and backward"
-        yield _beside(what, "PyTorch's flash attention", theirs, ours)
+        label = "packed attention, 4x2048 tokens, forward and backward"
+        yield _beside(label, "PyTorch's flash attention", theirs, ours)
 
 
 def _trl(file: Path) -> Iterator[Row]:
@@ -92,9 +92,9 @@ def _trl(file: Path) -> Iterator[Row]:
     if not ways:
         return
     stock, scored, aligned = (ways[name] for name in ("TRL", OURS, f"{OURS}, invariant"))
-    differing = [of(*each["differing"][OURS]) for each in (scored, aligned)]
-    for what in ("rollout", "update"):
-        yield _beside(f"TRL's GRPOTrainer: {what}", "TRL", stock[f"{what}_ms"], aligned[f"{what}_ms"])
+    differing = [of(*way["differing"][OURS]) for way in (scored, aligned)]
+    for part in ("rollout", "update"):
+        yield _beside(f"TRL's GRPOTrainer: {part}", "TRL", stock[f"{part}_ms"], aligned[f"{part}_ms"])
     yield (
         "its tokens whose log-prob in training differs from the rollout's",
         f"stock model, scored by linear_logp: {differing[0]}",
@@ -103,5 +103,5 @@ def _trl(file: Path) -> Iterator[Row]:
     )
 
 
-def _beside(what: str, name: str, theirs: float, ours: float) -> Row:
-    return (what, f"{name}: {digits(theirs)} ms", f"{digits(ours)} ms", f"{ours / theirs:.2f}")
+def _beside(label: str, name: str, theirs: float, ours: float) -> Row:
+    return (label, f"{name}: {digits(theirs)} ms", f"{digits(ours)} ms", f"{ours / theirs:.2f}")

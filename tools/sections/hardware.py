@@ -13,13 +13,13 @@ DTYPES = ("bf16", "fp16", "fp32")
 Parts = Mapping[str, Mapping[str, Any]]
 
 
-def checks_and_tests(found: Mapping[str, Any]) -> str:
+def checks_and_tests(record: Mapping[str, Any]) -> str:
     """Return the tables of a record: checks by operator, backend and dtype, and tests by package."""
-    checks = {name.split(" ")[1]: part for name, part in found["parts"].items() if name.startswith("check ")}
-    tests = {name.split(" ")[1]: part for name, part in found["parts"].items() if name.startswith("tests ")}
-    commits = sorted({part["commit"] for part in found["parts"].values() if "commit" in part})
-    where = {**found["environment"], "commit": ", ".join(commits)}
-    ran_on = f"- ran on {', '.join(f'{name} {value}' for name, value in where.items())}"
+    checks = {name.split(" ")[1]: part for name, part in record["parts"].items() if name.startswith("check ")}
+    tests = {name.split(" ")[1]: part for name, part in record["parts"].items() if name.startswith("tests ")}
+    commits = sorted({part["commit"] for part in record["parts"].values() if "commit" in part})
+    machine = {**record["environment"], "commit": ", ".join(commits)}
+    ran_on = f"- ran on {', '.join(f'{name} {value}' for name, value in machine.items())}"
     parts = (_checks(checks), _programs(checks), _tests(tests), "\n".join((*_skips(checks, tests), ran_on)))
     return "\n\n".join(part for part in parts if part)
 
@@ -74,13 +74,13 @@ def _tests(parts: Parts) -> str:
 
 
 def _skips(*groups: Parts) -> Iterator[str]:
-    for parts, what in zip(groups, ("checks", "tests"), strict=True):
+    for parts, group in zip(groups, ("checks", "tests"), strict=True):
         reasons = Counter[str]()
         for part in parts.values():
             for reason, number in part.get("skipped", {}).items():
                 reasons[_kind(reason)] += number
         for reason, number in reasons.most_common():
-            yield f"- skipped {what}: {number:,} x {reason}"
+            yield f"- skipped {group}: {number:,} x {reason}"
         for name, part in parts.items():
             for failure in part.get("failures", ()):
                 yield f"- failed in {name}: {failure}"

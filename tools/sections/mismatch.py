@@ -28,23 +28,23 @@ HEADINGS = (
 )
 
 
-def section(found: Mapping[str, Any]) -> str:
+def section(document: Mapping[str, Any]) -> str:
     """Return the table of what a mismatch between rollout and training does to a run."""
-    given = found["settings"]
-    batch = given["prompts"] * given["samples_per_prompt"]
-    sizes = f"{found['seeds']} seeds, {given['steps']} steps of {batch} samples"
-    return f"{sizes}:\n\n{table(found['runs'])}\n\n{ran_on(found['environment'])}"
+    settings = document["settings"]
+    batch = settings["prompts"] * settings["samples_per_prompt"]
+    sizes = f"{document['seeds']} seeds, {settings['steps']} steps of {batch} samples"
+    return f"{sizes}:\n\n{table(document['runs'])}\n\n{ran_on(document['environment'])}"
 
 
 def table(runs: Sequence[Mapping[str, Any]]) -> str:
     """Return a row for each way: reward at the end, evaluation, and the mismatch over the whole run."""
     rows = [HEADINGS]
-    for name in dict.fromkeys(each["way"] for each in runs):
-        mine = [each for each in runs if each["way"] == name]
-        last = fmean(fmean(each["reward"][-max(1, len(each["reward"]) // 10) :]) for each in mine)
-        evaluated = [each["evaluated"] for each in mine]
-        kl, clipped = (fmean(fmean(each[measure]) for each in mine) for measure in ("kl", "clipped_at_once"))
-        largest = max(max(each["largest"]) for each in mine)
+    for name in dict.fromkeys(run["way"] for run in runs):
+        mine = [run for run in runs if run["way"] == name]
+        last = fmean(fmean(run["reward"][-max(1, len(run["reward"]) // 10) :]) for run in mine)
+        evaluated = [run["evaluated"] for run in mine]
+        kl, clipped = (fmean(fmean(run[measure]) for run in mine) for measure in ("kl", "clipped_at_once"))
+        largest = max(max(run["largest"]) for run in mine)
         cells = (
             *(f"{last:.3f}", f"{fmean(evaluated):.3f}", f"{min(evaluated):.3f} to {max(evaluated):.3f}"),
             *(f"{kl:.1e}" if kl else "0", f"{largest:.1e}" if largest else "0"),
@@ -58,7 +58,7 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
 def draw(document: Mapping[str, Any], path: Path) -> None:
     """Write the means over the seeds, and of the reward the range too, in the format that the file's name says."""
     runs = document["runs"]
-    names = list(dict.fromkeys(each["way"] for each in runs))
+    names = list(dict.fromkeys(run["way"] for run in runs))
     steps = runs[0]["steps"]
     lines = [Line(*look, steps, ()) for look in zip(names, COLORS, WIDTHS, strict=True)]
     figure = Figure(figsize=(14, 7), layout="constrained")
@@ -77,26 +77,26 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
 
 
 def _over(
-    runs: Sequence[Mapping[str, Any]], name: str, measure: str, taken: Callable[[Sequence[float]], float]
+    runs: Sequence[Mapping[str, Any]], name: str, measure: str, reduce: Callable[[Sequence[float]], float]
 ) -> list[float]:
     """Return what is taken of all seeds of a way, for each stretch of steps."""
-    return [taken(values) for values in zip(*(each[measure] for each in runs if each["way"] == name), strict=True)]
+    return [reduce(values) for values in zip(*(run[measure] for run in runs if run["way"] == name), strict=True)]
 
 
 def _reward(axes: Axes, lines: Sequence[Line], runs: Sequence[Mapping[str, Any]]) -> None:
     for line in lines:
-        least, mean, most = (_over(runs, line.label, "reward", taken) for taken in (min, fmean, max))
+        least, mean, most = (_over(runs, line.label, "reward", reduce) for reduce in (min, fmean, max))
         axes.fill_between(line.steps, least, most, color=line.color, alpha=0.12, linewidth=0)
         axes.plot(line.steps, mean, color=line.color, linewidth=2)
-    seeds = sum(each["way"] == lines[0].label for each in runs)
+    seeds = sum(run["way"] == lines[0].label for run in runs)
     axes.set(title=f"Reward: mean and range of {seeds} seeds", ylim=(-0.03, 1.03))
 
 
 def _evaluated(axes: Axes, lines: Sequence[Line], runs: Sequence[Mapping[str, Any]]) -> None:
     """Draw a dot a seed, and a line at their mean."""
     for place, line in enumerate(lines):
-        found = [each["evaluated"] for each in runs if each["way"] == line.label]
-        axes.plot([place] * len(found), found, "o", color=line.color, alpha=0.6)
-        axes.hlines(fmean(found), place - 0.3, place + 0.3, color=line.color, linewidth=2)
+        rewards = [run["evaluated"] for run in runs if run["way"] == line.label]
+        axes.plot([place] * len(rewards), rewards, "o", color=line.color, alpha=0.6)
+        axes.hlines(fmean(rewards), place - 0.3, place + 0.3, color=line.color, linewidth=2)
     axes.set_xticks(range(len(lines)), [line.label for line in lines])
     axes.set(title="Reward of the trained policies, all sampled in plain FP32")

@@ -9,77 +9,75 @@ from sections.text import of, ran_on
 
 from rl_kernels.lab.bench.report import as_table, digits
 
-Found = Mapping[str, Any]
+Results = Mapping[str, Any]
 
 
-def steps(found: Found) -> str:
+def steps(document: Results) -> str:
     """Return the table of `model_step.py`: milliseconds, and beside them their share of the stock model's."""
-    ways = list(dict.fromkeys(way for each in found["ms"].values() for way in each))
+    ways = list(dict.fromkeys(way for ms in document["ms"].values() for way in ms))
     rows = [["ms", *ways]]
-    for label, each in found["ms"].items():
-        cells = [f"{digits(each[way])} ({each[way] / each[ways[0]]:.2f})" if way in each else "" for way in ways]
+    for label, ms in document["ms"].items():
+        cells = [f"{digits(ms[way])} ({ms[way] / ms[ways[0]]:.2f})" if way in ms else "" for way in ways]
         rows.append([label, *cells])
-    return f"{_sizes(found['settings'])}, without its head:\n\n{as_table(rows)}\n\n{ran_on(found['environment'])}"
+    return f"{_sizes(document['settings'])}, without its head:\n\n{as_table(rows)}\n\n{ran_on(document['environment'])}"
 
 
-def bits(found: Found) -> str:
+def bits(document: Results) -> str:
     """Return the table of how many logits, log-probabilities and gradients differ from those of prompts alone."""
-    given, ways = found["settings"], found["bits"]
-    rows = [["that differ", *(f"{way}: {what}" for way in ways for what in ("logits", "log-probabilities"))]]
+    settings, ways = document["settings"], document["bits"]
+    rows = [["that differ", *(f"{way}: {kind}" for way in ways for kind in ("logits", "log-probabilities"))]]
     for label in ways["stock"]["prompts"]:
-        each = [ways[way]["prompts"][label] for way in ways]
-        counts = [(found[what], found[f"of_{what}"]) for found in each for what in ("logits", "logps")]
+        by_way = [ways[way]["prompts"][label] for way in ways]
+        counts = [(entry[kind], entry[f"of_{kind}"]) for entry in by_way for kind in ("logits", "logps")]
         rows.append([label, *(of(*count) for count in counts)])
-    gradients = ", ".join(f"{way} {of(*each['gradients'].values())}" for way, each in ways.items())
-    prompts = f"{given['prompts']} prompts of up to {given['longest']} tokens, each compared with itself alone"
-    return (
-        f"{_sizes(given)}; {prompts}:\n\n{as_table(rows)}\n\n"
-        f"- gradients of the prompts packed that differ from those padded: {gradients}\n{ran_on(found['environment'])}"
-    )
+    gradients = ", ".join(f"{way} {of(*entry['gradients'].values())}" for way, entry in ways.items())
+    prompts = f"{settings['prompts']} prompts of up to {settings['longest']} tokens, each compared with itself alone"
+    note = f"- gradients of the prompts packed that differ from those padded: {gradients}"
+    return f"{_sizes(settings)}; {prompts}:\n\n{as_table(rows)}\n\n{note}\n{ran_on(document['environment'])}"
 
 
-def _sizes(settings: Found) -> str:
+def _sizes(settings: Results) -> str:
     widths = f"{settings['layers']} layers, hidden {settings['hidden']}, {settings['heads']} heads"
     return f"A Llama of {widths}, {settings['kv_heads']} of keys, {settings['dtype']}"
 
 
-def on_cpu(found: Found) -> str:
+def on_cpu(document: Results) -> str:
     """Return the table of `cpu_model.py`: milliseconds, stock and under ``invariant``, and their ratio."""
-    given, timed, where = found["settings"], found["ms"], found["environment"]
+    settings, timed, machine = document["settings"], document["ms"], document["environment"]
     rows = [["ms", *(cell for dtype in timed for cell in (f"stock {dtype}", "`invariant`", "ratio"))]]
     for call in next(iter(timed.values())):
         pairs = [(ms[call]["stock"], ms[call]["invariant"]) for ms in timed.values()]
         cells = (cell for stock, own in pairs for cell in (digits(stock), digits(own), f"{own / stock:.2f}"))
         rows.append([call, *cells])
-    sizes = f"{given['layers']} layers, hidden {given['hidden_size']}, vocabulary {given['vocab_size']}"
-    return f"A Llama of {sizes}:\n\n{as_table(rows)}\n\n{ran_on(where)}, {where['threads']} threads"
+    sizes = f"{settings['layers']} layers, hidden {settings['hidden_size']}, vocabulary {settings['vocab_size']}"
+    return f"A Llama of {sizes}:\n\n{as_table(rows)}\n\n{ran_on(machine)}, {machine['threads']} threads"
 
 
-def products(found: Found) -> str:
+def products(document: Results) -> str:
     """Return the table of matrix products called by PyTorch's names."""
-    return _calls(found, "products")
+    return _calls(document, "products")
 
 
-def attention(found: Found) -> str:
+def attention(document: Results) -> str:
     """Return the table of attention called by PyTorch's names."""
-    return _calls(found, "attention")
+    return _calls(document, "attention")
 
 
-def _calls(found: Found, part: str) -> str:
+def _calls(document: Results, part: str) -> str:
     """Return a table of `client_calls.py`: time, and what a batch changes of a row or sequence."""
-    calls = found["calls"].get(part)
+    calls = document["calls"].get(part)
     if calls is None:
         return ""
     ways = list(next(iter(calls.values())))
-    worked = all(way["error"] is not None for each in calls.values() for way in each.values())
+    worked = all(way["error"] is not None for results in calls.values() for way in results.values())
     columns = ("us", "differ", "error") if worked else ("us", "differ")
     rows = [["", *(f"{way}, {column}" for column in columns for way in ways)]]
-    for label, each in calls.items():
-        rows.append([label, *(_cell(way, column) for column in columns for way in each.values())])
-    return f"{as_table(rows)}\n\n{ran_on(found['environment'])}"
+    for label, results in calls.items():
+        rows.append([label, *(_cell(way, column) for column in columns for way in results.values())])
+    return f"{as_table(rows)}\n\n{ran_on(document['environment'])}"
 
 
-def _cell(way: Found, column: str) -> str:
+def _cell(way: Results, column: str) -> str:
     if column == "us":
         return digits(way["us"])
     return of(*way["differing"]) if column == "differ" else f"{way['error']:.1e}"

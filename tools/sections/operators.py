@@ -16,21 +16,21 @@ QUOTED = "H200"
 """The device whose figures are quoted."""
 
 
-def readme_table(found: Mapping[str, Document]) -> str:
+def readme_table(documents: Mapping[str, Document]) -> str:
     """Return the tables of a package's README, of the device whose figures are quoted and without our own backends."""
     parts = []
-    for name, document in found.items():
-        others = [each for each in document.records if not each.note.startswith("rl-kernels, backend")]
-        rows = summary(others)
+    for name, document in documents.items():
+        records = [record for record in document.records if not record.note.startswith("rl-kernels, backend")]
+        rows = summary(records)
         if QUOTED in document.environment["device"] and len(rows) > 1:
-            parts.append(f"{title_of(name, document)}, {taken(others)}:\n\n{as_table(rows)}")
+            parts.append(f"{title_of(name, document)}, {timing_order(records)}:\n\n{as_table(rows)}")
     return filled(parts)
 
 
-def benchmark_page(found: Mapping[str, Document], folder: str) -> str:
+def benchmark_page(documents: Mapping[str, Document], folder: str) -> str:
     """Return the tables of a package's page of benchmarks, a section for each file of results in the folder."""
-    files = {f"{folder}/{name}.json": (name, document) for name, document in found.items()}
-    return filled([part for file, each in files.items() for part in _section(file, *each)])
+    files = {f"{folder}/{name}.json": (name, document) for name, document in documents.items()}
+    return filled([part for file, entry in files.items() for part in _section(file, *entry)])
 
 
 def _section(file: str, name: str, document: Document) -> Iterator[str]:
@@ -45,10 +45,10 @@ def _section(file: str, name: str, document: Document) -> Iterator[str]:
     yield as_list(document)
 
 
-def taken(records: Sequence[Record]) -> str:
+def timing_order(records: Sequence[Record]) -> str:
     """Return how the times that ratios compare were taken."""
-    compared = [each for record in records for each in record.passes.values() if each.ratio is not None]
-    in_turn = all(each.timing.beside_ms is not None for each in compared)
+    compared = [measured for record in records for measured in record.passes.values() if measured.ratio is not None]
+    in_turn = all(measured.timing.beside_ms is not None for measured in compared)
     return "timed in turn" if in_turn else "timed one after the other"
 
 
@@ -60,14 +60,14 @@ def title_of(name: str, document: Document) -> str:
 def summary(records: Sequence[Record]) -> Rows:
     """Return a row for each peer: our time by its in each pass, as geometric mean and range over the shapes."""
     ratios: dict[str, dict[str, list[float]]] = {}
-    for each in records:
-        for name, measured in each.passes.items():
-            if not each.ours and measured.ratio:
-                ratios.setdefault(each.name, {}).setdefault(name, []).append(measured.ratio)
-    passes = list(dict.fromkeys(name for found in ratios.values() for name in found))
+    for record in records:
+        for name, measured in record.passes.items():
+            if not record.ours and measured.ratio:
+                ratios.setdefault(record.name, {}).setdefault(name, []).append(measured.ratio)
+    passes = list(dict.fromkeys(name for ratios_by_pass in ratios.values() for name in ratios_by_pass))
     rows = [
-        (peer, str(max(map(len, found.values()))), *(_spread(found.get(name, [])) for name in passes))
-        for peer, found in ratios.items()
+        (peer, str(max(map(len, ratios_by_pass.values()))), *(_spread(ratios_by_pass.get(name, [])) for name in passes))
+        for peer, ratios_by_pass in ratios.items()
     ]
     return [(RATIO, "shapes", *passes), *rows]
 
@@ -80,12 +80,14 @@ def _spread(ratios: Sequence[float]) -> str:
 
 def host(document: Document) -> str:
     """Return the table of what the host takes for small calls: `rl-kernels bench --set host`."""
-    timed = [each for each in document.records if each.passes]
-    passes = list(dict.fromkeys(name for each in timed for name in each.passes))
-    rows: Rows = [("operator", "shape", "", *(f"{name}{what}" for name in passes for what in (", us", f", {RATIO}")))]
-    for each in timed:
-        cells = (cell for name in passes for cell in _call(each.passes.get(name)))
-        rows.append((each.operator, each.shape, each.name, *cells))
+    timed = [record for record in document.records if record.passes]
+    passes = list(dict.fromkeys(name for record in timed for name in record.passes))
+    rows: Rows = [
+        ("operator", "shape", "", *(f"{name}{suffix}" for name in passes for suffix in (", us", f", {RATIO}")))
+    ]
+    for record in timed:
+        cells = (cell for name in passes for cell in _call(record.passes.get(name)))
+        rows.append((record.operator, record.shape, record.name, *cells))
     return f"{as_table(rows)}\n\n- {next(facts(document))}"
 
 

@@ -1,4 +1,4 @@
-"""The tables of what `ranks.py` and `shard_times.py` measured, and of what follows by counting."""
+"""The tables of the measurements of `ranks.py` and `shard_times.py`, and of estimates that follow from them."""
 
 from __future__ import annotations
 
@@ -33,76 +33,76 @@ LARGE = 1 << 28
 """Bytes of the part whose measured time gives the bandwidth of the estimates."""
 
 
-def measured(found: Mapping[str, Any]) -> str:
+def measured(document: Mapping[str, Any]) -> str:
     """Return the tables of the parts that were measured."""
-    where, done = found["environment"], found["parts"]
-    parts = [f"### {where['ranks']} GPUs"]
+    machine, done = document["environment"], document["parts"]
+    parts = [f"### {machine['ranks']} GPUs"]
     for part, title in TITLES.items():
         if part in done:
             parts.append(f"{title}, microseconds:\n\n{as_table(_timed(done[part]))}")
     if "training" in done:
         parts.append(f"{STEPS}:\n\n{as_table(_steps(done['training']))}")
     if "loop" in done:
-        rounds = ", ".join(f"{each['differing']:,} of {each['tokens']:,}" for each in done["loop"].values())
+        rounds = ", ".join(f"{entry['differing']:,} of {entry['tokens']:,}" for entry in done["loop"].values())
         parts.append(f"{LOOP}: {rounds}.")
-    return "\n\n".join([*parts, f"{ran_on(where)}, ranks {where['ranks']}, NCCL {where['nccl']}"])
+    return "\n\n".join([*parts, f"{ran_on(machine)}, ranks {machine['ranks']}, NCCL {machine['nccl']}"])
 
 
-def _timed(found: Mapping[str, Any]) -> list[list[str]]:
-    others = list(dict.fromkeys(name for each in found.values() for name in each["eager"] if name != OURS))
-    ratios = [f"/ {name}" for name in others]
+def _timed(entries: Mapping[str, Any]) -> list[list[str]]:
+    other_ways = list(dict.fromkeys(name for entry in entries.values() for name in entry["eager"] if name != OURS))
+    ratios = [f"/ {name}" for name in other_ways]
     # Sizes of parts are known of exchanges, which are not compared with one GPU.
-    known = any(each["bytes"] for each in found.values())
+    known = any(entry["bytes"] for entry in entries.values())
     rows = [["", "GB/s" if known else "bits that differ", "graph", *ratios, "eager", *ratios]]
-    for name, each in found.items():
-        rate = digits(each["bytes"] / each["graph"][OURS] / 1e3)
-        cells = [name, rate if known else str(each["differing"])]
+    for name, entry in entries.items():
+        rate = digits(entry["bytes"] / entry["graph"][OURS] / 1e3)
+        cells = [name, rate if known else str(entry["differing"])]
         for way in ("graph", "eager"):
-            times = each[way]
-            ratios = (f"{times[OURS] / times[who]:.2f}" if who in times else "" for who in others)
+            times = entry[way]
+            ratios = (f"{times[OURS] / times[who]:.2f}" if who in times else "" for who in other_ways)
             cells += [digits(times[OURS]), *ratios]
         rows.append(cells)
     return rows
 
 
-def _steps(found: Mapping[str, Any]) -> list[list[str]]:
+def _steps(entries: Mapping[str, Any]) -> list[list[str]]:
     rows = [["", "log-probs that differ from one GPU", "ms", "peak GiB"]]
-    for name, each in found.items():
-        differing = "" if each["differing"] is None else f"{each['differing']:,}"
-        rows.append([name, differing, digits(each["ms"]), digits(each["peak_gib"])])
+    for name, entry in entries.items():
+        differing = "" if entry["differing"] is None else f"{entry['differing']:,}"
+        rows.append([name, differing, digits(entry["ms"]), digits(entry["peak_gib"])])
     return rows
 
 
-def shards(found: Mapping[str, Any]) -> str:
-    """Return the tables of what each rank computes, on one GPU: layers, and linear_logp."""
-    columns = [f"{size} ranks{what}" for size in SIZES for what in ("", ", / one")]
+def shards(document: Mapping[str, Any]) -> str:
+    """Return the tables of each rank's share of the work, timed on one GPU: layers, and linear_logp."""
+    columns = [f"{size} ranks{suffix}" for size in SIZES for suffix in ("", ", / one")]
     layers, heads = [["", "plain", "8 segments", *columns]], [["", "one GPU", *columns]]
-    for name, each in found["us"].items():
-        if "one GPU, plain" in each:
-            one = [digits(each["one GPU, plain"]), digits(each["one GPU"])]
-            layers.append([name, *one, *_of_sizes(each, "product", "sum", "one GPU")])
+    for name, times in document["us"].items():
+        if "one GPU, plain" in times:
+            one_gpu = [digits(times["one GPU, plain"]), digits(times["one GPU"])]
+            layers.append([name, *one_gpu, *_of_sizes(times, "product", "sum", "one GPU")])
             continue
-        for what, names in {"forward": ("states", "merge"), "backward": ("backward", "")}.items():
-            alone = f"one GPU, {what}"
-            heads.append([f"{name}, {what}", digits(each[alone]), *_of_sizes(each, *names, alone)])
+        for direction, names in {"forward": ("states", "merge"), "backward": ("backward", "")}.items():
+            alone = f"one GPU, {direction}"
+            heads.append([f"{name}, {direction}", digits(times[alone]), *_of_sizes(times, *names, alone)])
     tables = [f"{title}:\n\n{as_table(rows)}" for title, rows in ((LAYERS, layers), (HEADS, heads))]
-    told = f"- numbers that differ from one GPU: {found['differing']}\n{ran_on(found['environment'])}"
-    return "\n\n".join([*tables, told])
+    note = f"- numbers that differ from one GPU: {document['differing']}\n{ran_on(document['environment'])}"
+    return "\n\n".join([*tables, note])
 
 
-def _of_sizes(each: Mapping[str, float], first: str, second: str, one: str) -> list[str]:
+def _of_sizes(times: Mapping[str, float], first: str, second: str, alone: str) -> list[str]:
     cells = []
     for size in SIZES:
-        parts = [each[f"{size} ranks, {part}"] for part in (first, second) if part]
-        cells += [" + ".join(map(digits, parts)), f"{sum(parts) / each[one]:.2f}"]
+        parts = [times[f"{size} ranks, {part}"] for part in (first, second) if part]
+        cells += [" + ".join(map(digits, parts)), f"{sum(parts) / times[alone]:.2f}"]
     return cells
 
 
 def estimates(measured: Mapping[str, Any]) -> str:
     """Return the table of exchanges for TP 8 and for 64 nodes, computed from bytes and bandwidths."""
-    found = measured["parts"]["exchanges"]
+    exchanges = measured["parts"]["exchanges"]
     name = f"{LARGE >> 10} KiB"
-    whole, piece = (found[f"{what}, {name}"]["graph"] for what in ("all-reduce", "reduce-scatter"))
+    whole, piece = (exchanges[f"{exchange}, {name}"]["graph"] for exchange in ("all-reduce", "reduce-scatter"))
     # With two ranks, half of a part goes each way: 4 bytes a number here, and 2 of the rounded sum come back.
     count = LARGE / 4
     ours = (count / 2 * 4 + count / 2 * 2) / (whole[OURS] * 1e-6)

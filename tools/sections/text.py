@@ -1,25 +1,25 @@
-"""What the tables of several tools share."""
+"""Helpers of the tables of several tools."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-NOTHING = "\nNo results are committed yet.\n\n"
+NO_RESULTS = "\nNo results are committed yet.\n\n"
 
 
 def filled(parts: Sequence[str]) -> str:
-    """Return what stands between markers."""
-    return "\n" + "\n\n".join(parts) + "\n\n" if parts else NOTHING
+    """Return the text between two markers of a page."""
+    return "\n" + "\n\n".join(parts) + "\n\n" if parts else NO_RESULTS
 
 
-def ran_on(where: Mapping[str, str]) -> str:
-    """Return the line under a table that says what it was measured on."""
+def ran_on(machine: Mapping[str, str]) -> str:
+    """Return the line under a table with the machine and the versions that it was measured on."""
     named = ("device", "date", "torch", "transformers", "vllm", "trl", "batch_invariant_ops", "triton")
-    return f"- ran on {', '.join(f'{name} {where[name]}' for name in named if name in where)}"
+    return f"- ran on {', '.join(f'{name} {machine[name]}' for name in named if name in machine)}"
 
 
 def of(some: int, every: int) -> str:
-    """Return how many of all, and their share where there is one."""
+    """Return the text "N of M", with their share unless it is 0."""
     share = f"{some / every:.0%}" if 200 * some >= every else "under 1%"
     return f"{some:,} of {every:,}" + (f" ({share})" if some else "")
 
