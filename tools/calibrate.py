@@ -98,7 +98,7 @@ def measure(cell: Cell) -> Iterator[Sample]:
 
 
 def _row(cell: Cell, item: str, dtype: torch.dtype) -> Key:
-    """Return the row that `Cell.tolerance` gives: that of the coarser dtype, of the tested one and the result's own."""
+    """Return the row of `Cell.tolerance`, for the coarser of the tested dtype and the result's own dtype."""
     direction = "gradient" if item.startswith("gradient:") else "forward"
     tested = DTYPES[cell.setting.dtype]
     counted = tested if _wider(dtype, tested) else dtype

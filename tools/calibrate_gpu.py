@@ -35,7 +35,7 @@ class Need(NamedTuple):
 
 
 def needs(reports: Sequence[Mapping[str, Any]]) -> dict[str, Need]:
-    """Return the largest share of each row over all reports, and where it occurred."""
+    """Return the largest share of each row over all reports, and the result in which it occurred."""
     result: dict[str, Need] = {}
     for check in (output for report in reports for output in _checks(report)):
         old = result.get(check["row"], Need(-1.0, 0, ""))

@@ -84,7 +84,7 @@ def timed(layers: int, dtype: torch.dtype, rounds: int) -> dict[str, dict[str, f
 
 
 def calls() -> dict[str, tuple[Call, Call]]:
-    """Return what is timed, for the stock model and for ours."""
+    """Return the timed calls: of the stock model and of ours, by label."""
     ids = torch.randint(0, WIDTHS["vocab_size"], (1, max(*FORWARD, STEP)), generator=torch.Generator().manual_seed(0))
     result: dict[str, tuple[Call, Call]] = {}
     for tokens in FORWARD:

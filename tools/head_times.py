@@ -144,7 +144,7 @@ def ways(tokens: int, size: int, vocab: int) -> dict[str, Call]:
 
 
 def differing_bits(calls: dict[str, Call]) -> int:
-    """Return how many numbers of the gradients differ from those of the plain call."""
+    """Return the number of gradient elements that differ from the plain call's."""
     expected, total = [value.clone() for value in calls[PLAIN]()], 0
     for name, call in calls.items():
         if not name.startswith(PLAIN):

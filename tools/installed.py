@@ -12,7 +12,7 @@ import sys
 
 
 def main(expected: list[str]) -> str | None:
-    """Return what is wrong with the installed parts, or None."""
+    """Return a message about wrong installed parts, or None."""
     import rl_kernels
 
     parts = {part.name for part in pkgutil.iter_modules(rl_kernels.__path__)}

@@ -1,4 +1,4 @@
-"""What a mismatch between rollout and training does to a run: `python tools/mismatch.py --jobs 14` on a CPU.
+"""Measure how a mismatch between rollout and training changes a run: `python tools/mismatch.py --jobs 14` on a CPU.
 
 The policy, task and training of `rl-kernels demo`, for several seeds in each of five ways. All train in FP32, with
 `grpo_loss`, from the same weights, prompts and draws:
@@ -47,7 +47,7 @@ from rl_kernels.lab.bench.environment import environment
 
 FP8 = torch.float8_e4m3fn
 STRETCH = 10
-"""Steps that a record takes together: the mean of each measure, but the largest ratio of all."""
+"""Steps per entry of a record, which has the mean of each measure, but the largest ratio."""
 SETTINGS = Settings(steps=400, characters="".join(map(chr, range(256))))
 EVALUATION, EVALUATED = 1 << 20, 2048
 """Seed and number of prompts of the evaluation."""
@@ -85,7 +85,7 @@ PLAIN = Plain("FP32")
 
 
 class Way(NamedTuple):
-    """How a run samples and trains, and its trainer."""
+    """The classes with which a run samples and trains, and its trainer."""
 
     rollout: Stock
     training: type[Stock]

@@ -1,4 +1,4 @@
-"""What `ranks.py` times: exchanges, row-parallel layers and linear_logp, ours beside NCCL's and PyTorch's."""
+"""The calls that `ranks.py` times: exchanges, row-parallel layers and linear_logp, ours beside NCCL's and PyTorch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `ranks.py` does with whole models: training steps under TP and FSDP2, and GRPO with TP rollouts."""
+"""The runs of whole models in `ranks.py`: training steps under TP and FSDP2, and GRPO with TP rollouts."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _cut(model: Any, mesh: Any) -> Any:
 
 
 def training(group: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the time of training steps of each way, and how many log-probs differ from one GPU."""
+    """Yield the time of each way's training steps, and the number of log-probs that differ from one GPU."""
     size = group_size(group)
     mesh = init_device_mesh("cuda", (size,), mesh_dim_names=("ranks",))
     both = init_device_mesh("cuda", (1, size), mesh_dim_names=("data", "tensor"))
@@ -172,7 +172,7 @@ def loop(group: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @torch.no_grad()
 def _rollout(model: Any, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample answers, the same on each rank; return tokens, and the log-probs of those that were sampled."""
+    """Sample answers, the same on each rank; return the tokens, and the log-probs of the sampled ones."""
     from transformers import DynamicCache
 
     generator = torch.Generator("cuda").manual_seed(number)

@@ -31,12 +31,12 @@ FRONT = ("README.md", "docs/benchmarks/index.md")
 
 
 def load(file: Path) -> Any:
-    """Return what a file of JSON holds."""
+    """Return the parsed content of a JSON file."""
     return json.loads(file.read_text(encoding="utf-8"))
 
 
 class Section(NamedTuple):
-    """What stands between two markers of a page: a table for each file of results, maybe with a picture of {file}."""
+    """The text between two markers of a page: a table for each file of results, maybe with a picture of {file}."""
 
     page: str
     name: str
@@ -82,7 +82,7 @@ SECTIONS = (
 
 
 def pages(root: Path) -> dict[str, dict[str, str]]:
-    """Return what stands between the markers of each page."""
+    """Return the texts between the markers of each page, by page and marker."""
     bodies: dict[str, dict[str, str]] = {}
     packages = {}
     for folder in sorted(file.parents[4] for file in root.glob("packages/*/src/rl_kernels/*/spec/bench.py")):

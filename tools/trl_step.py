@@ -216,7 +216,7 @@ def largest_batch(watched: Watched, args: argparse.Namespace) -> int:
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
-    """Train in every way, in turn; return the medians over all rounds, and the rest from the last."""
+    """Train in every way, in turn; return medians over all rounds; the last round gives `largest` and `differing`."""
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in WAYS}
     for number in range(args.rounds):
         for name, options in WAYS.items():

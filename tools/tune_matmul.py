@@ -182,7 +182,7 @@ def sizes(text: str) -> list[tuple[int, ...]]:
 
 
 def beside(m: int, n: int, k: int, columns: bool, cuda: bool) -> tuple[float, dict[str, float]]:
-    """Return cuBLAS's time of a product in us, and the time of each schedule that fits as a share of it, in turn.
+    """Return cuBLAS's time of a product in us, and each fitting schedule's time as a share of it, timed in turn.
 
     With ``columns`` the right operand is column-major, like a weight in the forward pass.
     """

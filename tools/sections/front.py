@@ -18,7 +18,7 @@ MODEL = {
     "forward + backward 4x2048": "forward and backward, 4x2048 tokens",
     "decode, 64 sequences, 2048 keys, CUDA graph": "decode a token for 64 sequences, 2048 keys, in a CUDA graph",
 }
-"""What is shown of a whole model."""
+"""The rows of a whole model: label in the results, and text."""
 LOGP, SHAPE, BOTH = "linear-logp", "4096x4096x128256", "forward + backward"
 PEERS = {"eager": "plain PyTorch", "compile": "torch.compile", "cce": "CCE", "liger": "Liger"}
 PRODUCT, ATTENTION = "mm 2048x4096x4096, BF16", "varlen_attn 4x2048, 32 heads of 128, BF16, forward + backward"
@@ -26,7 +26,7 @@ Row = tuple[str, ...]
 
 
 def front_table(results: Path, packages: Mapping[str, Mapping[str, Document]]) -> str:
-    """Return what stands between the markers of the README; of what was not measured there is no row."""
+    """Return the text between the markers of the README; measurements that are missing have no row."""
     rows = [
         *_models(results / STEP),
         *_logps(packages.get(LOGP, {})),

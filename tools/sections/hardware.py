@@ -1,4 +1,4 @@
-"""The tables of what was checked and tested on a GPU, from the records of `run.py --record`."""
+"""The tables of checks and tests on a GPU, from the records of `run.py --record`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from rl_kernels.lab.bench.report import as_table
 
 COLORS = (BLUE, ORANGE, RED, "#7d3c98", GREEN)
 WIDTHS = (6.0, 2.0, 2.0, 2.0, 2.0)
-"""Of lines at 0, which is the first."""
+"""Line widths by way; the first way's lines are at 0, under the others."""
 
 
 HEADINGS = (
@@ -79,7 +79,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
 def _over(
     runs: Sequence[Mapping[str, Any]], name: str, measure: str, reduce: Callable[[Sequence[float]], float]
 ) -> list[float]:
-    """Return what is taken of all seeds of a way, for each stretch of steps."""
+    """Reduce a measure over all seeds of a way, for each stretch of steps."""
     return [reduce(values) for values in zip(*(run[measure] for run in runs if run["way"] == name), strict=True)]
 
 

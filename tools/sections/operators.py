@@ -46,14 +46,14 @@ def _section(file: str, name: str, document: Document) -> Iterator[str]:
 
 
 def timing_order(records: Sequence[Record]) -> str:
-    """Return how the times that ratios compare were taken."""
+    """Return "timed in turn" or "timed one after the other": the way in which the compared times were measured."""
     compared = [measured for record in records for measured in record.passes.values() if measured.ratio is not None]
     in_turn = all(measured.timing.beside_ms is not None for measured in compared)
     return "timed in turn" if in_turn else "timed one after the other"
 
 
 def title_of(name: str, document: Document) -> str:
-    """Return what a file of results is called: its set of shapes, and the device."""
+    """Return the title of a file of results: its set of shapes, and the device."""
     return f"Shapes `{name.partition('-')[2]}`, {document.environment['device']}"
 
 
@@ -79,7 +79,7 @@ def _spread(ratios: Sequence[float]) -> str:
 
 
 def host(document: Document) -> str:
-    """Return the table of what the host takes for small calls: `rl-kernels bench --set host`."""
+    """Return the table of host times of small calls: `rl-kernels bench --set host`."""
     timed = [record for record in document.records if record.passes]
     passes = list(dict.fromkeys(name for record in timed for name in record.passes))
     rows: Rows = [

@@ -42,7 +42,7 @@ FAKES = {
 
 
 def describe(logits: torch.Tensor, *_: object, **__: object) -> Call:
-    """Return what the dispatcher looks at in a call of the public function."""
+    """Return device, dtype and sizes of a call of the public function, by which the dispatcher chooses a backend."""
     return Call.of(logits, V=logits.shape[-1])
 
 

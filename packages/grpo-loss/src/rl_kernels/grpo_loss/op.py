@@ -114,7 +114,7 @@ FAKES: dict[str, Callable[..., Any]] = {
 
 
 def describe(current_logps: torch.Tensor, *_: object, **__: object) -> Call:
-    """Return what the dispatcher looks at in a call: the device and dtype of its first tensor."""
+    """Return the device and dtype of the first tensor, by which the dispatcher chooses a backend."""
     return Call.of(current_logps)
 
 

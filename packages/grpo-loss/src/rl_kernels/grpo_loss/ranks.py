@@ -57,7 +57,7 @@ def agreed(
     make: Callable[[], tuple[T, Sizes, Callable[[], Mapping[str, object]]]],
     validate: bool,
 ) -> tuple[T, Batch]:
-    """Check a call on all ranks; return what ``make`` returns on this one, and the batch.
+    """Check a call on all ranks; return the result of ``make`` on this rank, and the batch.
 
     Args:
         name: name of the public function.

@@ -35,7 +35,7 @@ def sequence_losses(
     validate: bool = True,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Return what each sequence adds to the loss of ``grpo_loss_from_advantages``; their sum is that loss.
+    """Return the share of each sequence in the loss of ``grpo_loss_from_advantages``; the shares add up to that loss.
 
     With a ``normalizer`` a sequence's number and its gradient depend on that sequence alone, bit for bit, so a batch
     may be cut into chunks of whole sequences, as ``linear_logp_loss`` does. Gradients are those of

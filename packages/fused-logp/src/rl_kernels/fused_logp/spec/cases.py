@@ -19,7 +19,7 @@ TWICE = {"row_indices": "twice", "inplace_backward": True}
 SEGMENT = 4096
 """Columns that a backend may process at once: ids and maxima are placed on both sides of its multiples."""
 SPREAD = 64
-"""From this many columns on, one entry is unlikely to hold most of the probability."""
+"""Number of columns from which on one entry is unlikely to have most of the probability."""
 
 CASES = (
     Case("plain", {"batch": 2, "seq": 16, "vocab": 257}),

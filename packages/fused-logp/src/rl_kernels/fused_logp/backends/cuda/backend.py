@@ -28,7 +28,7 @@ SPLIT_BELOW = 2048
 STATE = 12
 """Bytes of a state."""
 MOST_THREADS, COLUMNS = 512, 32
-"""Most threads of a backward block, and columns that one thread processes."""
+"""Largest number of threads of a backward block, and columns that one thread processes."""
 
 GENERIC, GRADIENT = "fused_logp_generic", "fused_logp_backward"
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

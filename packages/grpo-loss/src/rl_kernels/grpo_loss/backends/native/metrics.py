@@ -65,7 +65,7 @@ def vector(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def _clipped(ratio: torch.Tensor, block: Block, plan: Plan, n: Numbers) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where the ratio is clipped from below, and where from above."""
+    """Return masks of the tokens whose ratio is clipped at the lower bound, and at the upper bound."""
     a = block.advantages if block.advantages.ndim == 2 else block.advantages[:, None]
     if plan.kind == "cispo":
         return ratio < n.cispo_floor, ratio > n.cispo_cap

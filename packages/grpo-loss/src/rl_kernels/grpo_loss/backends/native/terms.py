@@ -53,7 +53,7 @@ class TokenMasks(NamedTuple):
 
     @property
     def divisor(self) -> torch.Tensor:
-        """The divisor of each sequence's sums, ``[b, 1]``."""
+        """Number of active tokens of each sequence, at least 1, as a divisor ``[b, 1]``."""
         return self.counts.clamp(min=1)[:, None]
 
 

@@ -74,7 +74,7 @@ def advantages(
 
 
 def lanes_for(size: int, least: int, most: int = LANES) -> int:
-    """Return the lanes for a sum of ``size`` terms; more lanes would hold zeros."""
+    """Return the number of lanes for a sum of ``size`` terms; further lanes would hold zeros."""
     return min(max(1 << (size - 1).bit_length(), least), most)
 
 
@@ -117,7 +117,7 @@ def tree(x):
 
 @triton.jit
 def _group_of(row, boundaries, groups, count):
-    """Return where the group of a sequence starts and ends, clamped to [0, count] in case boundaries are invalid."""
+    """Return start and end of a sequence's group, clamped to [0, count] because boundaries may be unchecked."""
     if boundaries is None:
         start = row // groups * groups
         return start, start + groups

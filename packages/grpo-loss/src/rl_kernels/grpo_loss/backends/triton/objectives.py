@@ -28,10 +28,10 @@ from rl_kernels.grpo_loss.plan import Numbers, Plan
 WARP = 128
 """Lanes of one warp."""
 WIDE = 1024
-"""Most lanes for objectives with a pass over each sequence before its terms: so many lanes that few sequences run at
-once, and the second read hits the cache."""
+"""Largest number of lanes for objectives with a pass over each sequence before its terms: so many that few sequences
+run at once, and the second read hits the cache."""
 SHARE, NARROW = 256, 1024
-"""Lanes of one warp for these objectives; and if one warp holds a whole sequence in registers."""
+"""Lanes per warp for these objectives: in general, and where one warp keeps a whole sequence in registers."""
 REDUCE_WARPS = 4
 KINDS = {"clip": 0, "sapo": 1, "cispo": 2, "vespo": 3, "reinforce": 4}
 BOUNDS = {"none": 0, "delta": 1, "dual": 2}

@@ -96,7 +96,7 @@ def sums_of(
 
 @triton.jit
 def log_weight_of(weights, shared_w, n, MODE: tl.constexpr, ADD_W: tl.constexpr):
-    """Return the bounded log-weight of a sequence; with ADD_W plus that of the rollout ratio that its tokens share."""
+    """Return the bounded log-weight of a sequence; ADD_W adds the log of the rollout ratio that its tokens share."""
     if ADD_W:
         v = rollout_weight(shared_w, n[13], n[14], MODE)
         weights += bounded(tl.log(v), LOG_LEAST, LOG_MOST)
