@@ -11,7 +11,7 @@ from rl_kernels.grpo_loss import group_advantages
 from rl_kernels.grpo_loss import reference as definition
 from rl_kernels.grpo_loss.estimator import Estimator
 from rl_kernels.grpo_loss.op import OPERATOR, ops
-from rl_kernels.grpo_loss.plan import Numbers, Plan
+from rl_kernels.grpo_loss.plan import Formula, Numbers
 
 BACKENDS = [b.name for b in OPERATOR.backends if b.why_not(Call.of(torch.zeros(1))) is None]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -80,7 +80,7 @@ def test_unchecked_boundaries_never_read_out_of_bounds(boundaries: list[int], ba
     assert torch.equal(rewards, Draw(torch.float32, seed=6).normal(6))
     mask, numbers = torch.ones(6, 2, dtype=torch.bool), torch.tensor(Numbers(eps=1e-6), dtype=torch.float64)
     scores, others = (rewards, torch.tensor(boundaries), 0, None), (None, None, None, None, 0)
-    texts = (Plan().text, Estimator().text, False)
+    texts = (Formula().text, Estimator().text, False)
     call = (torch.zeros(6, 2), None, None, *scores, mask, *others, numbers, *texts, backend)
     *_, count, slope = ops["forward_grad"](*call)
     assert count == 12

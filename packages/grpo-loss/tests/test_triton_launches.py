@@ -14,7 +14,7 @@ from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.core.testing.triton_launches import TritonRecorder
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.outputs import METRICS
-from rl_kernels.grpo_loss.plan import Numbers, Plan
+from rl_kernels.grpo_loss.plan import Formula, Numbers
 
 NAMES = ("groups", "terms", "tokens", "metrics", "sequence", "kernels", "reduce", "objectives", "plain", "planned")
 """Each before those that import it."""
@@ -40,7 +40,7 @@ class Given(NamedTuple):
     old: bool = True
     ref: bool = True
     spread: bool = False
-    plan: Plan = Plan()
+    plan: Formula = Formula()
     metrics: bool = False
     divisor: bool = False
     dtype: torch.dtype = torch.float32
@@ -61,9 +61,9 @@ CALLS = (
     Given((4, 9), scores="tokens", layout="column"),
     Given((4, 9), scores="expanded"),
     Given((4, 9), (2, 2), divisor=True),
-    Given((4, 1023), (2, 2), layout="column", plan=Plan(level="sequence", bounds="dual", kl_correction="corrected")),
-    Given((2, 1025), (2,), plan=Plan(level="sequence", mean="sequences"), metrics=True),
-    Given((3, 3 * SEGMENT + 1), (1, 2), layout="pitch", plan=Plan(kind="cispo", kl="k2", rollout="mask")),
+    Given((4, 1023), (2, 2), layout="column", plan=Formula(level="sequence", bounds="dual", kl_correction="corrected")),
+    Given((2, 1025), (2,), plan=Formula(level="sequence", mean="sequences"), metrics=True),
+    Given((3, 3 * SEGMENT + 1), (1, 2), layout="pitch", plan=Formula(kind="cispo", kl="k2", rollout="mask")),
     Given((4, 20), scores="tokens", metrics=True),
 )
 
@@ -149,7 +149,7 @@ def check_terms(launch: Any, given: Given, call: LossCall, slope: bool) -> None:
         assert launch["GROUP_LANES"] == 0
 
 
-def check_plan(launch: Any, last: Any, plan: Plan, length: int) -> None:
+def check_plan(launch: Any, last: Any, plan: Formula, length: int) -> None:
     """Every choice of the plan reaches the kernel, by the numbers that its source compares with."""
     assert launch["KIND"] == ("clip", "sapo", "cispo", "vespo", "reinforce").index(plan.kind)
     assert launch["BOUNDS"] == ("none", "delta", "dual").index(plan.bounds)
@@ -164,7 +164,7 @@ def check_plan(launch: Any, last: Any, plan: Plan, length: int) -> None:
 
 def check_loss(launches: list[Any], given: Given, call: LossCall, slope: bool) -> None:
     (batch, length), last = given.shape, launches[-1]
-    is_plain = given.plan == Plan() and not given.metrics and not given.divisor
+    is_plain = given.plan == Formula() and not given.metrics and not given.divisor
     names = ["plain_terms", "plain_sum"][0 if length else 1 :] if is_plain else ["terms", "reduce"]
     assert [launch.name for launch in launches] == names
     segments = max(-(-length // SEGMENT), 0 if is_plain else 1)

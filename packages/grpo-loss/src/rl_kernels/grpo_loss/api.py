@@ -179,9 +179,11 @@ def grpo_loss(
         value_or_default("normalizer", normalizer, NO_NORMALIZER),
     )
     if process_group is not None:
-        groups, formula = (samples_per_prompt, group_boundaries), (objective, loss_type, beta, clip_eps)
+        groups, objective_arguments = (samples_per_prompt, group_boundaries), (objective, loss_type, beta, clip_eps)
         options = Options(normalizer, return_metrics, validate)
-        return loss_over_ranks("grpo_loss", process_group, tensors, groups, formula, optional, options, backend)
+        return loss_over_ranks(
+            "grpo_loss", process_group, tensors, groups, objective_arguments, optional, options, backend
+        )
     objective = with_overrides(objective, loss_type, beta, clip_eps)
     if group_boundaries is None and _may_be_planned(optional, normalizer, completion_mask):
         plan = _plan(True, *tensors, samples_per_prompt, objective, return_metrics, backend)
@@ -326,9 +328,12 @@ def grpo_loss_from_advantages(
         value_or_default("normalizer", normalizer, NO_NORMALIZER),
     )
     if process_group is not None:
-        formula, options = (objective, loss_type, beta, clip_eps), Options(normalizer, return_metrics, validate)
+        objective_arguments, options = (
+            (objective, loss_type, beta, clip_eps),
+            Options(normalizer, return_metrics, validate),
+        )
         name = "grpo_loss_from_advantages"
-        return loss_over_ranks(name, process_group, tensors, None, formula, optional, options, backend)
+        return loss_over_ranks(name, process_group, tensors, None, objective_arguments, optional, options, backend)
     objective = with_overrides(objective, loss_type, beta, clip_eps)
     if _may_be_planned(optional, normalizer, completion_mask):
         plan = _plan(False, *tensors, None, objective, return_metrics, backend)

@@ -8,7 +8,7 @@ import torch
 
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.grpo_loss.estimator import Estimator
-from rl_kernels.grpo_loss.plan import Numbers, Plan
+from rl_kernels.grpo_loss.plan import Formula, Numbers
 
 
 class LossCall(NamedTuple):
@@ -38,9 +38,9 @@ class LossCall(NamedTuple):
         return Numbers(*self.numbers.tolist())
 
     @property
-    def formula(self) -> Plan:
+    def formula(self) -> Formula:
         """The formula of the loss."""
-        return Plan.parse(self.plan)
+        return Formula.parse(self.plan)
 
     @property
     def advantage_formula(self) -> Estimator:

@@ -30,7 +30,7 @@ import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.grpo_loss.estimator import Estimator
-from rl_kernels.grpo_loss.plan import CISPO_CAP, CLIP_EPS, FORMS, Numbers, Plan
+from rl_kernels.grpo_loss.plan import CISPO_CAP, CLIP_EPS, FORMS, Formula, Numbers
 from rl_kernels.grpo_loss.presets import PRESETS
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -105,7 +105,7 @@ class Objective:
     eps_placement: str = "max"
     skip_nan: bool = False
 
-    plan: Plan = field(init=False, repr=False, compare=False)
+    plan: Formula = field(init=False, repr=False, compare=False)
     """The formula, as the raw ops take it."""
     numbers: Numbers = field(init=False, repr=False, compare=False)
     """The numbers of the formula, without those of a call."""
@@ -142,13 +142,13 @@ class Objective:
             raise ValueError(f"name: expected one of {', '.join(PRESETS)}, got {name!r}")
         return cls(**PRESETS[name])
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> Formula:
         check.choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         check.flag("kl_correction", self.kl_correction)
         if self.rollout_mode is not None:
             check.choice("rollout_mode", self.rollout_mode, ROLLOUT_MODES)
         form = FORMS[self.loss_type]
-        return Plan(
+        return Formula(
             form.kind,
             form.mean,
             _level(self.loss_type, self.importance_level),

@@ -11,7 +11,7 @@ Arguments of the raw ops:
 - ``rollout_ratio`` is ``[B]`` or ``[B, T]``; ``normalizer`` has no dims.
 - With ``cu_seqlens[B + 1]``, tensors that are otherwise ``[B, T]`` are ``[total]``, per-token advantages and rollout
   ratios are ``[1, total]``, and T is ``max_seqlen``.
-- ``plan`` and ``estimator`` are the strings of ``plan.Plan`` and ``estimator.Estimator``.
+- ``plan`` and ``estimator`` are the strings of ``plan.Formula`` and ``estimator.Estimator``.
 
 Results are FP32 (FP64 for FP64 inputs); metrics are FP32, and empty if they are not requested.
 

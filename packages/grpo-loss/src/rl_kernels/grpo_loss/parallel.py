@@ -39,7 +39,7 @@ def loss_over_ranks(
     process_group: ProcessGroup | DeviceMesh,
     tensors: tuple[Any, Any, Any, Any, Any],
     grouping: Grouping | None,
-    formula: tuple[Any, Any, Any, Any],
+    objective_arguments: tuple[Any, Any, Any, Any],
     optional: OptionalInputs,
     options: Options,
     backend: str | None,
@@ -51,14 +51,14 @@ def loss_over_ranks(
         process_group: its ranks, in order, hold the sequences.
         tensors: current_logps, old_logps, ref_logps, rewards or advantages, and the mask, of this rank.
         grouping: the groups of the rewards of all ranks; None if advantages are given.
-        formula: the arguments objective, loss_type, beta and clip_eps.
+        objective_arguments: objective, loss_type, beta and clip_eps.
         optional: optional tensors of this rank.
         options: options of the batch.
         backend: the argument of the public function.
     """
 
     def make() -> tuple[Any, Sizes, Callable[[], dict[str, object]]]:
-        objective = with_overrides(*formula)
+        objective = with_overrides(*objective_arguments)
         if grouping is None:
             call = advantages_call(*tensors, objective, optional, options, backend)
         else:

@@ -66,13 +66,13 @@ class Numbers(NamedTuple):
     length: float = 1.0
 
 
-class Plan(NamedTuple):
+class Formula(NamedTuple):
     """The formula of a loss; ``text`` writes it as a string, ``parse`` reads it back.
 
     Attributes:
         kind: as in ``Form``.
         mean: as in ``Form``.
-        level: of the importance ratio, ``token`` or ``sequence``.
+        level: level of the importance ratio, ``token`` or ``sequence``.
         kl: ``k1``, ``k2`` or ``k3``.
         kl_correction: ``corrected`` if the KL is weighted by the ratio, otherwise ``plain``.
         rollout: ``truncate``, ``mask``, or ``given`` for a rollout ratio that is used unchanged.
@@ -89,10 +89,10 @@ class Plan(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return the plan as the string that a raw op takes."""
+        """Return the formula as the string that a raw op takes as ``plan``."""
         return ",".join(self)
 
     @classmethod
-    def parse(cls, text: str) -> Plan:
-        """Return the plan of a string from ``text``."""
+    def parse(cls, text: str) -> Formula:
+        """Return the formula of a string from ``text``."""
         return cls(*text.split(","))

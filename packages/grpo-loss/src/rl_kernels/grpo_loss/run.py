@@ -52,14 +52,14 @@ def prepare(
     current_logps: torch.Tensor, tokens: Tokens, layout: Layout, objective: Objective, options: Options
 ) -> CallOf:
     """Check the remaining arguments; return a function of scores, estimator and eps that builds the call."""
-    plan, numbers = objective.plan, objective.numbers
+    formula, numbers = objective.plan, objective.numbers
     divisor = divisor_of(objective.loss_type, options.normalizer)
     old, ref, mask, rollout, entropy = tokens
     if ref is None and numbers.beta > 0:
         raise ValueError(f"ref_logps: expected a tensor with beta > 0 (beta is {numbers.beta}), got None")
     layout.tokens(current_logps, mask, options.validate, old_logps=old, ref_logps=ref, entropy=entropy)
-    if rollout is None and plan.rollout != "given":
-        raise ValueError(f"rollout_mode: expected None without rollout_ratio, got {plan.rollout!r}")
+    if rollout is None and formula.rollout != "given":
+        raise ValueError(f"rollout_mode: expected None without rollout_ratio, got {formula.rollout!r}")
     ratio = None if rollout is None else layout.scores("rollout_ratio", rollout)
     check.same_device(current_logps=current_logps, rollout_ratio=ratio)
     divisor_tensor = tensor_of(divisor, current_logps, mask, options.validate)
@@ -78,7 +78,7 @@ def prepare(
             layout.cu_seqlens,
             layout.max_seqlen,
             scalars(*numbers._replace(eps=eps, divisor=divisor.number or 0.0, length=divisor.length)),
-            plan.text,
+            formula.text,
             estimator.text,
             options.return_metrics,
         )

@@ -74,8 +74,8 @@ def sequence_losses(
         optional_inputs(extras, cu_seqlens, max_seqlen),
         value_or_default("normalizer", normalizer, NO_NORMALIZER),
     )
-    formula, options = with_overrides(objective, loss_type, beta, clip_eps), Options(normalizer, False, validate)
-    call = advantages_call(*tensors, formula, optional, options, backend)
+    objective, options = with_overrides(objective, loss_type, beta, clip_eps), Options(normalizer, False, validate)
+    call = advantages_call(*tensors, objective, optional, options, backend)
     no_lost_derivatives("sequence_losses", *tensors, *optional, *normalizer)
     name = choose(OPERATOR, describe(current_logps), backend).name
     if current_logps.requires_grad and torch.is_grad_enabled():

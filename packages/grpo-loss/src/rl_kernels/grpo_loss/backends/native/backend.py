@@ -19,7 +19,7 @@ from rl_kernels.grpo_loss.backends.native.advantages import advantages
 from rl_kernels.grpo_loss.backends.native.terms import Block, Terms, terms_of
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.lanes import lanes
-from rl_kernels.grpo_loss.plan import Numbers, Plan
+from rl_kernels.grpo_loss.plan import Formula, Numbers
 
 __all__ = ["advantages", "backward", "backward_inplace", "combine", "forward", "forward_grad", "sums", "sums_grad"]
 
@@ -62,7 +62,7 @@ def combine(
     sums: torch.Tensor, normalizer: torch.Tensor | None, length: int, numbers: torch.Tensor, plan: str
 ) -> tuple[torch.Tensor, ...]:
     """Return (loss, policy_loss, kl, metrics, divisor) of the sequences whose sums are given."""
-    n, mean = Numbers(*numbers.tolist()), Plan.parse(plan).mean
+    n, mean = Numbers(*numbers.tolist()), Formula.parse(plan).mean
     terms, counts = sums[:2], sums[2]
     if mean == "sequences":
         terms = terms / counts.clamp(min=1)
@@ -96,7 +96,7 @@ def _loss(call: LossCall, totals: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _sums(call: LossCall, slope: torch.Tensor | None) -> torch.Tensor:
     """Return the sums of each sequence; write ``slope`` unless it is None."""
-    plan, n = call.formula, call.values
+    formula, n = call.formula, call.values
     inputs = _inputs(call, n)
     current = inputs.current
     totals = current.new_zeros(
@@ -106,13 +106,13 @@ def _sums(call: LossCall, slope: torch.Tensor | None) -> torch.Tensor:
         metrics.start(totals[SUMS:])
     for rows in _blocks(current):
         block = inputs.rows(rows)
-        terms = terms_of(block, plan, n, call.with_metrics)
+        terms = terms_of(block, formula, n, call.with_metrics)
         totals[0, rows] = row_sum(terms.policy)
         if terms.kl is not None:
             totals[1, rows] = row_sum(terms.kl)
         totals[2, rows] = terms.counts
         if call.with_metrics:
-            metrics.store(totals[SUMS:, rows], block, terms, plan, n)
+            metrics.store(totals[SUMS:, rows], block, terms, formula, n)
         if slope is not None:
             _mark(terms, slope[rows])
     return totals

@@ -10,7 +10,7 @@ from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.grpo_loss.backends.native.terms import Block, Terms, _k3
 from rl_kernels.grpo_loss.lanes import keep, lanes
 from rl_kernels.grpo_loss.outputs import METRICS
-from rl_kernels.grpo_loss.plan import Numbers, Plan
+from rl_kernels.grpo_loss.plan import Formula, Numbers
 
 SUMS = ("clip_low", "clip_high", "ratio", "squares", "k1", "k2", "k3", "nonfinite", "entropy")
 QUANTITIES = len(SUMS) + 2
@@ -22,13 +22,13 @@ def start(rows: torch.Tensor) -> None:
     rows[:-2], rows[-2], rows[-1] = 0.0, math.inf, -math.inf
 
 
-def store(rows: torch.Tensor, block: Block, terms: Terms, plan: Plan, n: Numbers) -> None:
+def store(rows: torch.Tensor, block: Block, terms: Terms, formula: Formula, n: Numbers) -> None:
     """Store the metrics of some sequences in ``rows[QUANTITIES, b]``."""
     dtype = rows.dtype
     active = lanes(block.mask, dtype)
     ratio = terms.ratio.expand(block.mask.shape).contiguous()
     values = {"ratio": ratio, "squares": ratio * ratio}
-    values["clip_low"], values["clip_high"] = (x.to(dtype) for x in _clipped(ratio, block, plan, n))
+    values["clip_low"], values["clip_high"] = (x.to(dtype) for x in _clipped(ratio, block, formula, n))
     values["nonfinite"] = (~_finite(block)).to(dtype)
     if terms.e is not None:
         values |= {"k1": -terms.e, "k2": terms.e * terms.e * 0.5, "k3": _k3(terms.e)[0]}
@@ -64,12 +64,12 @@ def vector(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return torch.stack([named[name] for name in METRICS]).float()
 
 
-def _clipped(ratio: torch.Tensor, block: Block, plan: Plan, n: Numbers) -> tuple[torch.Tensor, torch.Tensor]:
+def _clipped(ratio: torch.Tensor, block: Block, formula: Formula, n: Numbers) -> tuple[torch.Tensor, torch.Tensor]:
     """Return masks of the tokens whose ratio is clipped at the lower bound, and at the upper bound."""
     a = block.advantages if block.advantages.ndim == 2 else block.advantages[:, None]
-    if plan.kind == "cispo":
+    if formula.kind == "cispo":
         return ratio < n.cispo_floor, ratio > n.cispo_cap
-    if plan.kind != "clip":
+    if formula.kind != "clip":
         return torch.zeros_like(ratio, dtype=torch.bool), torch.zeros_like(ratio, dtype=torch.bool)
     return (ratio < 1 - n.clip_low) & (a < 0), (ratio > 1 + n.clip_high) & (a > 0)
 

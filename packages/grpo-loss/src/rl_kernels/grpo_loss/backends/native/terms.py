@@ -13,7 +13,7 @@ import torch
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.grpo_loss.lanes import keep, lanes
-from rl_kernels.grpo_loss.plan import Numbers, Plan
+from rl_kernels.grpo_loss.plan import Formula, Numbers
 
 SMALL = 0.06
 """|e| below which k3 uses its series: there expm1(e) - e loses more than five bits."""
@@ -74,7 +74,7 @@ class Terms(NamedTuple):
     counts: torch.Tensor
 
 
-def terms_of(block: Block, plan: Plan, n: Numbers, with_ratio: bool) -> Terms:
+def terms_of(block: Block, formula: Formula, n: Numbers, with_ratio: bool) -> Terms:
     """Return the terms of some sequences; ``with_ratio`` makes their ``ratio`` cover all active tokens."""
     dtype = compute_dtype(block.current.dtype)
     current = block.current.to(dtype)
@@ -85,19 +85,19 @@ def terms_of(block: Block, plan: Plan, n: Numbers, with_ratio: bool) -> Terms:
     masks = TokenMasks(active, active & lanes(a != 0, dtype), block.mask.sum(1, dtype=dtype))
     # 0 on-policy, except NaN for log-probabilities that are not finite, which the loss must show.
     d = current - (current if block.old is None else block.old.to(dtype))
-    if plan.level == "sequence":
+    if formula.level == "sequence":
         ratio = active_ratio = (row_sum(keep(d, masks.active))[:, None] / masks.divisor).exp()
     else:
         ratio = keep(d, masks.counted).exp_()
-        active_ratio = keep(d, masks.active).exp() if with_ratio or plan.kl_correction == "corrected" else ratio
-    weight = None if block.rollout is None else _rollout(_column(block.rollout, dtype), plan, n)
-    policy, slope = _policy(current, ratio, a, d, weight, masks, plan, n)
+        active_ratio = keep(d, masks.active).exp() if with_ratio or formula.kl_correction == "corrected" else ratio
+    weight = None if block.rollout is None else _rollout(_column(block.rollout, dtype), formula, n)
+    policy, slope = _policy(current, ratio, a, d, weight, masks, formula, n)
     e = kl = None
     if block.ref is not None:
         e = keep(block.ref.to(dtype) - current, masks.active)
-        kl, kl_slope = _kl(e, active_ratio, masks, plan)
+        kl, kl_slope = _kl(e, active_ratio, masks, formula)
         slope = slope + n.beta * kl_slope
-    if plan.mean == "sequences":
+    if formula.mean == "sequences":
         slope = slope / masks.divisor
     return Terms(policy, kl, slope, active_ratio, e, active, masks.counts)
 
@@ -106,10 +106,10 @@ def _column(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return scores.to(dtype) if scores.ndim == 2 else scores.to(dtype)[:, None]
 
 
-def _rollout(weight: torch.Tensor, plan: Plan, n: Numbers) -> torch.Tensor:
-    if plan.rollout == "mask":
+def _rollout(weight: torch.Tensor, formula: Formula, n: Numbers) -> torch.Tensor:
+    if formula.rollout == "mask":
         return torch.where((weight < n.rollout_min) | (weight > n.rollout_max), 0.0, weight)
-    return weight.clamp(n.rollout_min, n.rollout_max) if plan.rollout == "truncate" else weight
+    return weight.clamp(n.rollout_min, n.rollout_max) if formula.rollout == "truncate" else weight
 
 
 def _policy(
@@ -119,40 +119,40 @@ def _policy(
     d: torch.Tensor,
     weight: torch.Tensor | None,
     masks: TokenMasks,
-    plan: Plan,
+    formula: Formula,
     n: Numbers,
 ) -> Term:
     """Return the policy term and its slope, 0 at tokens that are not counted."""
-    through_ratio = plan.kind in ("clip", "sapo")
-    if plan.kind == "clip":
-        term, slope = _clipped(ratio, a, plan, n)
-    elif plan.kind == "sapo":
+    through_ratio = formula.kind in ("clip", "sapo")
+    if formula.kind == "clip":
+        term, slope = _clipped(ratio, a, formula, n)
+    elif formula.kind == "sapo":
         term, slope = _sapo(ratio, a, n)
     else:
-        slope = -(_weight(ratio, a, d, weight, masks, plan, n) * a)
+        slope = -(_weight(ratio, a, d, weight, masks, formula, n) * a)
         term = slope * current
-    if weight is not None and plan.kind != "vespo":
+    if weight is not None and formula.kind != "vespo":
         term, slope = term * weight, slope * weight
     term, slope = keep(term, masks.counted), keep(slope, masks.counted)
-    if plan.level == "sequence" and through_ratio:
+    if formula.level == "sequence" and through_ratio:
         # Each of the n tokens of a sequence moves its log-ratio by 1/n of the change of its log-probability.
         slope = keep(row_sum(slope)[:, None] / masks.divisor, masks.active)
     return term, slope
 
 
-def _clipped(ratio: torch.Tensor, a: torch.Tensor, plan: Plan, n: Numbers) -> Term:
+def _clipped(ratio: torch.Tensor, a: torch.Tensor, formula: Formula, n: Numbers) -> Term:
     """-min(ratio A, clamp(ratio) A), with delta or dual_clip; ties and NaN take the unclipped branch."""
     down = -a
     slope = ratio * down
-    unclipped = ratio.clamp(max=n.delta) * down if plan.bounds == "delta" else slope
+    unclipped = ratio.clamp(max=n.delta) * down if formula.bounds == "delta" else slope
     clipped = ratio.clamp(1 - n.clip_low, 1 + n.clip_high) * down
     flows = ~(clipped > unclipped)
     term = torch.maximum(unclipped, clipped)
-    if plan.bounds == "delta":
+    if formula.bounds == "delta":
         # Between delta and 1 + clip_high the clipped branch is the ratio itself.
         inside = (ratio >= 1 - n.clip_low) & (ratio <= 1 + n.clip_high)
         flows = (flows & ~(ratio > n.delta)) | (~flows & inside)
-    if plan.bounds == "dual":
+    if formula.bounds == "dual":
         ceiling = n.dual_clip * down
         is_above = (a < 0) & (term > ceiling)
         term, flows = torch.where(is_above, ceiling, term), flows & ~is_above
@@ -176,13 +176,13 @@ def _weight(
     d: torch.Tensor,
     rollout: torch.Tensor | None,
     masks: TokenMasks,
-    plan: Plan,
+    formula: Formula,
     n: Numbers,
 ) -> torch.Tensor:
     """Return the detached weight of the log-probability: reinforce, cispo and vespo."""
-    if plan.kind == "reinforce":
+    if formula.kind == "reinforce":
         return torch.ones_like(a)
-    if plan.kind == "cispo":
+    if formula.kind == "cispo":
         return ratio.clamp(n.cispo_floor, n.cispo_cap)
     log_weight = row_sum(keep(d.clamp(-LOG_MOST, LOG_MOST), masks.active))[:, None]
     if rollout is not None:
@@ -200,16 +200,16 @@ def _row(values: torch.Tensor, masks: TokenMasks) -> torch.Tensor:
     return row_sum(keep(values, masks.active))[:, None]
 
 
-def _kl(e: torch.Tensor, ratio: torch.Tensor, masks: TokenMasks, plan: Plan) -> Term:
+def _kl(e: torch.Tensor, ratio: torch.Tensor, masks: TokenMasks, formula: Formula) -> Term:
     """Return the KL estimate and its slope for ``e = ref - current``; multiplied by the ratio if corrected."""
-    estimate, slope = {"k1": _k1, "k2": _k2, "k3": _k3}[plan.kl](e)
-    if plan.kl_correction == "plain":
-        return estimate, slope if plan.kl == "k3" else keep(slope, masks.active)
-    if plan.level == "sequence":
+    estimate, slope = {"k1": _k1, "k2": _k2, "k3": _k3}[formula.kl](e)
+    if formula.kl_correction == "plain":
+        return estimate, slope if formula.kl == "k3" else keep(slope, masks.active)
+    if formula.level == "sequence":
         shared = row_sum(keep(estimate, masks.active))[:, None] / masks.divisor
         return keep(estimate * ratio, masks.active), keep((slope + shared) * ratio, masks.active)
     # d(k3 ratio) = -e ratio: this form avoids the cancellation in slope + estimate.
-    own = -e if plan.kl == "k3" else slope + estimate
+    own = -e if formula.kl == "k3" else slope + estimate
     return keep(estimate * ratio, masks.active), keep(own * ratio, masks.active)
 
 

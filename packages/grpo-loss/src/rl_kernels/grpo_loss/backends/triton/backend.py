@@ -32,7 +32,7 @@ from rl_kernels.grpo_loss.backends.triton.plain import (
 from rl_kernels.grpo_loss.backends.triton.planned import planned
 from rl_kernels.grpo_loss.backends.triton.reduce import FIRST_METRIC, LEAST, MOST
 from rl_kernels.grpo_loss.call import LossCall
-from rl_kernels.grpo_loss.plan import Numbers, Plan
+from rl_kernels.grpo_loss.plan import Formula, Numbers
 
 __all__ = [
     "advantages",
@@ -97,7 +97,7 @@ def combine(
     sums: torch.Tensor, normalizer: torch.Tensor | None, length: int, numbers: torch.Tensor, plan: str
 ) -> tuple[torch.Tensor, ...]:
     """Return (loss, policy_loss, kl, metrics, count) of the sequences whose sums are given."""
-    return results_of(sums.contiguous()[None], normalizer, length, Numbers(*numbers.tolist()), Plan.parse(plan))
+    return results_of(sums.contiguous()[None], normalizer, length, Numbers(*numbers.tolist()), Formula.parse(plan))
 
 
 def _sums(call: LossCall, slope: torch.Tensor | None) -> torch.Tensor:

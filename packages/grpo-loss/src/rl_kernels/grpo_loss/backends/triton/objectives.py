@@ -23,7 +23,7 @@ from rl_kernels.grpo_loss.backends.triton.plain import rows_of
 from rl_kernels.grpo_loss.backends.triton.reduce import reduce
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.outputs import METRICS
-from rl_kernels.grpo_loss.plan import Numbers, Plan
+from rl_kernels.grpo_loss.plan import Formula, Numbers
 
 WARP = 128
 """Lanes of one warp."""
@@ -68,21 +68,23 @@ def segment_sums(call: LossCall, scores: Scores, slope: torch.Tensor | None) -> 
     return sums
 
 
-def results_of(sums: torch.Tensor, normalizer: torch.Tensor | None, length: int, n: Numbers, plan: Plan) -> Results:
+def results_of(
+    sums: torch.Tensor, normalizer: torch.Tensor | None, length: int, n: Numbers, formula: Formula
+) -> Results:
     """Return the results of sequences of up to ``length`` tokens whose ``sums`` are given."""
     segments, quantities, batch = sums.shape
     metrics = sums.new_empty(quantities - SUMS)
     loss, policy_loss, kl, divided = (sums.new_empty(()) for _ in range(4))
     results = Results(loss, policy_loss, kl, metrics, divided)
     with device_of(sums):
-        divisor = n.divisor or (0.0 if plan.mean == "tokens" else float(max(batch, 1)))
-        factor = float(n.length or max(length, 1)) if plan.mean == "sums" else 1.0
+        divisor = n.divisor or (0.0 if formula.mean == "tokens" else float(max(batch, 1)))
+        factor = float(n.length or max(length, 1)) if formula.mean == "sums" else 1.0
         launch(
             reduce,
             (1 + len(metrics),),
             *(sums, *results[:3], metrics if len(metrics) else None, results.divisor, normalizer),
             *(batch, segments, n.beta, float(divisor), factor),
-            *(plan.mean == "sequences", quantities, LANES),
+            *(formula.mean == "sequences", quantities, LANES),
             num_warps=REDUCE_WARPS,
         )
     return results
@@ -93,7 +95,7 @@ def _launch_terms(
     scores: Scores,
     slope: torch.Tensor | None,
     sums: torch.Tensor,
-    plan: Plan,
+    formula: Formula,
     n: Numbers,
     segments: int,
 ) -> None:
@@ -104,7 +106,7 @@ def _launch_terms(
     # Packed tokens and numbers of sequences have no stride in this kernel.
     rows = [rows_of(x) if x is None or x.ndim == 2 else x.contiguous() for x in tensors]
     strides = [0 if x is None else x.stride(0) for x in rows]
-    by_sequence = plan.level == "sequence" or plan.kind == "vespo"
+    by_sequence = formula.level == "sequence" or formula.kind == "vespo"
     lanes = lanes_for(min(max(call.length, 1), SEGMENT), WARP, WIDE if by_sequence else LANES)
     is_whole = by_sequence and lanes >= call.length
     per_token, w_per_token = scores.values.ndim == 2, w is not None and w.ndim == 2
@@ -130,12 +132,12 @@ def _launch_terms(
         *(SEGMENT, lanes, scores.lanes, scores.one_step, *scores.formula),
         *(per_token, w_per_token),
         *(
-            KINDS[plan.kind],
-            plan.level == "sequence",
-            plan.mean == "sequences",
-            BOUNDS[plan.bounds],
-            MODES[plan.rollout],
+            KINDS[formula.kind],
+            formula.level == "sequence",
+            formula.mean == "sequences",
+            BOUNDS[formula.bounds],
+            MODES[formula.rollout],
         ),
-        *(int(plan.kl[1]), plan.kl_correction == "corrected", call.with_metrics, is_whole),
+        *(int(formula.kl[1]), formula.kl_correction == "corrected", call.with_metrics, is_whole),
         num_warps=max(lanes // share, 1),
     )

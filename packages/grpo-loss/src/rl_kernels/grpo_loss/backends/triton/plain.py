@@ -20,7 +20,7 @@ from rl_kernels.core.triton_lib.arithmetic import fma
 from rl_kernels.grpo_loss.backends.triton.groups import LANES, Scores, advantage_of, lanes_for, tree
 from rl_kernels.grpo_loss.backends.triton.terms import constant, exp, k3_of
 from rl_kernels.grpo_loss.call import LossCall
-from rl_kernels.grpo_loss.plan import Plan
+from rl_kernels.grpo_loss.plan import Formula
 
 WARP = 128
 """Lanes of one warp: four tokens to a thread, which is one 16-byte load in FP32."""
@@ -84,7 +84,7 @@ def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:
 def is_plain(call: LossCall) -> bool:
     """Return whether a call is for the plain loss."""
     extra_inputs = (call.rollout_ratio, call.normalizer, call.cu_seqlens)
-    has_plain_formula = call.plan == Plan().text and all(x is None for x in extra_inputs)
+    has_plain_formula = call.plan == Formula().text and all(x is None for x in extra_inputs)
     return has_plain_formula and not call.with_metrics and not call.values.divisor
 
 
