@@ -157,7 +157,7 @@ PARTS: Mapping[str, Callable[[argparse.Namespace], Iterator[Call]]] = {"products
 
 
 def show(document: Mapping[str, Any]) -> None:
-    """Print what was measured and where."""
+    """Print the results and the environment."""
     print("ran on " + ", ".join(f"{name} {value}" for name, value in document["environment"].items()))
     for part, calls in document["calls"].items():
         table = Table(box=None, padding=(0, 2, 0, 0))

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def row(call: str, ms: dict[str, float]) -> list[str]:
-    """Return a line of the table: a call, both times, and their ratio."""
+    """Return a row of the table: a call, both times, and their ratio."""
     return [call, digits(ms["stock"]), digits(ms["invariant"]), f"{ms['invariant'] / ms['stock']:.2f}"]
 
 

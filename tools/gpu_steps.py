@@ -40,7 +40,7 @@ class Step:
 
 
 class Steps:
-    """Makes the steps that the command line asks for."""
+    """Makes the steps that the command line selects."""
 
     def __init__(
         self, args: argparse.Namespace, facts: Mapping[str, Any], out: Path, site: Path, environment: Mapping[str, str]
@@ -106,7 +106,7 @@ class Steps:
         return [*sorted(HERE.glob("packages/*/tests")), *sorted(HERE.glob("shared/*/tests"))]
 
     def _chosen(self, folder: Path) -> list[Path]:
-        """Return the files of a folder that have tests which pytest's arguments select; all if it cannot tell."""
+        """Return the files of a folder with tests that pytest's arguments select; all files if pytest fails."""
         command = [*_pytest(folder), "-q", "--collect-only", *self.args.pytest]
         done = subprocess.run(command, cwd=HERE, env=self.environment, capture_output=True, text=True, check=False)
         if done.returncode == NOTHING_SELECTED:

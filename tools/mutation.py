@@ -163,7 +163,7 @@ def recorded(path: Path | None, seed: int) -> dict[str, dict[str, Any]]:
 
 
 def write(path: Path, seed: int, judgments: Sequence[dict[str, Any]]) -> None:
-    """Write the record, one mutant a line; those that crashed are counted alone."""
+    """Write the record, one mutant a line; crashed mutants are only counted."""
     counts = Counter(judgment["state"] for judgment in judgments)
     lines = ",\n".join(json.dumps(judgment) for judgment in judgments if judgment["state"] != INVALID)
     path.write_text(f'{{"seed": {seed}, "counts": {json.dumps(counts)}, "mutants": [\n{lines}\n]}}\n', encoding="utf-8")

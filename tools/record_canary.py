@@ -1,4 +1,4 @@
-"""Put bits into the packages' records: `python tools/record_canary.py FILE ...`.
+"""Put the recorded bits of GPUs into the packages' canary files: `python tools/record_canary.py FILE ...`.
 
 The files are of `rl-kernels doctor --canary --json`, made on GPUs on which `rl-kernels check --check-grad` passes with
 every backend. Nothing is written if two files differ in the bits of one architecture. Those of `native` are left out:

@@ -131,7 +131,7 @@ def _size_of_terms(trainer: Any, logps: torch.Tensor, inputs: dict[str, Any]) ->
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure the largest differences by type, print them, and write them if asked."""
+    """Measure the largest differences by type, print them, and with ``--json`` write them."""
     parser = Parser("trl_objectives.py", __doc__.splitlines()[0])
     parser.add_argument("--json", type=writable, metavar="FILE", help="also write the results as JSON")
     args = parser.parse_args(argv)

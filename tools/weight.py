@@ -1,4 +1,4 @@
-"""Count what is tracked: `python tools/weight.py`, or `--at COMMIT`: lines by kind, Python by room, largest modules."""
+"""Count tracked lines: `python tools/weight.py`, or `--at COMMIT`: lines by kind, Python by room, largest modules."""
 
 from __future__ import annotations
 

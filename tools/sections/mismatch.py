@@ -29,7 +29,7 @@ HEADINGS = (
 
 
 def section(document: Mapping[str, Any]) -> str:
-    """Return the table of what a mismatch between rollout and training does to a run."""
+    """Return the table of the effects of a mismatch between rollout and training on a run."""
     settings = document["settings"]
     batch = settings["prompts"] * settings["samples_per_prompt"]
     sizes = f"{document['seeds']} seeds, {settings['steps']} steps of {batch} samples"

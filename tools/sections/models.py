@@ -23,7 +23,7 @@ def steps(document: Results) -> str:
 
 
 def bits(document: Results) -> str:
-    """Return the table of how many logits, log-probabilities and gradients differ from those of prompts alone."""
+    """Return the table of logits, log-probabilities and gradients that differ from prompts alone."""
     settings, ways = document["settings"], document["bits"]
     rows = [["that differ", *(f"{way}: {kind}" for way in ways for kind in ("logits", "log-probabilities"))]]
     for label in ways["stock"]["prompts"]:
@@ -64,7 +64,7 @@ def attention(document: Results) -> str:
 
 
 def _calls(document: Results, part: str) -> str:
-    """Return a table of `client_calls.py`: time, and what a batch changes of a row or sequence."""
+    """Return a table of `client_calls.py`: time, and the bits of a row or sequence that change in a batch."""
     calls = document["calls"].get(part)
     if calls is None:
         return ""

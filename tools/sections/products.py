@@ -15,7 +15,7 @@ HEAD = ("in turn, ms (/ product)", "sustained, ms (/ product)", "MiB")
 
 
 def compiled(document: Results) -> str:
-    """Return the table of Triton's kernels by operator and GPU: how many, and the most that one of them uses."""
+    """Return the table of Triton's kernels by operator and GPU: their number, and the largest use of resources."""
     archs = list(dict.fromkeys(record["arch"] for record in document["records"]))
     rows = [["operator", *archs]]
     for name in dict.fromkeys(record["operator"] for record in document["records"]):
@@ -31,7 +31,7 @@ def _used(record: Results) -> str:
 
 
 def chains(document: Results) -> str:
-    """Return the table of `chain_error.py`: errors of long sums against FP64, and what a more exact sum costs."""
+    """Return the table of `chain_error.py`: errors of long sums against FP64, and the times of more exact sums."""
     ways = list(dict.fromkeys(way for entry in document["sums"] for way in entry["ways"]))
     rows = [["error (shrink) of a sum over", "terms", *ways]]
     for entry in document["sums"]:
@@ -46,7 +46,7 @@ def chains(document: Results) -> str:
 
 
 def schedules(document: Results) -> str:
-    """Return the table of how good the chosen schedules of products are: beside cuBLAS, and beside the fastest one."""
+    """Return the table of the chosen schedules' times, relative to cuBLAS and to the fastest schedule."""
     by_rows: dict[int, list[Mapping[str, float]]] = {}
     for product in document["products"]:
         by_rows.setdefault(product["sizes"][0], []).append(product["shares"])

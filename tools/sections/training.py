@@ -38,7 +38,7 @@ def _number(value: float) -> str:
 
 
 def trl(document: Results) -> str:
-    """Return the table of `trl_step.py`: a step of TRL, as it comes and on the operators."""
+    """Return the table of `trl_step.py`: a step of TRL, unchanged and on the operators."""
     settings, ways = document["settings"], document["ways"]
     labels = {"rollout_ms": "rollout, ms", "update_ms": "update, ms", "extra_mib": "update, peak extra MiB"}
     labels["largest"] = f"sequences that fit in {settings['limit_gib']:g} GiB"
@@ -66,7 +66,7 @@ def trl_objectives(document: Results) -> str:
 
 
 def rollouts(document: Results) -> str:
-    """Return the tables of `vllm_rollout.py`: log-probabilities that differ from those of training, and speed."""
+    """Return the tables of `vllm_rollout.py`: log-probabilities that differ from training, and speed."""
     settings, tables = document["settings"], []
     title_line = f"{settings['model']}, {settings['layers']} layers, vLLM's model runner {settings['runner']}"
     if "bits" in document:
@@ -85,7 +85,7 @@ def rollouts(document: Results) -> str:
 
 
 def _speeds(ways: Mapping[str, Sequence[float]]) -> Iterator[list[str]]:
-    """Yield the medians of ways, and then their largest, each with its ratio to that of the stock way."""
+    """Yield the median rates of the ways, then their largest rates, each with its ratio to the stock way."""
     for of_rounds in (statistics.median, max):
         values = {way: of_rounds(rates) for way, rates in ways.items()}
         stock = values.get("stock", float("nan"))

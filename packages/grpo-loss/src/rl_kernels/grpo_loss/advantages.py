@@ -55,7 +55,7 @@ def group_advantages(
         backend: as in ``grpo_loss``.
 
     Returns:
-        ``[B]``, FP32, or FP64 for FP64 rewards; with process_group those of this rank's rewards.
+        ``[B]``, FP32, or FP64 for FP64 rewards; with process_group the advantages of this rank's rewards.
 
     Raises:
         TypeError, ValueError: an argument is not as described; the message names it.

@@ -148,7 +148,7 @@ def grpo_loss(
             then ``[total]``.
         max_seqlen: T of packed sequences, an integer; by default the longest one, which syncs with a GPU. Required
             under torch.compile and graph capture.
-        normalizer: what the sums are divided by, if this batch is one of several micro-batches.
+        normalizer: the count that the sums are divided by, if this batch is one of several micro-batches.
         process_group: a ``ProcessGroup`` of any size, or a ``DeviceMesh`` with one dim. The sequences of its ranks, in
             the order of ranks, are one batch: groups, advantages, divisors, loss and metrics are those of this batch on
             every rank, bit for bit what one process returns. The gradient is that of this loss to the rank's own

@@ -108,7 +108,7 @@ class Objective:
     plan: Formula = field(init=False, repr=False, compare=False)
     """The formula, as the raw ops take it."""
     numbers: Numbers = field(init=False, repr=False, compare=False)
-    """The numbers of the formula, without those of a call."""
+    """The numbers of the formula, without the numbers that a call adds."""
     estimator: Estimator = field(init=False, repr=False, compare=False)
     """The formula of the advantages."""
 

@@ -62,8 +62,8 @@ def agreed(
     Args:
         name: name of the public function.
         process_group: process group of the call.
-        make: checks this rank's arguments; returns a result, the sizes, and a function for what must be equal on all
-            ranks, because reading that of tensors syncs with a GPU.
+        make: checks this rank's arguments; returns a result, the sizes, and a function that returns the values that
+            must be equal on all ranks: a function, because reading values of tensors syncs with a GPU.
         validate: False, and graph capture, skips the exchange: sizes are taken to be equal on all ranks.
 
     Raises:

@@ -122,7 +122,7 @@ class LossPlan(NamedTuple):
     options: tuple[Any, ...]
 
     def call_of(self, current_logps: torch.Tensor, *tensors: torch.Tensor | None) -> LossCall:
-        """Return the call with tensors like those of the planned one."""
+        """Return the call with these tensors, which have the layout of the planned call."""
         old, ref, scores, mask = (x.detach() if x is not None and x.requires_grad else x for x in tensors)
         scored = (scores, None, self.samples, None) if self.samples else (None, None, 0, scores)
         return LossCall._make((current_logps, old, ref if self.has_ref else None, *scored, mask, *self.options))

@@ -54,8 +54,8 @@ def sequence_losses(
         extras: rollout ratio.
         cu_seqlens: as in ``grpo_loss``, and so is ``max_seqlen``.
         max_seqlen: the longest sequence.
-        normalizer: what the sums are divided by; by default what this call counts. Give the counts of all ranks, if
-            there are several.
+        normalizer: the count that the sums are divided by; by default the count of this call. Give the counts of all
+            ranks, if there are several.
         validate: check the values of the mask, of offsets, and of a normalizer that is a tensor; on a GPU each of these
             checks syncs.
         backend: name of a backend, ``auto``, or None.

@@ -1,4 +1,4 @@
-"""Calls of fused_logp that must raise: what is wrong with each, and part of its message."""
+"""Calls of fused_logp that must raise: a label of the error in each, and part of its message."""
 
 from __future__ import annotations
 

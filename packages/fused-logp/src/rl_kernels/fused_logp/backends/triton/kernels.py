@@ -43,7 +43,7 @@ def _segment(logits, row, row_stride, first, V, c, WIDE: tl.constexpr, ENTROPY: 
 
 @triton.jit
 def _active(ids, marks, rows, here, ignore_index, HAS_ROWS: tl.constexpr, HAS_IGNORED: tl.constexpr):
-    """Return the ids of rows, and which of the rows are computed."""
+    """Return the ids of rows, and a mask of the rows that are computed."""
     id = tl.load(ids + rows, mask=here, other=0).to(tl.int64)
     if HAS_ROWS:
         here = here & (tl.load(marks + rows, mask=here, other=0) != 0)

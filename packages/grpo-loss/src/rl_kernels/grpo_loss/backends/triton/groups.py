@@ -104,7 +104,7 @@ def scores_of_call(call: LossCall) -> Scores:
 def tree(x):
     """Return the sum of ``x``, whose length is a power of two, in pairs, so that no layout changes the order.
 
-    First four neighbors are added, which one thread holds, then always the two halves of what is left.
+    First four neighbors are added, which are in one thread; then, at each level, the two halves of the rest.
     """
     for level in tl.static_range(LEVELS):
         if x.shape[0] > 2:
@@ -142,7 +142,7 @@ def _clamped(boundaries, group, count):
 
 @triton.jit
 def _load_rewards(rewards, start, end, stride, step, LANES: tl.constexpr, SKIP: tl.constexpr):
-    """Return the rewards of a step, in FP64, and which of them belong to the sum."""
+    """Return the rewards of a step, in FP64, and a mask of those that are summed."""
     place = start + step * LANES + tl.arange(0, LANES)
     r = tl.load(rewards + place * stride, mask=place < end, other=0.0).to(tl.float64)
     is_there = place < end
