@@ -122,10 +122,10 @@ def _gradients(
 ) -> Iterator[tuple[Rows, torch.Tensor]]:
     for rows in _blocks(logits, row_indices):
         x = logits[rows].to(temperature.dtype)
-        known = LogpUpstream(target_ids, norm, *upstream).rows(rows)
-        dx = dlogits(x, _column(temperature, rows, x), known)
-        active = _active(known.ids, ignore_index)
-        is_gradient = active & ~_undefined(known.ids, x.shape[1], known.norm)
+        upstream_rows = LogpUpstream(target_ids, norm, *upstream).rows(rows)
+        dx = dlogits(x, _column(temperature, rows, x), upstream_rows)
+        active = _active(upstream_rows.ids, ignore_index)
+        is_gradient = active & ~_undefined(upstream_rows.ids, x.shape[1], upstream_rows.norm)
         # Asking a GPU would sync.
         if x.is_cuda or not is_gradient.all():
             other = torch.where(active, torch.nan, 0.0).to(dx.dtype)

@@ -135,12 +135,12 @@ def _statistics(
     plain = target_of(arch_of("cuda", logits.device.index), exact=False)
     generic = program(GENERIC, plain, logits.dtype, entropy=entropy)
     if split:
-        per_unit = kernel(generic, "forward_parts", FORWARD, logits.device)
-        per_unit.launch(-(-count * units // WARPS), WARPS * WARP, *arguments)
+        per_unit_kernel = kernel(generic, "forward_parts", FORWARD, logits.device)
+        per_unit_kernel.launch(-(-count * units // WARPS), WARPS * WARP, *arguments)
         kernel(generic, "merge_parts", FORWARD, logits.device).launch(-(-count // WARPS), WARPS * WARP, *arguments)
         return results
-    whole = kernel(generic, "forward_rows", FORWARD, logits.device)
-    whole.launch(count, sharing(vocab * logits.itemsize) * WARP, *arguments, shared=units * STATE)
+    per_row_kernel = kernel(generic, "forward_rows", FORWARD, logits.device)
+    per_row_kernel.launch(count, sharing(vocab * logits.itemsize) * WARP, *arguments, shared=units * STATE)
     return results
 
 
@@ -166,8 +166,8 @@ def _gradient(
     plain = target_of(arch_of("cuda", logits.device.index), exact=False)
     gradient = program(GRADIENT, plain, logits.dtype, entropy=grad_entropy is not None)
     tensors = (logits, out, norm, entropy, grad_logp, grad_lse, grad_entropy)
-    launched = kernel(gradient, "backward", BACKWARD, logits.device)
-    launched.launch(count * chunks, threads, *rows, *tensors, *strides, vocab, chunks)
+    backward_kernel = kernel(gradient, "backward", BACKWARD, logits.device)
+    backward_kernel.launch(count * chunks, threads, *rows, *tensors, *strides, vocab, chunks)
 
 
 def _rows(

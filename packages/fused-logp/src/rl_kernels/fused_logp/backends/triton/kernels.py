@@ -30,13 +30,13 @@ def _segment(logits, row, row_stride, first, V, c, WIDE: tl.constexpr, ENTROPY: 
         base = tl.multiple_of(base, ALIGNED)
     columns = tl.arange(0, BLOCK)
     width = tl.minimum(V - first, SEGMENT)
-    whole = width // BLOCK * BLOCK
+    full = width // BLOCK * BLOCK
     top, total, weighted = softmax.empty()
-    for start in range(0, whole, BLOCK):
+    for start in range(0, full, BLOCK):
         x = tl.load(base + start + columns).to(tl.float32)
         top, total, weighted = softmax.add_block(x, c, top, total, weighted, ENTROPY)
-    if whole < width:
-        x = tl.load(base + whole + columns, mask=whole + columns < width, other=float("-inf")).to(tl.float32)
+    if full < width:
+        x = tl.load(base + full + columns, mask=full + columns < width, other=float("-inf")).to(tl.float32)
         top, total, weighted = softmax.add_block(x, c, top, total, weighted, ENTROPY)
     return top, total, weighted
 

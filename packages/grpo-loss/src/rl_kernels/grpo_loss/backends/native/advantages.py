@@ -23,7 +23,7 @@ def advantages(
     # The mean of seven times 0.1 is not 0.1, so equal rewards are detected by comparison.
     if boundaries is None and formula.nan == "keep":
         r = r.reshape(-1, samples)
-        size, alike, sums = r.new_full((), samples), (r == r[:, :1]).all(1, keepdim=True), _row_sums
+        size, all_equal, sums = r.new_full((), samples), (r == r[:, :1]).all(1, keepdim=True), _row_sums
         total = sums(r)
     else:
         if boundaries is None:
@@ -43,14 +43,14 @@ def advantages(
             r = torch.where(present, r, 0.0)
             example = _first_present(present, group, start)
             size = sums(present.double())
-        unlike = (r != r[example]) if present is None else (r != r[example]) & present
-        total, unlike = sums(torch.stack((r, unlike.double())))
-        alike = unlike == 0
+        differs = (r != r[example]) if present is None else (r != r[example]) & present
+        total, differs = sums(torch.stack((r, differs.double())))
+        all_equal = differs == 0
     centered = r - total / size
     if present is not None:
         centered = torch.where(present, centered, 0.0)
     scaled = _scaled(centered, size, r, present, formula, eps, sums)
-    return scaled.masked_fill(alike, 0.0).flatten().to(compute_dtype(rewards.dtype))
+    return scaled.masked_fill(all_equal, 0.0).flatten().to(compute_dtype(rewards.dtype))
 
 
 def _scaled(
@@ -76,9 +76,9 @@ def _scaled(
 
 def _std_of_all(r: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
     """Return the sample standard deviation of all rewards that are present, summed in order."""
-    here = torch.ones_like(r) if present is None else present.double()
-    size = row_sum(here)
-    centered = torch.where(here != 0, r - row_sum(r) / size, 0.0)
+    is_present = torch.ones_like(r) if present is None else present.double()
+    size = row_sum(is_present)
+    centered = torch.where(is_present != 0, r - row_sum(r) / size, 0.0)
     return (row_sum(centered.square()) / (size - 1)).sqrt()
 
 

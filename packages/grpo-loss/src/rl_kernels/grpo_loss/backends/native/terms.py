@@ -209,8 +209,8 @@ def _kl(e: torch.Tensor, ratio: torch.Tensor, masks: TokenMasks, formula: Formul
         shared = row_sum(keep(estimate, masks.active))[:, None] / masks.divisor
         return keep(estimate * ratio, masks.active), keep((slope + shared) * ratio, masks.active)
     # d(k3 ratio) = -e ratio: this form avoids the cancellation in slope + estimate.
-    own = -e if formula.kl == "k3" else slope + estimate
-    return keep(estimate * ratio, masks.active), keep(own * ratio, masks.active)
+    token_slope = -e if formula.kl == "k3" else slope + estimate
+    return keep(estimate * ratio, masks.active), keep(token_slope * ratio, masks.active)
 
 
 def _k1(e: torch.Tensor) -> Term:

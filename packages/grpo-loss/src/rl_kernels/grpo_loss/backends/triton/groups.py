@@ -161,7 +161,7 @@ def _moments(rewards, start, end, stride, LANES: tl.constexpr, ONE_STEP: tl.cons
     example = tl.load(rewards + start * stride).to(tl.float64)
 
     total, present = tl.zeros((LANES,), tl.float64), tl.zeros((LANES,), tl.int32)
-    unlike = tl.zeros((LANES,), tl.int32)
+    differs = tl.zeros((LANES,), tl.int32)
     least = tl.full((LANES,), float("inf"), tl.float64)
     most = tl.full((LANES,), float("-inf"), tl.float64)
     for step in range(steps):
@@ -172,13 +172,13 @@ def _moments(rewards, start, end, stride, LANES: tl.constexpr, ONE_STEP: tl.cons
             most = tl.where(is_there & (r > most), r, most)
             r = tl.where(is_there, r, 0.0)
         total += r
-        unlike |= (is_there & (r != example)).to(tl.int32)
+        differs |= (is_there & (r != example)).to(tl.int32)
     if SKIP:
         size = tl.sum(present, 0).to(tl.float64)
         equal = tl.min(least, 0) >= tl.max(most, 0)
     else:
         size = (end - start).to(tl.float64)
-        equal = tl.max(unlike, 0) == 0
+        equal = tl.max(differs, 0) == 0
     mean = tree(total) / size
 
     squares = tl.zeros((LANES,), tl.float64)

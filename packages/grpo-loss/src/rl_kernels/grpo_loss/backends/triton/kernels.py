@@ -168,11 +168,11 @@ def terms(
     elif MEAN_SEQ and slope is not None:
         count = tl.maximum(count_active(mask, size, LANES), 1).to(tl.float32)
     if SEQ and not ALIKE and slope is not None:
-        through = slope_by_ratio(
+        ratio_slope = slope_by_ratio(
             token, current, old, ref, mask, scores, w, a, weight, size, shared_ratio, log_weight, n,
             SEGMENT, LANES, KIND, SEQ, BOUNDS, MODE, KL, CORRECTED, PER_TOKEN, W_PER_TOKEN, WHOLE,
         )  # fmt: skip
-        shared_slope += tl.div_rn(through, count)
+        shared_slope += tl.div_rn(ratio_slope, count)
     scale = tl.zeros((LANES,), tl.float32) + tl.div_rn(constant(1.0), count)
 
     policy_sum, kl_sum = tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.float32)
@@ -188,7 +188,7 @@ def terms(
                 ahead = columns + LANES
                 is_next = (ahead < size) & (ahead < first + SEGMENT)
                 next_token = load(current, old, ref, mask, scores, w, ahead, is_next, a, weight, PER_TOKEN, W_PER_TOKEN)
-            term, k, own, _, token_ratio, e = terms_of(
+            term, k, token_slope, _, token_ratio, e = terms_of(
                 token, shared_ratio, log_weight, n, KIND, SEQ, BOUNDS, MODE, KL, CORRECTED, HAS_OLD, HAS_REF, HAS_W
             )
             policy_sum += term
@@ -196,7 +196,7 @@ def terms(
             if not FIRST_PASS:
                 counts += token[3].to(tl.int32)
             if slope is not None:
-                value = own
+                value = token_slope
                 if SEQ:
                     value += shared_slope
                 if MEAN_SEQ:

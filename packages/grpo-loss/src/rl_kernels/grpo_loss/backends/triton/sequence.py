@@ -121,10 +121,10 @@ def shared_policy(
     if HAS_W:
         v = rollout_weight(v, n[13], n[14], MODE)
     # These kinds do not read x: any number stands for it.
-    whole, through = policy_of(shared_w, ratio, shared_a, v, log_weight, n, KIND, BOUNDS, HAS_W)
-    slope = tl.where(shared_a != 0.0, through, 0.0)
+    term, ratio_slope = policy_of(shared_w, ratio, shared_a, v, log_weight, n, KIND, BOUNDS, HAS_W)
+    slope = tl.where(shared_a != 0.0, ratio_slope, 0.0)
     # 0 without tokens or without an advantage, whatever the ratio: 0 * inf is NaN.
-    return tl.where((number > 0) & (shared_a != 0.0), whole * number.to(tl.float32), 0.0), slope
+    return tl.where((number > 0) & (shared_a != 0.0), term * number.to(tl.float32), 0.0), slope
 
 
 @triton.jit
@@ -158,9 +158,9 @@ def slope_by_ratio(
     HAS_OLD: tl.constexpr = old is not None
     HAS_REF: tl.constexpr = ref is not None
     HAS_W: tl.constexpr = w is not None
-    through = constant(0.0)
+    ratio_slope = constant(0.0)
     for part in range(1 if WHOLE else tl.cdiv(size, SEGMENT)):
-        lane_through = tl.zeros((LANES,), tl.float32)
+        lane_slopes = tl.zeros((LANES,), tl.float32)
         for step in range(1 if WHOLE else tl.cdiv(tl.minimum(size - part * SEGMENT, SEGMENT), LANES)):
             step_token = token
             if not WHOLE:
@@ -171,6 +171,6 @@ def slope_by_ratio(
             _, _, _, shared, _, _ = terms_of(
                 step_token, shared_ratio, log_weight, n, KIND, SEQ, BOUNDS, MODE, KL, CORRECTED, HAS_OLD, HAS_REF, HAS_W
             )
-            lane_through += shared
-        through += tree(lane_through)
-    return through
+            lane_slopes += shared
+        ratio_slope += tree(lane_slopes)
+    return ratio_slope

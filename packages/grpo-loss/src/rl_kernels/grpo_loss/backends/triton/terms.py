@@ -134,22 +134,22 @@ def kl_of(e, ratio, KL: tl.constexpr, CORRECTED: tl.constexpr, SEQ: tl.constexpr
     """Return the KL estimate, its slope by x, and by the log of a ratio that a sequence shares."""
     if KL == 3:
         k, expm1 = k3_of(e)
-        own = -expm1
+        token_slope = -expm1
     elif KL == 2:
-        k, own = e * (0.5 * e), -e
+        k, token_slope = e * (0.5 * e), -e
     else:
-        k, own = -e, tl.full(e.shape, 1.0, tl.float32)
-    shared = tl.zeros(e.shape, tl.float32)
+        k, token_slope = -e, tl.full(e.shape, 1.0, tl.float32)
+    ratio_slope = tl.zeros(e.shape, tl.float32)
     if CORRECTED:
         if SEQ:
-            own = own * ratio
-            shared = k * ratio
+            token_slope = token_slope * ratio
+            ratio_slope = k * ratio
         elif KL == 3:
             # Estimate plus slope in closed form: their sum would cancel.
-            own = -(e * ratio)
+            token_slope = -(e * ratio)
         elif KL == 2:
-            own = fma(e, 0.5 * e, -e) * ratio
+            token_slope = fma(e, 0.5 * e, -e) * ratio
         else:
-            own = (1.0 - e) * ratio
+            token_slope = (1.0 - e) * ratio
         k = k * ratio
-    return k, own, shared
+    return k, token_slope, ratio_slope

@@ -117,10 +117,14 @@ def terms_of(
     k, e = tl.zeros(x.shape, tl.float32), tl.zeros(x.shape, tl.float32)
     if HAS_REF:
         e = tl.where(is_active, ref_x - x, 0.0)
-        k, own, through = kl_of(e, ratio, KL, CORRECTED, SEQ)
-        k, own, through = tl.where(is_active, k, 0.0), tl.where(is_active, own, 0.0), tl.where(is_active, through, 0.0)
-        slope = fma(tl.full(own.shape, n[2], tl.float32), own, slope)
-        shared = fma(tl.full(own.shape, n[2], tl.float32), through, shared)
+        k, token_slope, ratio_slope = kl_of(e, ratio, KL, CORRECTED, SEQ)
+        k, token_slope, ratio_slope = (
+            tl.where(is_active, k, 0.0),
+            tl.where(is_active, token_slope, 0.0),
+            tl.where(is_active, ratio_slope, 0.0),
+        )
+        slope = fma(tl.full(token_slope.shape, n[2], tl.float32), token_slope, slope)
+        shared = fma(tl.full(token_slope.shape, n[2], tl.float32), ratio_slope, shared)
     return term, k, slope, shared, ratio, e
 
 
