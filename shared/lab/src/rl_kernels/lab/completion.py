@@ -66,9 +66,9 @@ def _parser_of(command: Command) -> Parser:
 
     `check` and `bench` need an operator for theirs.
     """
-    found: list[Parser] = []
-    asked = patch.object(Parser, "print_help", lambda self, file=None: found.append(self))
+    parsers: list[Parser] = []
+    capture = patch.object(Parser, "print_help", lambda self, file=None: parsers.append(self))
     silent = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
-    with asked, contextlib.suppress(SystemExit), silent[0], silent[1]:
+    with capture, contextlib.suppress(SystemExit), silent[0], silent[1]:
         command(["--help"])
-    return found[-1] if found else Parser("", add_help=False)
+    return parsers[-1] if parsers else Parser("", add_help=False)

@@ -38,11 +38,11 @@ def pairs(axes: Mapping[str, Sequence[Any]], possible: Callable[[Options], bool]
     missing = {
         ((first, i), (second, j))
         for first, second in combinations(axes, 2)
-        for i, one in enumerate(axes[first])
+        for i, value in enumerate(axes[first])
         for j, other in enumerate(axes[second])
-        if possible(_given({first: one, second: other}))
+        if possible(_without_none({first: value, second: other}))
     }
-    found: list[dict[str, Any]] = []
+    covering: list[dict[str, Any]] = []
     while missing:
         row = _row(axes, missing, possible)
         if row is None:
@@ -50,8 +50,8 @@ def pairs(axes: Mapping[str, Sequence[Any]], possible: Callable[[Options], bool]
             missing.remove(min(missing))
             continue
         missing -= set(combinations(row.items(), 2))
-        found.append(_given({name: axes[name][index] for name, index in row.items()}))
-    return found
+        covering.append(_without_none({name: axes[name][index] for name, index in row.items()}))
+    return covering
 
 
 def _row(
@@ -64,24 +64,24 @@ def _row(
         if name is None:
             return {name: chosen[name] for name in axes}
         rows = [{**chosen, name: index} for index in range(len(axes[name]))]
-        fitting = [row for row in rows if possible(_given({axis: axes[axis][at] for axis, at in row.items()}))]
-        fitting.sort(key=lambda row: -_met(axes, chosen, name, row[name], missing))
+        fitting = [row for row in rows if possible(_without_none({axis: axes[axis][at] for axis, at in row.items()}))]
+        fitting.sort(key=lambda row: -_covered(axes, chosen, name, row[name], missing))
         return next(filter(None, map(completed, fitting)), None)
 
     return completed(dict(min(missing)))
 
 
-def _met(
+def _covered(
     axes: Mapping[str, Sequence[Any]], chosen: Mapping[str, int], name: str, index: int, missing: set[Pair]
 ) -> int:
     order = list(axes)
     together = [
-        sorted(((name, index), (other, at)), key=lambda each: order.index(each[0])) for other, at in chosen.items()
+        sorted(((name, index), (other, at)), key=lambda entry: order.index(entry[0])) for other, at in chosen.items()
     ]
     return sum(tuple(pair) in missing for pair in together)
 
 
-def _given(options: Options) -> dict[str, Any]:
+def _without_none(options: Options) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -110,9 +110,9 @@ def drawn(
     for number in range(count):
         options: dict[str, Any] = {}
         for axis, values in axes.items():
-            wanted = {**options, axis: source.choice(values)}
-            options = wanted if possible(_given(wanted)) else options
-        yield _case(f"{name}-{number}", sizes, _given(options), **kind)
+            extended = {**options, axis: source.choice(values)}
+            options = extended if possible(_without_none(extended)) else options
+        yield _case(f"{name}-{number}", sizes, _without_none(options), **kind)
 
 
 def swept(
@@ -125,10 +125,10 @@ def swept(
     **kind: Any,
 ) -> Iterator[Case]:
     """Yield a case for each value of one size, cycling through ``options``."""
-    for value, given in zip(values, cycle(options), strict=False):
-        yield _case(f"{name}-{value}", {**sizes, name: value}, given, relations=relations, suite=suite, **kind)
+    for value, chosen in zip(values, cycle(options), strict=False):
+        yield _case(f"{name}-{value}", {**sizes, name: value}, chosen, relations=relations, suite=suite, **kind)
 
 
 def _case(name: str, sizes: Mapping[str, int], options: Options, **kind: Any) -> Case:
-    rest = {option: value for option, value in options.items() if option != "dtype"}
-    return Case(name, sizes, rest, dtype=options.get("dtype", ""), **{"relations": HELD, **kind})
+    arguments = {option: value for option, value in options.items() if option != "dtype"}
+    return Case(name, sizes, arguments, dtype=options.get("dtype", ""), **{"relations": HELD, **kind})

@@ -40,36 +40,38 @@ ALL = "all"
 
 def parser(benches: Benches) -> Parser:
     """Return the parser; it has a flag for each numeric option of the operators."""
-    made = Parser("rl-kernels bench", "Verify results, then time them and their peers in the same run.")
-    made.add_argument("--op", action="append", metavar="NAME", help="operator (default: every installed one)")
-    made.add_argument(
+    command = Parser("rl-kernels bench", "Verify results, then time them and their peers in the same run.")
+    command.add_argument("--op", action="append", metavar="NAME", help="operator (default: every installed one)")
+    command.add_argument(
         "--shapes", metavar="LIST", help="sizes in the operator's order, such as 4096x2048x131072,8x64x99"
     )
-    made.add_argument("--set", metavar="NAME", help=f"a set of shapes ({GOALS} on a GPU, {SMALL} on a CPU)")
+    command.add_argument("--set", metavar="NAME", help=f"a set of shapes ({GOALS} on a GPU, {SMALL} on a CPU)")
     compared = "peers such as eager,compile; backends of the operator; all; or none (default: all)"
-    made.add_argument("--compare", metavar="LIST", help=compared)
-    made.add_argument("--dtype", nargs="+", choices=DTYPES, help="default: bf16 on a GPU, fp32 on a CPU")
-    made.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    made.add_argument("--backend", default=AUTO, metavar="NAME", help="backend of the operator (default: auto)")
-    made.add_argument("--iters", type=count(1, 31), metavar="N", help="timed samples per pass (default: by time)")
-    made.add_argument(
+    command.add_argument("--compare", metavar="LIST", help=compared)
+    command.add_argument("--dtype", nargs="+", choices=DTYPES, help="default: bf16 on a GPU, fp32 on a CPU")
+    command.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    command.add_argument("--backend", default=AUTO, metavar="NAME", help="backend of the operator (default: auto)")
+    command.add_argument("--iters", type=count(1, 31), metavar="N", help="timed samples per pass (default: by time)")
+    command.add_argument(
         "--warmup", type=count(0, 31), default=3, metavar="N", help="warm-up rounds; a GPU adds 0.1 s (default: 3)"
     )
-    made.add_argument("--launches", action="store_true", help="also count launches and host waits of each GPU call")
-    made.add_argument("--format", choices=FORMATS, default="text", help="format of the tables (default: text)")
-    made.add_argument("--json", type=writable, metavar="FILE", help="also write every record as JSON")
-    made.add_argument("--plot", type=_picture, metavar="FILE", help="also plot shares of the floor (needs matplotlib)")
-    add_options(made, benches)
-    return made
+    command.add_argument("--launches", action="store_true", help="also count launches and host waits of each GPU call")
+    command.add_argument("--format", choices=FORMATS, default="text", help="format of the tables (default: text)")
+    command.add_argument("--json", type=writable, metavar="FILE", help="also write every record as JSON")
+    command.add_argument(
+        "--plot", type=_picture, metavar="FILE", help="also plot shares of the floor (needs matplotlib)"
+    )
+    add_options(command, benches)
+    return command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmarks; return the exit status."""
     try:
         benches = _benches(argv)
-        given, unknown = parser(benches).parse_known_args(argv)
-        options = chosen_options(given, unknown, benches)
-        jobs, left_out, document = _plan(given, benches, options)
+        args, unknown = parser(benches).parse_known_args(argv)
+        options = chosen_options(args, unknown, benches)
+        jobs, left_out, document = _plan(args, benches, options)
     except (UnknownOperator, ValueError) as error:
         print(f"rl-kernels bench: {error}", file=sys.stderr)
         return USAGE
@@ -81,11 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 document.ceilings[job.dtype] = ceilings(job.device, job.dtype)
             document.records += run(job, document.ceilings[job.dtype])
             advance(f"{job.operator.name} {job.shape.label} {job.dtype}")
-            if given.json:
-                document.write(given.json)
-    if given.plot:
-        draw(document.records, given.plot, document.environment)
-    FORMATS[given.format](document)
+            if args.json:
+                document.write(args.json)
+    if args.plot:
+        draw(document.records, args.plot, document.environment)
+    FORMATS[args.format](document)
     return 1 if document.wrong else 0
 
 
@@ -117,23 +119,23 @@ def _benches(argv: Sequence[str] | None) -> Benches:
 
 
 def _plan(
-    given: argparse.Namespace, benches: Benches, options: Mapping[str, float]
+    args: argparse.Namespace, benches: Benches, options: Mapping[str, float]
 ) -> tuple[list[Job], list[Record], Document]:
     """Return the jobs to run, the records of operators that cannot run here, and the document to fill."""
     if not benches:
         raise ValueError(f"no operator is installed; for example, {install_hint('rl-kernels-fused-logp')}")
-    device = torch.device(given.device)
+    device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device: this PyTorch sees no GPU")
     arch = arch_of(device.type, device.index)
     if arch not in contract().archs:
         raise ValueError(f"--device: {arch} is not in the tolerance contract, so no result could be verified")
-    if given.shapes and (given.set or len(benches) > 1):
+    if args.shapes and (args.set or len(benches) > 1):
         raise ValueError("--shapes: give one operator with --op, and no --set")
-    asked = _peers(given.compare or ALL, list(benches.values()))
+    peer_names = _peers(args.compare or ALL, list(benches.values()))
     jobs, reasons = [], {}
     for operator, bench in benches.values():
-        mine, reasons[operator.name] = _jobs(operator, bench, given, device, asked, options)
+        mine, reasons[operator.name] = _jobs(operator, bench, args, device, peer_names, options)
         jobs += mine
     if not jobs:
         raise ValueError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
@@ -146,35 +148,36 @@ def _plan(
 def _jobs(
     operator: Operator,
     bench: Benchmark,
-    given: argparse.Namespace,
+    args: argparse.Namespace,
     device: torch.device,
-    asked: list[str],
+    peer_names: list[str],
     options: Mapping[str, float],
 ) -> tuple[list[Job], str]:
     """Return the jobs of one operator, or why there are none."""
     default = bench.dtype or ("bf16" if device.type == "cuda" else "fp32")
-    chosen = given.set or (GOALS if device.type == "cuda" else SMALL)
-    if not given.shapes and chosen not in bench.sets:
+    chosen = args.set or (GOALS if device.type == "cuda" else SMALL)
+    if not args.shapes and chosen not in bench.sets:
         return [], f"--set: expected one of {', '.join(bench.sets)}, got {chosen!r}"
-    shapes = _shapes(given.shapes, bench) if given.shapes else bench.sets[chosen]
+    shapes = _shapes(args.shapes, bench) if args.shapes else bench.sets[chosen]
     shapes = [bench.with_options(shape, options) for shape in shapes]
     if options:
         check_options(operator, bench, shapes)
     jobs = []
-    for dtype in dict.fromkeys(given.dtype or [default]):
-        reason = _why_not(operator, given.backend, Setting(dtype, device, arch_of(device.type, device.index)))
+    for dtype in dict.fromkeys(args.dtype or [default]):
+        reason = _why_not(operator, args.backend, Setting(dtype, device, arch_of(device.type, device.index)))
         if reason:
             return [], reason
         for shape in shapes:
             peers = {
                 name: peer
                 for name, peer in bench.peers.items()
-                if name in asked or (ALL in asked and name not in shape.without and dtype in (peer.dtypes or (dtype,)))
+                if name in peer_names
+                or (ALL in peer_names and name not in shape.without and dtype in (peer.dtypes or (dtype,)))
             }
-            own = [each.name for each in operator.backends if each.name in asked]
+            own = [backend.name for backend in operator.backends if backend.name in peer_names]
             peers |= {name: Peer(None, note=f"rl-kernels, backend {name}", backend=name) for name in own}
-            effort = Effort(given.iters, given.warmup, given.launches)
-            jobs.append(Job(operator, bench, shape, dtype, device, given.backend, peers, effort, options))
+            effort = Effort(args.iters, args.warmup, args.launches)
+            jobs.append(Job(operator, bench, shape, dtype, device, args.backend, peers, effort, options))
     return jobs, ""
 
 
@@ -182,23 +185,25 @@ def _why_not(operator: Operator, backend: str, setting: Setting) -> str:
     if backend == AUTO:
         return ""
     try:
-        found = operator.backend(backend)
+        chosen = operator.backend(backend)
     except ValueError as error:
         return f"--{error}"
-    reason = found.why_not(call_of(operator, setting))
+    reason = chosen.why_not(call_of(operator, setting))
     return f"--backend {backend}: {reason}" if reason else ""
 
 
 def _peers(text: str, benches: Sequence[tuple[Operator, Benchmark]]) -> list[str]:
     if text == "none":
         return []
-    names = [name for operator, bench in benches for name in (*bench.peers, *(each.name for each in operator.backends))]
+    names = [
+        name for operator, bench in benches for name in (*bench.peers, *(backend.name for backend in operator.backends))
+    ]
     known = [ALL, *dict.fromkeys(names)]
-    asked = [name.strip() for name in text.split(",")]
-    for name in asked:
+    requested = [name.strip() for name in text.split(",")]
+    for name in requested:
         if name not in known:
             raise ValueError(f"--compare: expected names among {', '.join(known)}, or none, got {name!r}")
-    return asked
+    return requested
 
 
 def _shapes(text: str, bench: Benchmark) -> list[Shape]:

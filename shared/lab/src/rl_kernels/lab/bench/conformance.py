@@ -68,8 +68,8 @@ class BenchConformance:
         for record in records:
             peer = self.benchmark.peers.get(record.implementation)
             shape = next(shape for shape in self.tiny if shape.label == record.shape)
-            wanted = (peer and peer.passes) or list(self.benchmark.passes(shape, 4))
-            assert list(record.passes) == list(wanted), (record.implementation, record.skipped)
+            expected = (peer and peer.passes) or list(self.benchmark.passes(shape, 4))
+            assert list(record.passes) == list(expected), (record.implementation, record.skipped)
             assert record.checked or (peer is not None and not peer.checked)
             clocks = {measured.timing.how for measured in record.passes.values()}
             assert clocks == {WALL if device.type != "cuda" else EVENTS if peer and peer.waits else GRAPH}
@@ -96,5 +96,5 @@ class BenchConformance:
                 assert len(shape.sizes) == len(bench.shape)
                 assert shape.without <= bench.peers.keys()
                 passes = bench.passes(shape, 2)
-                assert all(each.work.bytes > 0 for each in passes.values())
+                assert all(pass_.work.bytes > 0 for pass_ in passes.values())
                 assert all(set(peer.passes) <= passes.keys() for peer in bench.peers.values())

@@ -26,7 +26,7 @@ def counts(run: Callable[[], Any]) -> Counts:
     A profiler that was attached once may slow down every later launch of the process a little.
     """
     torch.cuda.synchronize()
-    with _waits() as found:
+    with _waits() as waits:
         run()
     torch.cuda.synchronize()
     with warnings.catch_warnings():
@@ -36,19 +36,19 @@ def counts(run: Callable[[], Any]) -> Counts:
             run()
             torch.cuda.synchronize()
     launched = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return Counts(len(launched), len(found))
+    return Counts(len(launched), len(waits))
 
 
 @contextmanager
 def _waits() -> Iterator[list[str]]:
     """Collect PyTorch's warnings of waits."""
-    found: list[str] = []
+    messages: list[str] = []
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield messages
         finally:
             torch.cuda.set_sync_debug_mode(before)
-            found += [str(each.message) for each in caught if WAITS in str(each.message)]
+            messages += [str(warning.message) for warning in caught if WAITS in str(warning.message)]

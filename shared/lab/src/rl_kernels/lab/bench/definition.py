@@ -142,8 +142,8 @@ class Benchmark:
         """Return a shape with these options set; its note names them."""
         options: CaseOptions = shape.options
         for name, value in values.items():
-            given = self.options[name].given
-            options = {**options, name: value} if given is None else given(options, value)
+            apply = self.options[name].given
+            options = {**options, name: value} if apply is None else apply(options, value)
         said = [f"{name}={value:g}" for name, value in values.items()]
         return replace(shape, options=options, note=", ".join(filter(None, [shape.note, *said])))
 

@@ -23,7 +23,7 @@ def installed(package: str) -> str | None:
 
 def environment(device: torch.device, packages: Iterable[str]) -> dict[str, str]:
     """Return what the times depend on: device, date, and the installed versions of ``packages``."""
-    found = {
+    facts = {
         "device": _device_name(device),
         "arch": arch_of(device.type, device.index),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
@@ -36,8 +36,8 @@ def environment(device: torch.device, packages: Iterable[str]) -> dict[str, str]
     }
     # A GPU build of PyTorch may install Triton under another distribution name.
     triton = installed("triton") or installed("pytorch-triton") or installed("pytorch-triton-rocm")
-    found |= {name: installed(name) or "" for name in ("rl-kernels-core", "numpy", *packages)}
-    return {name: value for name, value in {**found, "triton": triton or ""}.items() if value}
+    facts |= {name: installed(name) or "" for name in ("rl-kernels-core", "numpy", *packages)}
+    return {name: value for name, value in {**facts, "triton": triton or ""}.items() if value}
 
 
 def _device_name(device: torch.device) -> str:

@@ -225,10 +225,10 @@ def _captured(runs: Sequence[Run]) -> Clock:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = runs[0]()
+        first_result = runs[0]()
         for run in runs[1:]:
             run()
-    return Clock(graph.replay, len(runs), lambda: kept, GRAPH)
+    return Clock(graph.replay, len(runs), lambda: first_result, GRAPH)
 
 
 def device_seconds(clocks: Sequence[Clock], effort: Effort) -> list[float]:
@@ -251,9 +251,9 @@ def device_seconds(clocks: Sequence[Clock], effort: Effort) -> list[float]:
         plays.append(max(1, int(REPLAYS_S / estimate)))
         seconds += plays[-1] * estimate
     settling, samples = math.ceil(SETTLED_S / seconds), effort.samples(seconds)
-    rounds = [[sample(*each) for each in zip(clocks, plays, strict=True)] for _ in range(settling + samples)]
+    rounds = [[sample(*turn) for turn in zip(clocks, plays, strict=True)] for _ in range(settling + samples)]
     times = zip(*rounds[settling:], strict=True)
-    return [statistics.median(each) / clock.calls for each, clock in zip(times, clocks, strict=True)]
+    return [statistics.median(clock_times) / clock.calls for clock_times, clock in zip(times, clocks, strict=True)]
 
 
 def ceilings(device: torch.device, dtype: str) -> Ceilings:

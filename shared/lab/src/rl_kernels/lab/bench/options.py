@@ -36,14 +36,14 @@ def add_options(parser: argparse.ArgumentParser, benches: Benches) -> None:
         group.add_argument(flag(name), dest=PREFIX + name, type=option.type, metavar="X", help=said)
 
 
-def chosen_options(given: argparse.Namespace, unknown: Sequence[str], benches: Benches) -> dict[str, float]:
+def chosen_options(args: argparse.Namespace, unknown: Sequence[str], benches: Benches) -> dict[str, float]:
     """Return the options that are given, by name; ``ValueError`` if an operator does not have one of them."""
     if unknown:
         has = "; ".join(f"{name} has {_flags(bench)}" for name, (_, bench) in benches.items())
         raise ValueError(f"unrecognized arguments: {' '.join(unknown)}; options: {has}")
     values = {
         name.removeprefix(PREFIX): value
-        for name, value in vars(given).items()
+        for name, value in vars(args).items()
         if name.startswith(PREFIX) and value is not None
     }
     for name in values:
@@ -61,8 +61,8 @@ def check_options(operator: Operator, bench: Benchmark, shapes: Sequence[Shape])
     """Call the operator at sizes of 1 with the options of each shape; ``ValueError`` if it refuses them."""
     spec = spec_of(operator)
     for shape in shapes:
-        for each in bench.passes(shape, torch.float32.itemsize).values():
-            small = each.case.resized(dict.fromkeys(each.case.sizes, 1))
+        for pass_ in bench.passes(shape, torch.float32.itemsize).values():
+            small = pass_.case.resized(dict.fromkeys(pass_.case.sizes, 1))
             try:
                 function_of(operator, small.function)(**spec.inputs(small, Draw(torch.float32)))
             except (TypeError, ValueError) as error:

@@ -19,7 +19,7 @@ class Skipped(Exception):
     """There is nothing to time; the message says why."""
 
 
-def made(peer: Peer) -> Callable[..., Any]:
+def function_from(peer: Peer) -> Callable[..., Any]:
     """Return a peer's function; ``Skipped`` if something that it needs is missing."""
     assert peer.make is not None
     try:
@@ -50,9 +50,9 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:160]}".rstrip(": ")
 
 
-def difference(found: Results, ours: Results) -> tuple[str, float]:
+def difference(theirs: Results, ours: Results) -> tuple[str, float]:
     """Return the name of the result in which a peer differs most from ours, and its relative difference."""
-    shares = {name: _share(value, ours[name]) for name, value in found.items() if name in ours}
+    shares = {name: _share(value, ours[name]) for name, value in theirs.items() if name in ours}
     name = max(shares, key=lambda key: shares[key])
     return name, shares[name]
 

@@ -26,12 +26,12 @@ def draw(records: Sequence[Record], path: Path, environment: Mapping[str, str]) 
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    timed = [each for each in records if each.passes]
-    operators = list(dict.fromkeys((each.operator, each.dtype) for each in timed))
+    timed = [record for record in records if record.passes]
+    operators = list(dict.fromkeys((record.operator, record.dtype) for record in timed))
     if not operators:
         return
-    rows = {key: [each for each in timed if (each.operator, each.dtype) == key] for key in operators}
-    passes = {key: list(dict.fromkeys(name for each in mine for name in each.passes)) for key, mine in rows.items()}
+    rows = {key: [record for record in timed if (record.operator, record.dtype) == key] for key in operators}
+    passes = {key: list(dict.fromkeys(name for record in mine for name in record.passes)) for key, mine in rows.items()}
     styles = _styles(timed)
     heights = [HEAD + LINE * len(_shapes(mine)) for mine in rows.values()]
     width = max(map(len, passes.values()))
@@ -45,11 +45,11 @@ def draw(records: Sequence[Record], path: Path, environment: Mapping[str, str]) 
                 axes.set_visible(False)
     handles = [grid[0][0].plot([], [], linestyle="", label=name, **style)[0] for name, style in styles.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=min(len(handles), 6), frameon=False)
-    where = [
+    caption = [
         environment.get("device", ""),
         *(f"{name} {environment[name]}" for name in ("torch", "triton") if name in environment),
     ]
-    figure.supxlabel(", ".join(filter(None, where)), fontsize="small", color="#555555")
+    figure.supxlabel(", ".join(filter(None, caption)), fontsize="small", color="#555555")
     save(figure, path)
 
 
@@ -66,7 +66,7 @@ def save(figure: Figure, path: Path) -> None:
 
 def _styles(records: Sequence[Record]) -> dict[str, dict[str, object]]:
     """Return color and marker of each implementation, the same in all axes; ours come first."""
-    names = dict.fromkeys(each.name for each in sorted(records, key=lambda each: not each.ours))
+    names = dict.fromkeys(record.name for record in sorted(records, key=lambda record: not record.ours))
     styles: dict[str, dict[str, object]] = {}
     for i, name in enumerate(names):
         ours = name.split(" ")[0] == OURS
@@ -76,7 +76,7 @@ def _styles(records: Sequence[Record]) -> dict[str, dict[str, object]]:
 
 
 def _shapes(records: Sequence[Record]) -> list[str]:
-    return list(dict.fromkeys(each.shape for each in records))
+    return list(dict.fromkeys(record.shape for record in records))
 
 
 def _axes(
@@ -90,10 +90,10 @@ def _axes(
 ) -> None:
     shapes = _shapes(records)
     shares: list[float] = []
-    for each in records:
-        if name in each.passes:
-            shares.append(100 * each.passes[name].share)
-            axes.plot(shares[-1], shapes.index(each.shape), linestyle="", **styles[each.name])
+    for record in records:
+        if name in record.passes:
+            shares.append(100 * record.passes[name].share)
+            axes.plot(shares[-1], shapes.index(record.shape), linestyle="", **styles[record.name])
     axes.set_yticks(range(len(shapes)), shapes if named else [""] * len(shapes))
     axes.set_ylim(len(shapes) - 0.5, -0.5)
     axes.set_xlim(-2, max(105.0, *(share * 1.05 for share in shares)) if shares else 105)

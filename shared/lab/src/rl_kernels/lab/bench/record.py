@@ -45,10 +45,10 @@ class Measured:
         seconds = timing.ms * 1e-3
         moved, computed = work.bytes / ceilings.bytes_per_s, work.flops / ceilings.flops_per_s
         amount, unit = (work.bytes, "TB/s") if moved >= computed else (work.flops, "TFLOP/s")
-        found = cls(timing, amount / seconds * 1e-12, unit, max(moved, computed) / seconds)
+        measured = cls(timing, amount / seconds * 1e-12, unit, max(moved, computed) / seconds)
         if ours is None:
-            return found
-        return replace(found, ratio=(timing.beside_ms or ours.ms) / timing.ms, call_ratio=call_ratio)
+            return measured
+        return replace(measured, ratio=(timing.beside_ms or ours.ms) / timing.ms, call_ratio=call_ratio)
 
 
 @dataclass
@@ -118,11 +118,11 @@ class Document:
 
 def read(path: Path) -> Document:
     """Read a document; ``ValueError`` if the file is not one of this version."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict) or found.get("version") != VERSION:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or content.get("version") != VERSION:
         raise ValueError(f"{path}: expected benchmark results of version {VERSION}")
-    ceilings = {name: Ceilings(**values) for name, values in found["ceilings"].items()}
-    return Document(found["environment"], ceilings, [_record(values) for values in found["records"]])
+    ceilings = {name: Ceilings(**values) for name, values in content["ceilings"].items()}
+    return Document(content["environment"], ceilings, [_record(values) for values in content["records"]])
 
 
 def _record(values: dict[str, Any]) -> Record:
@@ -135,7 +135,7 @@ def _record(values: dict[str, Any]) -> Record:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

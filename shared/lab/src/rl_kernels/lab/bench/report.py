@@ -69,15 +69,17 @@ def as_table(rows: Rows) -> str:
 
 def tables(document: Document) -> Iterator[tuple[str, Rows]]:
     """Yield a title and a table for each operator, dtype and pass, then one of geometric means if there are groups."""
-    for operator, dtype in dict.fromkeys((each.operator, each.dtype) for each in document.records if each.shape):
-        mine = [each for each in document.records if (each.operator, each.dtype) == (operator, dtype)]
-        timed = [each for each in mine if each.passes]
-        passes = list(dict.fromkeys(name for each in timed for name in each.passes))
+    for operator, dtype in dict.fromkeys(
+        (record.operator, record.dtype) for record in document.records if record.shape
+    ):
+        mine = [record for record in document.records if (record.operator, record.dtype) == (operator, dtype)]
+        timed = [record for record in mine if record.passes]
+        passes = list(dict.fromkeys(name for record in timed for name in record.passes))
         for name in passes:
-            found = [(each, each.passes[name]) for each in timed if name in each.passes]
-            counted = any(measured.timing.launches is not None for _, measured in found)
-            rows = [_row(record, measured, counted) for record, measured in found]
-            head = [RATE_AND_TOKENS if each == RATE and mine[0].tokens else each for each in COLUMNS]
+            pairs = [(record, record.passes[name]) for record in timed if name in record.passes]
+            counted = any(measured.timing.launches is not None for _, measured in pairs)
+            rows = [_row(record, measured, counted) for record, measured in pairs]
+            head = [RATE_AND_TOKENS if column == RATE and mine[0].tokens else column for column in COLUMNS]
             yield f"{operator}, {dtype}, {name}", [(*head, COUNTED) if counted else (*head,), *rows]
         means = _means(timed, passes)
         if means:
@@ -119,11 +121,11 @@ def quotient(ratio: float | None) -> str:
 
 def _means(records: Sequence[Record], passes: Sequence[str]) -> Rows:
     rows: Rows = []
-    for group in dict.fromkeys(each.group for each in records if each.group):
-        for name in dict.fromkeys(each.name for each in records if not each.ours):
-            mine = [each for each in records if (each.group, each.name) == (group, name)]
+    for group in dict.fromkeys(record.group for record in records if record.group):
+        for name in dict.fromkeys(record.name for record in records if not record.ours):
+            mine = [record for record in records if (record.group, record.name) == (group, name)]
             ratios = {
-                key: [ratio for each in mine if key in each.passes and (ratio := each.passes[key].ratio)]
+                key: [ratio for record in mine if key in record.passes and (ratio := record.passes[key].ratio)]
                 for key in passes
             }
             cells = (f"{statistics.geometric_mean(r):.3f}" if r else "-" for r in ratios.values())
@@ -134,21 +136,21 @@ def _means(records: Sequence[Record], passes: Sequence[str]) -> Rows:
 
 def remarks(records: Sequence[Record]) -> Iterator[str]:
     """Yield each wrong result, each skip with its reason, and each note on a peer once; then clocks and ratios."""
-    for each in records:
-        if each.ours and each.wrong:
-            yield f"WRONG, no speed: {each.operator} {each.shape} {each.dtype} ({each.name}): {each.wrong}"
+    for record in records:
+        if record.ours and record.wrong:
+            yield f"WRONG, no speed: {record.operator} {record.shape} {record.dtype} ({record.name}): {record.wrong}"
     reasons: dict[str, list[str]] = {}
-    for each in records:
-        for name, reason in each.skipped.items():
-            what = f"{each.operator}: {each.name}, {name}" if name else f"{each.operator}: {each.name}"
-            reasons.setdefault(f"skipped: {what}: {reason}", []).append(each.shape)
+    for record in records:
+        for name, reason in record.skipped.items():
+            what = f"{record.operator}: {record.name}, {name}" if name else f"{record.operator}: {record.name}"
+            reasons.setdefault(f"skipped: {what}: {reason}", []).append(record.shape)
     for line, shapes in reasons.items():
         named = ", ".join(shapes) if len(shapes) < 4 else f"{len(shapes)} shapes"
         yield f"{line} ({named})" if shapes[0] else line
     for operator, name, note in dict.fromkeys((e.operator, e.name, e.note) for e in records if e.passes and e.note):
         yield f"{operator}: {name}: {note}"
     yield from _clocks(records)
-    compared = [measured for each in records for measured in each.passes.values() if measured.ratio is not None]
+    compared = [measured for record in records for measured in record.passes.values() if measured.ratio is not None]
     if compared:
         turns = sum(measured.timing.beside_ms is not None for measured in compared)
         yield f"{RATIO}: {turns} of {len(compared)} ratios are of samples in turn with ours"
@@ -156,12 +158,12 @@ def remarks(records: Sequence[Record]) -> Iterator[str]:
 
 def _clocks(records: Sequence[Record]) -> Iterator[str]:
     """Yield the clocks that took the times, with the places where the clock was not the usual one."""
-    found: dict[str, list[str]] = {}
-    for each in records:
-        for measured in each.passes.values():
-            found.setdefault(measured.timing.how, []).append(f"{each.operator} {each.name} {each.shape}")
-    usual = max(found, key=lambda clock: len(found[clock]), default="")
-    for clock, places in found.items():
+    by_clock: dict[str, list[str]] = {}
+    for record in records:
+        for measured in record.passes.values():
+            by_clock.setdefault(measured.timing.how, []).append(f"{record.operator} {record.name} {record.shape}")
+    usual = max(by_clock, key=lambda clock: len(by_clock[clock]), default="")
+    for clock, places in by_clock.items():
         few = [] if clock == usual else list(dict.fromkeys(places))
         yield f"clock: {clock}, {len(places)} times" + (f" ({', '.join(few)})" if few else "")
 
@@ -169,6 +171,6 @@ def _clocks(records: Sequence[Record]) -> Iterator[str]:
 def facts(document: Document) -> Iterator[str]:
     """Yield where it ran, and the measured ceilings of the device."""
     yield "ran on " + ", ".join(f"{name} {value}" for name, value in document.environment.items())
-    for dtype, found in document.ceilings.items():
-        copied, product = digits(found.bytes_per_s * 1e-12), digits(found.flops_per_s * 1e-12)
-        yield f"ceilings, {dtype}: {copied} TB/s (copy of {found.copy}), {product} TFLOP/s ({found.product})"
+    for dtype, ceilings in document.ceilings.items():
+        copied, product = digits(ceilings.bytes_per_s * 1e-12), digits(ceilings.flops_per_s * 1e-12)
+        yield f"ceilings, {dtype}: {copied} TB/s (copy of {ceilings.copy}), {product} TFLOP/s ({ceilings.product})"

@@ -27,7 +27,7 @@ from rl_kernels.lab.bench.measure import (
     call_seconds,
     measure,
 )
-from rl_kernels.lab.bench.peers import LOOSE, Skipped, difference, made, named_if_it_fails, one_line
+from rl_kernels.lab.bench.peers import LOOSE, Skipped, difference, function_from, named_if_it_fails, one_line
 from rl_kernels.lab.bench.record import OURS, Measured, Record
 from rl_kernels.lab.bench.verify import Wrong, call, verify
 from rl_kernels.lab.check.guard import Misbehaved, Results, named
@@ -82,9 +82,9 @@ class Job:
     def record(self, implementation: str, note: str = "") -> Record:
         """Return an empty record."""
         shape = self.shape
-        where = (self.operator.name, shape.label, shape.sizes, shape.group, self.dtype)
+        identity = (self.operator.name, shape.label, shape.sizes, shape.group, self.dtype)
         tokens = 0 if self.benchmark.tokens is None else self.benchmark.tokens(shape)
-        return Record(*where, implementation, note=note, options=dict(self.options), tokens=tokens)
+        return Record(*identity, implementation, note=note, options=dict(self.options), tokens=tokens)
 
 
 @dataclass
@@ -104,15 +104,15 @@ class Round:
     @property
     def has_backward(self) -> bool:
         """Whether a pass of this case includes the backward."""
-        return any(each.backward for each in self.passes.values())
+        return any(pass_.backward for pass_ in self.passes.values())
 
     @functools.cached_property
     def under_ones(self) -> Results:
         """Our result for an upstream gradient of ones, which a peer that returns a sum is compared with."""
         assert self.function is not None
         ones = {name: torch.ones_like(value) for name, value in self.upstream.items()}
-        found = self.result(self.function, self.arena.inputs, ones)
-        return {name: found[name] if name.startswith("gradient:") else found[name].sum() for name in found}
+        results = self.result(self.function, self.arena.inputs, ones)
+        return {name: results[name] if name.startswith("gradient:") else results[name].sum() for name in results}
 
     def verify(self, results: Results, upstream: Results) -> float:
         """Check results against the contract; return the largest share of its fence that was used."""
@@ -138,11 +138,11 @@ def run(job: Job, ceilings: Ceilings) -> list[Record]:
     records = {name: job.record(name, peer.note) for name, peer in job.peers.items()}
     cases: list[Case] = []
     passes = job.passes()
-    for each in passes.values():
-        if each.case not in cases:
-            cases.append(each.case)
+    for pass_ in passes.values():
+        if pass_.case not in cases:
+            cases.append(pass_.case)
     for case in cases:
-        mine = {name: each for name, each in passes.items() if each.case == case}
+        mine = {name: pass_ for name, pass_ in passes.items() if pass_.case == case}
         round_ = Round(job, mine, ceilings, job.arena(case))
         _run_ours(round_, ours)
         for name, record in records.items():
@@ -159,11 +159,11 @@ def _run_ours(round_: Round, record: Record) -> None:
     function = round_.through(round_.job.backend)
     try:
         _verify(round_, function, record)
-        for name, each in round_.passes.items():
-            found = _timed(round_, function, each, arena.copies, round_.upstream)
-            _same(round_, each, found.result)
-            round_.measured[name] = found
-            record.passes[name] = Measured.of(found.timing, each.work, round_.ceilings, None)
+        for name, pass_ in round_.passes.items():
+            measurement = _timed(round_, function, pass_, arena.copies, round_.upstream)
+            _same(round_, pass_, measurement.result)
+            round_.measured[name] = measurement
+            record.passes[name] = Measured.of(measurement.timing, pass_.work, round_.ceilings, None)
     except BackendUnavailable as error:
         record.skipped[""] = str(error)
     except torch.OutOfMemoryError as error:
@@ -194,27 +194,27 @@ def _verify(round_: Round, function: Function, record: Record) -> None:
     record.checked[", ".join(round_.passes)] = f"FP64 definition, {share:.2g} of the contract's fence"
 
 
-def _same(round_: Round, each: Pass, kept: Any) -> None:
+def _same(round_: Round, pass_: Pass, last: Any) -> None:
     """Check that the last timed call gave the verified bits, or else verify its result too."""
-    found = _results(round_, each, kept)
-    before = {name: value for name, value in round_.ours.items() if name in found}
-    if all(torch.equal(value, before[name]) for name, value in found.items()):
+    results = _results(round_, pass_, last)
+    before = {name: value for name, value in round_.ours.items() if name in results}
+    if all(torch.equal(value, before[name]) for name, value in results.items()):
         return
-    if each.backward:
-        found = {**before, **found}
-    round_.verify(found, round_.upstream if each.backward else {})
+    if pass_.backward:
+        results = {**before, **results}
+    round_.verify(results, round_.upstream if pass_.backward else {})
 
 
-def _results(round_: Round, each: Pass, kept: Any) -> Results:
-    if not each.backward:
-        return {name: value.detach() for name, value in named(kept, round_.arena.spec.output).items()}
-    return {f"gradient:{name}": grad for name, grad in zip(round_.arena.leaves, kept, strict=True)}
+def _results(round_: Round, pass_: Pass, result: Any) -> Results:
+    if not pass_.backward:
+        return {name: value.detach() for name, value in named(result, round_.arena.spec.output).items()}
+    return {f"gradient:{name}": grad for name, grad in zip(round_.arena.leaves, result, strict=True)}
 
 
 def _timed(
     round_: Round,
     function: Function,
-    each: Pass,
+    pass_: Pass,
     copies: Sequence[Inputs],
     upstream: Results,
     *,
@@ -222,9 +222,9 @@ def _timed(
     beside: Clock | None = None,
 ) -> Measurement:
     runs = [
-        _both(round_, function, inputs, upstream) if each.backward else _with(function, inputs) for inputs in copies
+        _both(round_, function, inputs, upstream) if pass_.backward else _with(function, inputs) for inputs in copies
     ]
-    with torch.set_grad_enabled(each.backward):
+    with torch.set_grad_enabled(pass_.backward):
         return measure(runs, round_.job.device, round_.job.effort, captured=captured, beside=beside)
 
 
@@ -240,7 +240,7 @@ def _both(round_: Round, function: Function, inputs: Inputs, upstream: Results) 
             return torch.autograd.grad(outputs, leaves, above)
         # A training step calls this; its host time differs from that of torch.autograd.grad.
         torch.autograd.backward(outputs, above)
-        return tuple(map(_taken, attached, leaves))
+        return tuple(map(_take_gradient, attached, leaves))
 
     return run
 
@@ -250,51 +250,53 @@ def _is_captured() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _taken(name: str, leaf: torch.Tensor) -> torch.Tensor:
-    found, leaf.grad = leaf.grad, None
-    if found is None:
+def _take_gradient(name: str, leaf: torch.Tensor) -> torch.Tensor:
+    grad, leaf.grad = leaf.grad, None
+    if grad is None:
         raise RuntimeError(f"no gradient reached {name}")
-    return found
+    return grad
 
 
 def _run_peer(round_: Round, peer: Peer, record: Record) -> None:
     """Time a peer on its passes; its record says what stopped it, if anything did."""
-    wanted = {name: each for name, each in round_.passes.items() if name in (peer.passes or round_.passes)}
-    if record.skipped.get("") or record.wrong or not wanted:
+    passes = {name: pass_ for name, pass_ in round_.passes.items() if name in (peer.passes or round_.passes)}
+    if record.skipped.get("") or record.wrong or not passes:
         return
     try:
-        function = round_.through(peer.backend) if peer.backend else made(peer)
+        function = round_.through(peer.backend) if peer.backend else function_from(peer)
     except Skipped as error:
         record.skipped[""] = str(error)
         return
     try:
         with named_if_it_fails():
             with peer.around():
-                upstream = _check_peer(round_, peer, function, record, any(each.backward for each in wanted.values()))
+                upstream = _check_peer(round_, peer, function, record, any(pass_.backward for pass_ in passes.values()))
             copies = round_.arena.copies
             if peer.overwrites:
                 copies = [_cloned(inputs) for inputs in copies]
-            for name, each in wanted.items():
+            for name, pass_ in passes.items():
                 ours = round_.measured.get(name)
                 # Our plain calls would run under the settings of the peer; a captured graph is not affected.
                 beside = ours.clock if ours and ours.clock and ours.clock.how == GRAPH else None
                 with peer.around():
-                    found = _timed(round_, function, each, copies, upstream, captured=not peer.waits, beside=beside)
-                record.passes[name] = _beside(round_, each, found, peer, ours)
+                    measurement = _timed(
+                        round_, function, pass_, copies, upstream, captured=not peer.waits, beside=beside
+                    )
+                record.passes[name] = _beside(round_, pass_, measurement, peer, ours)
     except Skipped as error:
-        record.skipped[", ".join(name for name in wanted if name not in record.passes)] = str(error)
+        record.skipped[", ".join(name for name in passes if name not in record.passes)] = str(error)
     _release(round_.job.device)
 
 
-def _beside(round_: Round, each: Pass, found: Measurement, peer: Peer, ours: Measurement | None) -> Measured:
+def _beside(round_: Round, pass_: Pass, measurement: Measurement, peer: Peer, ours: Measurement | None) -> Measured:
     """Return the measurement of a peer, with its real calls timed again in turn with ours."""
     if ours is None:
-        return Measured.of(found.timing, each.work, round_.ceilings, None)
-    sides = [Calls(found.runs, peer.around), Calls(ours.runs)]
-    with torch.set_grad_enabled(each.backward):
+        return Measured.of(measurement.timing, pass_.work, round_.ceilings, None)
+    sides = [Calls(measurement.runs, peer.around), Calls(ours.runs)]
+    with torch.set_grad_enabled(pass_.backward):
         theirs, mine = call_seconds(sides, round_.job.device, round_.job.effort)
-    timing = replace(found.timing, call_us=theirs * 1e6)
-    return Measured.of(timing, each.work, round_.ceilings, ours.timing, mine / theirs)
+    timing = replace(measurement.timing, call_us=theirs * 1e6)
+    return Measured.of(timing, pass_.work, round_.ceilings, ours.timing, mine / theirs)
 
 
 def _check_peer(round_: Round, peer: Peer, function: Function, record: Record, backward: bool) -> Results:
@@ -306,8 +308,8 @@ def _check_peer(round_: Round, peer: Peer, function: Function, record: Record, b
         upstream = {name: value.new_ones(()) for name, value in upstream.items()}
         ours = round_.under_ones
     inputs = _cloned(round_.arena.inputs) if peer.overwrites else round_.arena.inputs
-    found = round_.result(function, inputs, upstream)
-    name, share = difference(found, ours)
+    results = round_.result(function, inputs, upstream)
+    name, share = difference(results, ours)
     record.checked[", ".join(round_.passes)] = f"our result, off by {share:.2g} of its norm in {name}"
     if share > LOOSE:
         record.wrong = f"{name} differs from ours by {share:.2g} of its norm"

@@ -56,8 +56,8 @@ class Accuracy:
         limit = fence_of(self.tolerance, gold, slack)
         if not bool((error <= limit).all()):
             at = int((~(error <= limit)).nonzero()[0])
-            found = f"got {float(value[at]):.9g}, expected {float(gold[at]):.9g}"
-            raise Wrong(f"{self.item}: outside the contract's fence: {found}, allowed {float(limit[at]):.3g}")
+            difference = f"got {float(value[at]):.9g}, expected {float(gold[at]):.9g}"
+            raise Wrong(f"{self.item}: outside the contract's fence: {difference}, allowed {float(limit[at]):.3g}")
         plain = (eager.double() - gold).abs().nan_to_num()
         if value.numel():
             self.share = max(self.share, float((error / limit.clamp(min=1e-300)).max()))
@@ -109,8 +109,8 @@ def verify(
         for item, value in results.items():
             # The definition computed on FP32 copies of the inputs; its results are rounded once, as eager's are.
             if layout is not None and item not in layout.results:
-                found = (eager[item], gold[item], magnitudes[item])
-                sums[item].add(*found) if item in sums else sums.update({item: Sums(*found)})
+                terms = (eager[item], gold[item], magnitudes[item])
+                sums[item].add(*terms) if item in sums else sums.update({item: Sums(*terms)})
                 continue
             mine = value if rows is None else _flat(value, gold[item])[rows]
             rules[item].feed(mine, eager[item].to(value.dtype), gold[item], magnitudes[item])
@@ -145,10 +145,10 @@ def _blocks(arena: Arena, layout: RowLayout | None, upstream: Results, block: in
     shared = {name: value for name, value in inputs.items() if rows is not None and name not in rows.flat}
     # Inputs shared by all blocks, such as a weight, are cast once.
     wide, plain = (_floats(shared, dtype) for dtype in (torch.float64, torch.float32))
-    for where, part, above in [(None, inputs, upstream)] if rows is None else _cut(arena, rows, upstream, block):
+    for position, part, above in [(None, inputs, upstream)] if rows is None else _cut(arena, rows, upstream, block):
         golden, up = {**wide, **_floats(part, torch.float64)}, _floats(above, torch.float64)
         eager = _define(arena, {**plain, **_floats(part, torch.float32)}, _floats(above, torch.float32))
-        yield where, _define(arena, golden, up), eager, spec.magnitudes(arena.case, golden, up)
+        yield position, _define(arena, golden, up), eager, spec.magnitudes(arena.case, golden, up)
 
 
 def _readable(arena: Arena) -> Inputs:
@@ -169,8 +169,12 @@ def _cut(arena: Arena, rows: Rows, upstream: Results, block: int) -> Iterator[tu
     above = {name: value.reshape(rows.count, *value.shape[_leading(rows) :]) for name, value in upstream.items()}
     step = max(1, block // max(arena.case.sizes.values()))
     for start in range(0, rows.count, step):
-        where = slice(start, min(start + step, rows.count))
-        yield where, {name: value[where] for name, value in rows.flat.items()}, {n: v[where] for n, v in above.items()}
+        block_rows = slice(start, min(start + step, rows.count))
+        yield (
+            block_rows,
+            {name: value[block_rows] for name, value in rows.flat.items()},
+            {n: v[block_rows] for n, v in above.items()},
+        )
 
 
 def _leading(rows: Rows) -> int:
@@ -189,8 +193,8 @@ def call(function: Callable[..., Any], output: str, inputs: Inputs, leaves: list
     attached = {name: inputs[name].detach().requires_grad_() for name in leaves}
     with torch.set_grad_enabled(bool(upstream)):
         outputs = named(function(**{**inputs, **attached}), output)
-    found = {name: value.detach() for name, value in outputs.items()}
+    results = {name: value.detach() for name, value in outputs.items()}
     if upstream:
         grads = torch.autograd.grad([outputs[name] for name in upstream], [*attached.values()], [*upstream.values()])
-        found |= {f"gradient:{name}": grad for name, grad in zip(attached, grads, strict=True)}
-    return found
+        results |= {f"gradient:{name}": grad for name, grad in zip(attached, grads, strict=True)}
+    return results

@@ -70,10 +70,10 @@ class Candidate:
             Misbehaved: a call gave no valid result.
         """
         if self.worker is not None:
-            found = self.worker.ask("many", inputs=list(inputs), output=output, calls=calls, seconds=seconds)
+            answer = self.worker.ask("many", inputs=list(inputs), output=output, calls=calls, seconds=seconds)
         else:
-            found = call_often(lambda kwargs: self.call(function, kwargs), output, inputs, calls, seconds)
-        return found["first"], found["other"], found["number"]
+            answer = call_often(lambda kwargs: self.call(function, kwargs), output, inputs, calls, seconds)
+        return answer["first"], answer["other"], answer["number"]
 
     def threads(self, function: str, output: str, inputs: Sequence[Inputs], calls: int) -> list[Results]:
         """Call on each of the inputs in its own thread; return the expected and the found result of each, in turn.

@@ -116,8 +116,10 @@ class Cell:
         id = token % self.case.sizes.get("vocab", token + 1)
         fills = {**dict.fromkeys(self.spec.differentiable, value), **dict.fromkeys(self.spec.ids, id)}
         return {
-            name: torch.full_like(given, fills[name]) if name in fills and isinstance(given, torch.Tensor) else given
-            for name, given in inputs.items()
+            name: torch.full_like(original, fills[name])
+            if name in fills and isinstance(original, torch.Tensor)
+            else original
+            for name, original in inputs.items()
         }
 
     @property
@@ -143,8 +145,8 @@ class Cell:
         implements = self.candidate.implements
         if implements not in (None, self.case.function):
             return f"it does not implement {self.case.function or self.candidate.operator.name}"
-        wanted = self.inputs if inputs is None else inputs
-        absent = [name for name in wanted if not self.takes(name)]
+        arguments = self.inputs if inputs is None else inputs
+        absent = [name for name in arguments if not self.takes(name)]
         return f"its signature has no {', '.join(absent)}" if absent else None
 
     @property
@@ -227,8 +229,8 @@ class Cell:
     ) -> Check:
         """Return the record of a comparison; ``row`` is the key of the tolerance."""
         name = self.candidate.operator.name
-        where = (name, self.candidate.name, relation, self.case.name, item, self.setting.dtype)
-        return Check(*where, shape, str(tolerance), comparison, self.seed, row)
+        identity = (name, self.candidate.name, relation, self.case.name, item, self.setting.dtype)
+        return Check(*identity, shape, str(tolerance), comparison, self.seed, row)
 
     def failed(self, relation: str, item: str, reason: str | Misbehaved) -> Check:
         """Return the record of something that could not be compared."""

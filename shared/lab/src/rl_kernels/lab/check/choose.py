@@ -34,10 +34,14 @@ def device_of(name: str, operators: Sequence[Operator]) -> torch.device:
         raise ValueError(
             f"--device: expected auto or a device of PyTorch such as cpu or cuda:1, got {name!r}"
         ) from None
-    taken = dict.fromkeys(kind for operator in operators for backend in operator.backends for kind in backend.promises)
-    if device.type not in taken:
+    device_types = dict.fromkeys(
+        kind for operator in operators for backend in operator.backends for kind in backend.promises
+    )
+    if device.type not in device_types:
         named = ", ".join(operator.name for operator in operators)
-        raise ValueError(f"--device: no backend of {named} runs on {device.type}; backends run on {', '.join(taken)}")
+        raise ValueError(
+            f"--device: no backend of {named} runs on {device.type}; backends run on {', '.join(device_types)}"
+        )
     if device.type == "cpu" and device.index:
         raise ValueError(f"--device: {name} does not exist; the CPU is cpu or cpu:0")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -57,18 +61,20 @@ def candidates_of(
         CannotRun: a candidate asked for by name does not exist or cannot run here.
     """
     spec, call = spec_of(operator), call_of(operator, setting)
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     skips: list[Skip] = []
     for name in names:
         if name != "all":
-            found.append(_users(operator, name, timeout) if ":" in name else _candidate(operator, spec, name, call))
+            candidates.append(
+                _users(operator, name, timeout) if ":" in name else _candidate(operator, spec, name, call)
+            )
             continue
-        for each in ("pytorch", AUTO, *(backend.name for backend in operator.backends)):
+        for known_name in ("pytorch", AUTO, *(backend.name for backend in operator.backends)):
             try:
-                found.append(_candidate(operator, spec, each, call))
+                candidates.append(_candidate(operator, spec, known_name, call))
             except CannotRun as error:
-                skips.append(Skip(operator.name, each, "all", "all", setting.dtype, str(error)))
-    return found, skips
+                skips.append(Skip(operator.name, known_name, "all", "all", setting.dtype, str(error)))
+    return candidates, skips
 
 
 def _candidate(operator: Operator, spec: Spec, name: str, call: Call) -> Candidate:

@@ -48,55 +48,57 @@ CHOSEN_BY_REPLAY = ("op", "candidate", "dtype", "relation", "suite", "check_grad
 
 def parser(operators: Sequence[Operator]) -> Parser:
     """Return the parser; the cases of the operators define the shape flags."""
-    made = Parser("rl-kernels check", "Check implementations of the operators against the tolerance contract.")
-    made.add_argument("--op", action="append", metavar="NAME", help="operator (default: every installed one)")
-    made.add_argument(
+    command = Parser("rl-kernels check", "Check implementations of the operators against the tolerance contract.")
+    command.add_argument("--op", action="append", metavar="NAME", help="operator (default: every installed one)")
+    command.add_argument(
         "--candidate",
         action="append",
         metavar="NAME",
         help="pytorch, auto, all, cuda, a backend, or your own MODULE:CALLABLE or file.py:callable (default: auto)",
     )
-    made.add_argument("--dtype", nargs="+", choices=DTYPES, help="default: fp32")
-    made.add_argument(
+    command.add_argument("--dtype", nargs="+", choices=DTYPES, help="default: fp32")
+    command.add_argument(
         "--device",
         default="auto",
         help="auto, or any device of PyTorch that a backend runs on: cpu, cuda, cuda:1 (default: auto)",
     )
-    made.add_argument("--arch-key", help="key of the tolerance contract (default: that of the device)")
-    made.add_argument(
+    command.add_argument("--arch-key", help="key of the tolerance contract (default: that of the device)")
+    command.add_argument(
         "--contract", type=Path, metavar="FILE", help="a tolerance contract of your own (default: that of this release)"
     )
-    made.add_argument("--suite", choices=("quick", "full"), help="full: all cases, and gradients")
-    made.add_argument("--relation", nargs="+", choices=RELATIONS, metavar="NAME", help=f"any of {', '.join(RELATIONS)}")
-    made.add_argument(
+    command.add_argument("--suite", choices=("quick", "full"), help="full: all cases, and gradients")
+    command.add_argument(
+        "--relation", nargs="+", choices=RELATIONS, metavar="NAME", help=f"any of {', '.join(RELATIONS)}"
+    )
+    command.add_argument(
         "--check-grad", action="store_true", help="check gradients too (implied by --suite full without --relation)"
     )
-    made.add_argument("--grad-mode", choices=("random", "ones"), default="random", help="upstream gradients")
-    made.add_argument("--grad-seed", type=count(0, 31), default=123, help="seed of upstream gradients (%(default)s)")
-    made.add_argument("--seed", type=count(0, 31), default=123, help="seed of the inputs (%(default)s)")
-    made.add_argument(
+    command.add_argument("--grad-mode", choices=("random", "ones"), default="random", help="upstream gradients")
+    command.add_argument("--grad-seed", type=count(0, 31), default=123, help="seed of upstream gradients (%(default)s)")
+    command.add_argument("--seed", type=count(0, 31), default=123, help="seed of the inputs (%(default)s)")
+    command.add_argument(
         "--input-mode",
         choices=("random", "constant"),
         default="random",
         help="constant: also run every case on constant inputs",
     )
-    made.add_argument("--constant-value", type=number(), default=0.25, help="value of constant inputs (%(default)s)")
-    made.add_argument("--token-value", type=count(0), default=0, help="id of constant inputs, modulo the vocabulary")
-    made.add_argument(
+    command.add_argument("--constant-value", type=number(), default=0.25, help="value of constant inputs (%(default)s)")
+    command.add_argument("--token-value", type=count(0), default=0, help="id of constant inputs, modulo the vocabulary")
+    command.add_argument(
         "--timeout", type=number(above=0), default=TIMEOUT, metavar="SECONDS", help="limit for each call of your own"
     )
-    made.add_argument("--jobs", type=count(1), default=1, metavar="N", help="number of processes (%(default)s)")
-    made.add_argument("--fail-fast", action="store_true", help="stop at the first check that fails")
-    made.add_argument("-v", "--verbose", action="store_true", help="also print the checks that pass")
-    made.add_argument("--json", action="store_true", help="print only the report, as strict JSON")
-    made.add_argument("--junit", type=writable, metavar="FILE", help="also write the report as JUnit XML")
-    made.add_argument("--html", type=writable, metavar="FILE", help="also write the report as one HTML file")
-    made.add_argument(
+    command.add_argument("--jobs", type=count(1), default=1, metavar="N", help="number of processes (%(default)s)")
+    command.add_argument("--fail-fast", action="store_true", help="stop at the first check that fails")
+    command.add_argument("-v", "--verbose", action="store_true", help="also print the checks that pass")
+    command.add_argument("--json", action="store_true", help="print only the report, as strict JSON")
+    command.add_argument("--junit", type=writable, metavar="FILE", help="also write the report as JUnit XML")
+    command.add_argument("--html", type=writable, metavar="FILE", help="also write the report as one HTML file")
+    command.add_argument(
         "--against", type=Path, metavar="FILE", help="compare with an earlier report of --json; what is worse fails"
     )
-    made.add_argument("--list", action="store_true", help="print the id of each case that would run; run nothing")
-    made.add_argument("--replay", metavar="CASE_ID", help="run one relation on one case again, by its id in --list")
-    shapes = made.add_argument_group("shapes", "replace the sizes of every case that has them")
+    command.add_argument("--list", action="store_true", help="print the id of each case that would run; run nothing")
+    command.add_argument("--replay", metavar="CASE_ID", help="run one relation on one case again, by its id in --list")
+    shapes = command.add_argument_group("shapes", "replace the sizes of every case that has them")
     for name in dict.fromkeys(size for operator in operators for size in spec_of(operator).size_names()):
         shapes.add_argument(
             f"--{name.replace('_', '-')}",
@@ -105,7 +107,7 @@ def parser(operators: Sequence[Operator]) -> Parser:
             metavar="N",
             help=f"size {name} of each case",
         )
-    return made
+    return command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,32 +116,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_environment()
         operators = _operators(argv)
-        given = parser(operators).parse_args(argv)
+        args = parser(operators).parse_args(argv)
         # The output of a candidate must not mix with the report, not even when it is imported.
         with redirect_stdout(sys.stderr):
-            then = read_report(given.against.expanduser()) if given.against else None
-            plan, skips = _plan(given, operators)
+            then = read_report(args.against.expanduser()) if args.against else None
+            plan, skips = _plan(args, operators)
     except (UnknownOperator, ValueError) as error:
         print(f"rl-kernels check: {error}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:  # A candidate's process may take long to start.
         print("rl-kernels check: stopped before anything ran", file=sys.stderr)
         return INTERRUPTED
-    if given.list:
+    if args.list:
         print("\n".join(plan.names()))
         return 0
     # With one job everything runs in this process.
     again = partial(_plan_again, list(sys.argv[1:] if argv is None else argv))
-    sharing = shared(again, given.jobs) if given.jobs > 1 else nullcontext(in_turn)
+    sharing = shared(again, args.jobs) if args.jobs > 1 else nullcontext(in_turn)
     with redirect_stdout(sys.stderr), _progress(sum(1 for _ in plan.tasks())) as progress, sharing as results:
         report = run(plan, skips, progress, results)
     document = document_of(report)
     changes = None if then is None else compared(document, then)
-    if given.json:
+    if args.json:
         print(as_json(document if changes is None else {**document, "against": changes.document()}), flush=True)
     else:
-        _show(text(report, verbose=given.verbose or bool(given.replay), changes=changes))
-    if not _written(report, given):
+        _show(text(report, verbose=args.verbose or bool(args.replay), changes=changes))
+    if not _written(report, args):
         return USAGE
     if report.interrupted == CTRL_C:
         return INTERRUPTED
@@ -156,10 +158,10 @@ def _show(lines: Iterator[str]) -> None:
         console.print(shown)
 
 
-def _written(report: Report, given: argparse.Namespace) -> bool:
+def _written(report: Report, args: argparse.Namespace) -> bool:
     """Write the requested files, report those that cannot be written, and return whether all were written."""
     done = True
-    for flag, write, path in (("--junit", write_junit, given.junit), ("--html", write_html, given.html)):
+    for flag, write, path in (("--junit", write_junit, args.junit), ("--html", write_html, args.html)):
         try:
             if path:
                 write(report, path)
@@ -185,13 +187,13 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
 
 def _case_id(text: str) -> CaseId:
     try:
-        wanted = CaseId.parse(text)
+        case_id = CaseId.parse(text)
     except ValueError as error:
         raise ValueError(f"--replay: {error}") from error
-    for part, known in ((wanted.dtype, DTYPES), (wanted.relation, RELATIONS)):
+    for part, known in ((case_id.dtype, DTYPES), (case_id.relation, RELATIONS)):
         if part not in known:
             raise ValueError(f"--replay: expected one of {', '.join(known)}, got {part!r} in {text!r}")
-    return wanted
+    return case_id
 
 
 def _operators(argv: Sequence[str] | None) -> list[Operator]:
@@ -199,12 +201,12 @@ def _operators(argv: Sequence[str] | None) -> list[Operator]:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--op", action="append", default=[])
     first.add_argument("--replay")
-    given = first.parse_known_args(argv)[0]
-    named = [_case_id(given.replay).operator] if given.replay else given.op
-    found = [kernel_registry.load(name) for name in named or kernel_registry.names()]
-    if not found:
+    args = first.parse_known_args(argv)[0]
+    named = [_case_id(args.replay).operator] if args.replay else args.op
+    operators = [kernel_registry.load(name) for name in named or kernel_registry.names()]
+    if not operators:
         raise ValueError(f"no operator is installed; for example, {install_hint('rl-kernels-fused-logp')}")
-    return list({operator.name: operator for operator in found}.values())
+    return list({operator.name: operator for operator in operators}.values())
 
 
 def _plan_again(argv: list[str]) -> Plan:
@@ -212,46 +214,46 @@ def _plan_again(argv: list[str]) -> Plan:
     return _plan(parser(operators).parse_args(argv), operators)[0]
 
 
-def _plan(given: argparse.Namespace, operators: Sequence[Operator]) -> tuple[Plan, list[Skip]]:
+def _plan(args: argparse.Namespace, operators: Sequence[Operator]) -> tuple[Plan, list[Skip]]:
     case = ""
-    if given.replay:
-        case = _replayed(given)
-    device = device_of(given.device, operators)
-    terms = _contract(given.contract)
-    arch = _arch(given.arch_key, device, terms)
-    sizes = {name.removeprefix("size_"): n for name, n in vars(given).items() if name.startswith("size_") and n}
-    constant = (given.constant_value, given.token_value) if given.input_mode == "constant" else None
-    names = list(dict.fromkeys(given.candidate or ["auto"]))
+    if args.replay:
+        case = _replayed(args)
+    device = device_of(args.device, operators)
+    terms = _contract(args.contract)
+    arch = _arch(args.arch_key, device, terms)
+    sizes = {name.removeprefix("size_"): n for name, n in vars(args).items() if name.startswith("size_") and n}
+    constant = (args.constant_value, args.token_value) if args.input_mode == "constant" else None
+    names = list(dict.fromkeys(args.candidate or ["auto"]))
     _one_operator_for_users(names, operators)
-    suite = given.suite or "quick"
+    suite = args.suite or "quick"
     parts: list[Part] = []
     skips: list[Skip] = []
-    for dtype in dict.fromkeys(given.dtype or ["fp32"]):
-        setting = Setting(dtype, device, arch, given.seed, given.grad_mode, given.grad_seed, suite, contract=terms)
-        found: list[Candidate] = []
+    for dtype in dict.fromkeys(args.dtype or ["fp32"]):
+        setting = Setting(dtype, device, arch, args.seed, args.grad_mode, args.grad_seed, suite, contract=terms)
+        all_candidates: list[Candidate] = []
         for operator in operators:
-            candidates, left_out = candidates_of(operator, names, setting, given.timeout)
-            found += candidates
+            candidates, left_out = candidates_of(operator, names, setting, args.timeout)
+            all_candidates += candidates
             skips += left_out
-        parts.append(Part(setting, found))
-    relations = _relations(given, suite)
-    plan = Plan(parts, relations, suite, sizes, constant, case, given.fail_fast)
+        parts.append(Part(setting, all_candidates))
+    relations = _relations(args, suite)
+    plan = Plan(parts, relations, suite, sizes, constant, case, args.fail_fast)
     if case and not any(plan.cells()):
         hint = "" if constant or not case.endswith(", constant") else " without --input-mode constant"
         raise ValueError(f"--replay: {operators[0].name} has no case {case!r}{hint}")
     return plan, skips
 
 
-def _replayed(given: argparse.Namespace) -> str:
+def _replayed(args: argparse.Namespace) -> str:
     """Set candidate, dtype and relation from the case id; return the case's name."""
-    chosen = [name for name in CHOSEN_BY_REPLAY if getattr(given, name)]
+    chosen = [name for name in CHOSEN_BY_REPLAY if getattr(args, name)]
     if chosen:
         flags = ", ".join("--" + name.replace("_", "-") for name in chosen)
         raise ValueError(f"--replay: cannot be combined with {flags}")
-    wanted = _case_id(given.replay)
-    given.candidate, given.dtype, given.relation = [wanted.candidate], [wanted.dtype], [wanted.relation]
-    given.suite = "full"
-    return wanted.case
+    case_id = _case_id(args.replay)
+    args.candidate, args.dtype, args.relation = [case_id.candidate], [case_id.dtype], [case_id.relation]
+    args.suite = "full"
+    return case_id.case
 
 
 def _one_operator_for_users(names: Sequence[str], operators: Sequence[Operator]) -> None:
@@ -267,17 +269,17 @@ def _contract(file: Path | None) -> Contract:
         raise ValueError(f"--contract: {error}") from error
 
 
-def _arch(wanted: str | None, device: torch.device, terms: Contract) -> str:
+def _arch(arch_key: str | None, device: torch.device, terms: Contract) -> str:
     """Return the architecture whose rows apply: the one asked for, or that of the device."""
-    arch = arch_of(device.type, device.index) if wanted is None else wanted
+    arch = arch_of(device.type, device.index) if arch_key is None else arch_key
     if arch not in terms.archs:
-        which = f"{arch!r} of {device}" if wanted is None else repr(arch)
+        which = f"{arch!r} of {device}" if arch_key is None else repr(arch)
         raise ValueError(f"--arch-key: {which} is not in the tolerance contract; known: {', '.join(terms.archs)}")
     return arch
 
 
-def _relations(given: argparse.Namespace, suite: str) -> list[str]:
-    if given.relation:
-        wanted = {*given.relation, *(["gradients"] if given.check_grad else [])}
-        return [name for name in RELATIONS if name in wanted]
-    return [name for name in RELATIONS if name != "gradients" or given.check_grad or suite == "full"]
+def _relations(args: argparse.Namespace, suite: str) -> list[str]:
+    if args.relation:
+        requested = {*args.relation, *(["gradients"] if args.check_grad else [])}
+        return [name for name in RELATIONS if name in requested]
+    return [name for name in RELATIONS if name != "gradients" or args.check_grad or suite == "full"]

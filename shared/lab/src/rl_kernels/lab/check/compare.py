@@ -94,8 +94,8 @@ def accuracy(
     special = ~gold.isfinite()
     if not _same_special(value, gold, special):
         differ = torch.where(gold.isnan(), ~value.isnan(), value != gold) & (special | ~value.isfinite())
-        where = _at(differ, candidate, gold)
-        return Comparison(False, message=f"NaN or inf in one but not the other: {where}", worst=where)
+        place = _at(differ, candidate, gold)
+        return Comparison(False, message=f"NaN or inf in one but not the other: {place}", worst=place)
     error = torch.where(special, 0.0, value - gold).abs()
     finite = torch.where(special, 0.0, gold)
     slack = ulp(finite, eager.dtype) + rounding * torch.where(special, 0.0, magnitude)
@@ -189,7 +189,7 @@ def bits(candidate: torch.Tensor, expected: torch.Tensor) -> Comparison:
     return Comparison(False, *numbers, message, worst)
 
 
-def _at(where: torch.Tensor, candidate: torch.Tensor, expected: torch.Tensor) -> str:
+def _at(mask: torch.Tensor, candidate: torch.Tensor, expected: torch.Tensor) -> str:
     """Return the index and both values of the first element where ``where`` is True."""
-    index = tuple(int(i) for i in where.nonzero()[0])
+    index = tuple(int(i) for i in mask.nonzero()[0])
     return f"at {list(index)} got {float(candidate[index]):.9g}, expected {float(expected[index]):.9g}"

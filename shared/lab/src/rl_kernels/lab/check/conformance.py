@@ -42,7 +42,7 @@ from rl_kernels.lab.check.repeat import differing_runs
 from rl_kernels.lab.check.result import Check, Skip
 from rl_kernels.lab.check.run import Run
 
-HELD = {"fp32": tuple(RELATIONS), "bf16": ("accuracy", "gradients", "invariance"), "fp16": ("accuracy", "gradients")}
+CHECKED = {"fp32": tuple(RELATIONS), "bf16": ("accuracy", "gradients", "invariance"), "fp16": ("accuracy", "gradients")}
 """Relations by dtype; the CPU computes every dtype in FP32, so bits are not checked in a third dtype."""
 SMALL, SHORT = 5000, 40
 """Limits of generated cases in Triton's interpreter: of the product of the sizes, and of each size but the last."""
@@ -78,14 +78,14 @@ class Conformance:
             names = [
                 pytest.param(backend, relation, dtype, case, id=f"{backend}-{relation}-{dtype}-{case.name}")
                 for backend in _runnable(cls.operator)
-                for dtype, relations in HELD.items()
+                for dtype, relations in CHECKED.items()
                 if not (_interpreted(backend) and dtype == "bf16")
                 for relation in relations
                 for case in cases
                 if not _interpreted(backend) or _is_interpreted(spec, cls.planted, case, relation, dtype)
                 if not case.relations or relation in case.relations
                 # A case with its own dtype is the same in every run.
-                if not case.dtype or dtype == next(iter(HELD))
+                if not case.dtype or dtype == next(iter(CHECKED))
                 if relation != "robustness" or case.name in starts
                 if relation != "parity" or len(_runnable(cls.operator)) > 1
             ]
@@ -123,8 +123,8 @@ class Conformance:
     @pytest.mark.gpu
     def test_hundred_runs_beside_another_stream(self, backend: str, large_case: Case) -> None:
         """Rule 6 at sizes that fill the GPU: the order of blocks and other work change no bit."""
-        found = differing_runs(self._large(backend, large_case), 100)
-        assert found == dict.fromkeys(found, 0)
+        counts = differing_runs(self._large(backend, large_case), 100)
+        assert counts == dict.fromkeys(counts, 0)
 
     @pytest.mark.gpu
     def test_large_calls_follow_no_batch(self, backend: str, large_case: Case) -> None:
@@ -147,15 +147,15 @@ class Conformance:
 
     def test_planted_bug_is_caught(self, mutants: Mutants, bug: Bug) -> None:
         """The quick cases catch each bug that is planted in a copy of a backend."""
-        assert _honest(self.operator, mutants.backend, mutants.cases).planted(mutants.modules, bug)
+        assert _baseline(self.operator, mutants.backend, mutants.cases).planted(mutants.modules, bug)
 
     def test_negative_control_is_caught(self, catching: str, control: str) -> None:
         """The quick cases catch each negative control, by the relation that is meant for it."""
-        honest = _honest(self.operator, AUTO)
-        call = CONTROLS[catching][control](honest.candidate.call, spec_of(self.operator))
+        baseline = _baseline(self.operator, AUTO)
+        call = CONTROLS[catching][control](baseline.candidate.call, spec_of(self.operator))
         if call is None:
             pytest.skip("does not apply to this operator")
-        assert honest.spoilt(call, catching)
+        assert baseline.spoilt(call, catching)
 
     def test_inductor(self) -> None:
         """Rule 9, for the first call under the default compiler."""
@@ -194,32 +194,32 @@ class Conformance:
         """Rule 1 and the checker: each optional argument takes a non-default value in some case."""
         spec = spec_of(self.operator)
         for function in {case.function for case in spec.cases}:
-            given: dict[str, list[Any]] = {}
+            values_of: dict[str, list[Any]] = {}
             for case in (case for case in spec.cases if case.function == function and _fits(case)):
                 for name, value in _inputs(self.operator, case).items():
-                    given.setdefault(name, []).append(value)
+                    values_of.setdefault(name, []).append(value)
             for name, parameter in _options(self.operator, function):
-                values = given.get(name, [])
+                values = values_of.get(name, [])
                 assert any(_differs(value, parameter.default) for value in values), f"{function or 'main'}: {name}"
 
     def test_a_plain_implementation_is_checked(self) -> None:
         """The checker: the plainest call has no option about how to compute, which a user's implementation lacks."""
         spec = spec_of(self.operator)
         for function in {case.function for case in spec.cases}:
-            given = _inputs(self.operator, spec.first_of(function)).keys()
-            assert not given & spec.unread - spec.spared, function or "main"
+            arguments = _inputs(self.operator, spec.first_of(function)).keys()
+            assert not arguments & spec.unread - spec.spared, function or "main"
 
     def test_reference_has_the_signature(self) -> None:
         """Rule 1: the definition takes the operator's arguments, in order, by name, with equal defaults."""
         spec = spec_of(self.operator)
         for function, reference in spec.references.items():
             public = inspect.signature(function_of(self.operator, function)).parameters
-            wanted = [name for name in public if name not in spec.unread]
-            taken = inspect.signature(reference).parameters.values()
-            names = [parameter.name for parameter in taken if parameter.kind != parameter.VAR_KEYWORD]
+            expected = [name for name in public if name not in spec.unread]
+            parameters = inspect.signature(reference).parameters.values()
+            names = [parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
             # A definition with **kwargs names only the options that it reads itself.
-            assert [name for name in wanted if name in names] == names
-            assert len(names) < len(taken) or names == wanted
+            assert [name for name in expected if name in names] == names
+            assert len(names) < len(parameters) or names == expected
 
     def test_forcing_and_record(self) -> None:
         """Rule 10: an explicit backend runs or raises; the backend that ran is recorded."""
@@ -239,15 +239,15 @@ class Conformance:
         """Each dtype has bits of its own, the same in every run; a record has all of them for each backend."""
         if not self.operator.canary:
             pytest.skip("it has no canary")
-        found = [_bits(self.operator, "native", device()) for _ in range(2)]
-        assert found[0] == found[1]
-        digests = [digest for each in found[0].values() for digest in each.values()]
+        runs = [_bits(self.operator, "native", device()) for _ in range(2)]
+        assert runs[0] == runs[1]
+        digests = [digest for by_pass in runs[0].values() for digest in by_pass.values()]
         assert len(set(digests)) == len(digests) == len(canary.BITS) * len(canary.PASSES)
         for arch, backends in canary.records_of(self.operator.package).items():
             assert arch.startswith(("sm", "gfx"))
             for backend, dtypes in backends.items():
                 self.operator.backend(backend)
-                assert all(sorted(each) == sorted(canary.PASSES) for each in dtypes.values())
+                assert all(sorted(by_pass) == sorted(canary.PASSES) for by_pass in dtypes.values())
 
     @pytest.mark.gpu
     def test_the_canary_has_the_recorded_bits(self) -> None:
@@ -276,12 +276,12 @@ class Conformance:
 
 def _bits(operator: Operator, backend: str, device: torch.device) -> dict[str, dict[str, str]]:
     """Return the canary's digests of a backend, by dtype and pass; without the dtypes that it does not take."""
-    found = {}
+    digests = {}
     for dtype in canary.BITS:
         with contextlib.suppress(BackendUnavailable):
             name = next(name for name, other in DTYPES.items() if other == dtype)
-            found[name] = canary.measured(operator, backend, dtype, device)
-    return found
+            digests[name] = canary.measured(operator, backend, dtype, device)
+    return digests
 
 
 def _fits(case: Case) -> bool:
@@ -333,7 +333,7 @@ def _promising(operator: Operator) -> list[str]:
     return [name for name in _runnable(operator) if operator.backend(name).promises[device().type] == INVARIANT]
 
 
-def _honest(operator: Operator, backend: str, names: Sequence[str] = ()) -> Honest:
+def _baseline(operator: Operator, backend: str, names: Sequence[str] = ()) -> Honest:
     spec = spec_of(operator)
     cases = [case for case in spec.cases if (case.name in names if names else case.suite == "quick" and _fits(case))]
     candidate = backend_candidate(operator, backend, backend, device().type)
@@ -356,10 +356,10 @@ def _run(operator: Operator, case: Case, function: Callable[..., Any] | None = N
 def _same(operator: Operator, case: Case, compiled: Run) -> None:
     eager = _run(operator, case)
     upstream = cell(operator, case).upstream(eager)
-    expected, found = eager.results(upstream), compiled.results(upstream)
-    assert found.keys() == expected.keys()
+    expected, results = eager.results(upstream), compiled.results(upstream)
+    assert results.keys() == expected.keys()
     for name, value in expected.items():
-        comparison = bits(found[name], value)
+        comparison = bits(results[name], value)
         assert comparison.passed, f"{name}: {comparison.message}"
 
 

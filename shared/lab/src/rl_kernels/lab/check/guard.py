@@ -25,9 +25,9 @@ class Misbehaved(Exception):
         """Traceback of the exception that the candidate raised, if it did."""
 
 
-def equal(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
+def equal(result: torch.Tensor | None, expected: torch.Tensor) -> bool:
     """Say whether a result exists and has the expected numbers; all NaNs are equal."""
-    return found is not None and torch.equal(found.nan_to_num(), expected.nan_to_num())
+    return result is not None and torch.equal(result.nan_to_num(), expected.nan_to_num())
 
 
 def as_found(phase: str, before: dict[str, Any]) -> None:
@@ -52,8 +52,8 @@ def named(result: Any, single: str) -> Results:
     if isinstance(result, tuple) and hasattr(result, "_fields"):
         inner = next((field for field in result._fields if hasattr(getattr(result, field), "_fields")), None)
         if inner is not None:
-            others = {field: getattr(result, field) for field in result._fields if field != inner}
-            flat = {**named(getattr(result, inner), single), **others}
+            direct = {field: getattr(result, field) for field in result._fields if field != inner}
+            flat = {**named(getattr(result, inner), single), **direct}
             return named(namedtuple(type(result).__name__, flat)(**flat), single)
         wrong = [field for field in result._fields if not isinstance(getattr(result, field), torch.Tensor)]
         if not wrong:
@@ -79,7 +79,7 @@ def guarded(phase: str, run: Callable[[], Any]) -> Any:
 def misbehaved(phase: str, error: BaseException) -> Misbehaved:
     """Describe an exception and where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    location = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     return Misbehaved(
-        f"{phase} raised {type(error).__name__}: {error}{where}", "".join(traceback.format_exception(error))
+        f"{phase} raised {type(error).__name__}: {error}{location}", "".join(traceback.format_exception(error))
     )

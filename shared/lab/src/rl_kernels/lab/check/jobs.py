@@ -16,7 +16,7 @@ from rl_kernels.lab.check.plan import Plan, Task
 from rl_kernels.lab.check.result import Outcome
 from rl_kernels.lab.check.suite import Stopped
 
-Found = list[Outcome]
+Outcomes = list[Outcome]
 
 
 class _Process:
@@ -32,16 +32,16 @@ class _Process:
         self.number = number
         self.connection.send(number)
 
-    def found(self, task: Task) -> Found | Stopped:
+    def receive(self, task: Task) -> Outcomes | Stopped:
         """Return the records of its task, or how the process ended during it."""
         self.number = None
         try:
-            answer: Found = self.connection.recv()
+            answer: Outcomes = self.connection.recv()
         except (EOFError, OSError):
             self._process.join()
             status = self._process.exitcode or 0
-            how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-            return Stopped(f"a process {how} at {task.name}")
+            ending = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+            return Stopped(f"a process {ending} at {task.name}")
         return answer
 
     def end(self) -> None:
@@ -51,7 +51,7 @@ class _Process:
 
 
 @contextmanager
-def shared(plan_of: Callable[[], Plan], count: int) -> Iterator[Callable[[Plan], Iterator[tuple[str, Found]]]]:
+def shared(plan_of: Callable[[], Plan], count: int) -> Iterator[Callable[[Plan], Iterator[tuple[str, Outcomes]]]]:
     """Start processes, yield the argument ``results`` of ``suite.run``, and end the processes.
 
     Args:
@@ -70,9 +70,9 @@ def shared(plan_of: Callable[[], Plan], count: int) -> Iterator[Callable[[Plan],
             process.end()
 
 
-def _results(processes: list[_Process], tasks: list[Task]) -> Iterator[tuple[str, Found]]:
+def _results(processes: list[_Process], tasks: list[Task]) -> Iterator[tuple[str, Outcomes]]:
     waiting = iter(range(len(tasks)))
-    known: dict[int, Found | Stopped] = {}
+    known: dict[int, Outcomes | Stopped] = {}
     for process in processes:
         _take_next(process, waiting)
     for number, task in enumerate(tasks):
@@ -82,8 +82,8 @@ def _results(processes: list[_Process], tasks: list[Task]) -> Iterator[tuple[str
                 process = busy[connection]  # type: ignore[index]
                 done = process.number
                 assert done is not None
-                known[done] = found = process.found(tasks[done])
-                if not isinstance(found, Stopped):
+                known[done] = outcomes = process.receive(tasks[done])
+                if not isinstance(outcomes, Stopped):
                     _take_next(process, waiting)
         # In the plan's order, so that all results before a stop are reported.
         result = known.pop(number)

@@ -45,7 +45,7 @@ class Launched(NamedTuple):
 @contextmanager
 def record_launches() -> Iterator[set[Launched]]:
     """Collect the kernels that any thread launches inside the block; the set is filled when the block ends."""
-    found: set[Launched] = set()
+    kernels: set[Launched] = set()
     programs: dict[int, cuda_launch.Kernel] = {}
     jitted: dict[int, Any] = {}
     with ExitStack() as stack:
@@ -56,13 +56,13 @@ def record_launches() -> Iterator[set[Launched]]:
             from triton.runtime.jit import KernelInterface
 
             _watch(stack, KernelInterface, "__getitem__", lambda kernel: jitted.setdefault(id(kernel), kernel))
-            _watch(stack, CompiledKernel, "__getitem__", lambda made: jitted.setdefault(id(made), made.src))
-        yield found
+            _watch(stack, CompiledKernel, "__getitem__", lambda compiled: jitted.setdefault(id(compiled), compiled.src))
+        yield kernels
     known = {id(kernel): program for (program, _, _), kernel in cuda_launch._kernels.items()}
     for key, kernel in programs.items():
         program = known[key]
-        found.add(Launched(program.package, program.file, kernel.entry, program.arch))
-    found.update(filter(None, map(_jitted, jitted.values())))
+        kernels.add(Launched(program.package, program.file, kernel.entry, program.arch))
+    kernels.update(filter(None, map(_jitted, jitted.values())))
 
 
 def _watch(stack: ExitStack, owner: Any, name: str, note: Callable[[Any], object]) -> None:

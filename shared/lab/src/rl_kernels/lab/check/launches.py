@@ -27,13 +27,13 @@ def check_relations(cell: Cell, relations: Sequence[str]) -> Iterator[Record | L
     ran = False
     for relation in relations:
         with ExitStack() as stack:
-            seen = relation not in UNSEEN
-            choices = stack.enter_context(record_dispatch(every_call=False)) if seen else []
-            launched = stack.enter_context(record_launches()) if seen else set()
+            recorded = relation not in UNSEEN
+            choices = stack.enter_context(record_dispatch(every_call=False)) if recorded else []
+            launched = stack.enter_context(record_launches()) if recorded else set()
             for record in hold(cell, relation):
-                ran = ran or (seen and isinstance(record, Check))
+                ran = ran or (recorded and isinstance(record, Check))
                 yield record
-        backends |= {each.backend: None for each in choices if each.operator == cell.candidate.operator.name}
+        backends |= {choice.backend: None for choice in choices if choice.operator == cell.candidate.operator.name}
         kernels |= launched
     if ran:
         yield _launches(cell, tuple(backends), kernels)

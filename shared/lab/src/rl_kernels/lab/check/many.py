@@ -27,24 +27,24 @@ def call_often(
         ``first``, the first result of an input; ``other``, a later result of this input with other bits, or, if there
         was none, the first result as it is at the end; and ``number``, the number of calls.
     """
-    copies = [copy.deepcopy(given) for given in inputs]
+    copies = [copy.deepcopy(arguments) for arguments in inputs]
 
     def bits(place: int) -> tuple[Results, list[bytes]]:
-        found = guarded("forward", lambda: named(call(dict(copies[place])), output))
-        results = {name: value.detach().cpu().contiguous() for name, value in found.items()}
+        outputs = guarded("forward", lambda: named(call(dict(copies[place])), output))
+        results = {name: value.detach().cpu().contiguous() for name, value in outputs.items()}
         return results, [value.view(-1).view(torch.uint8).numpy().tobytes() for value in results.values()]
 
     with torch.no_grad():
         before = global_state()
-        kept = [bits(place) for place in range(len(copies))]
+        expected = [bits(place) for place in range(len(copies))]
         # Clones, because a later call may overwrite what an earlier one returned.
-        first = [{name: value.clone() for name, value in results.items()} for results, _ in kept]
+        first = [{name: value.clone() for name, value in results.items()} for results, _ in expected]
         number, end = len(copies), time.monotonic() + seconds
         while number < calls and time.monotonic() < end:
             place = number % len(copies)
-            other, found = bits(place)
+            other, other_bytes = bits(place)
             number += 1
-            if found != kept[place][1]:
+            if other_bytes != expected[place][1]:
                 return {"first": first[place], "other": other, "number": number}
         # When inputs alternate, a buffer that is reused after an even number of calls always holds the same result.
         for place in range(len(copies) - 1, 0, -1):
@@ -53,7 +53,7 @@ def call_often(
                 if time.monotonic() < end:
                     bits(place)
         as_found("forward", before)
-    return {"first": first[0], "other": kept[0][0], "number": number}
+    return {"first": first[0], "other": expected[0][0], "number": number}
 
 
 def call_in_threads(call: Callable[[Inputs], Any], output: str, inputs: Sequence[Inputs], calls: int) -> list[Results]:
@@ -62,11 +62,11 @@ def call_in_threads(call: Callable[[Inputs], Any], output: str, inputs: Sequence
     Returns:
         for each input the expected result, then the first one with other numbers, or the expected one again.
     """
-    copies = [copy.deepcopy(given) for given in inputs]
+    copies = [copy.deepcopy(arguments) for arguments in inputs]
 
     def once(place: int) -> Results:
-        found = guarded("forward", lambda: named(call(dict(copies[place])), output))
-        return {name: value.detach().clone() for name, value in found.items()}
+        outputs = guarded("forward", lambda: named(call(dict(copies[place])), output))
+        return {name: value.detach().clone() for name, value in outputs.items()}
 
     expected = [once(place) for place in range(len(copies))]
     results: list[Results | Misbehaved] = list(expected)
@@ -75,9 +75,9 @@ def call_in_threads(call: Callable[[Inputs], Any], output: str, inputs: Sequence
         try:
             with torch.no_grad():
                 for _ in range(calls):
-                    found = once(place)
-                    if any(not equal(found.get(name), value) for name, value in expected[place].items()):
-                        results[place] = found
+                    outputs = once(place)
+                    if any(not equal(outputs.get(name), value) for name, value in expected[place].items()):
+                        results[place] = outputs
                         return
         except BaseException as error:  # KeyboardInterrupt too: it would end only the thread.
             results[place] = error if isinstance(error, Misbehaved) else misbehaved("forward", error)
@@ -87,7 +87,7 @@ def call_in_threads(call: Callable[[Inputs], Any], output: str, inputs: Sequence
         thread.start()
     for thread in threads:
         thread.join()
-    for found in results:
-        if isinstance(found, Misbehaved):
-            raise found
-    return [found for pair in zip(expected, results, strict=True) for found in pair]  # type: ignore[misc]
+    for result in results:
+        if isinstance(result, Misbehaved):
+            raise result
+    return [result for pair in zip(expected, results, strict=True) for result in pair]  # type: ignore[misc]

@@ -79,10 +79,10 @@ def differing(run: Callable[[], Results], runs: int, other: OtherStream) -> dict
     raise RuntimeError(f"the other stream was still busy at the end of only {counted} runs, expected {runs}")
 
 
-def _unlike(found: torch.Tensor | None, expected: torch.Tensor) -> torch.Tensor | int:
-    if found is None or (found.shape, found.dtype) != (expected.shape, expected.dtype):
+def _unlike(result: torch.Tensor | None, expected: torch.Tensor) -> torch.Tensor | int:
+    if result is None or (result.shape, result.dtype) != (expected.shape, expected.dtype):
         return max(expected.numel(), 1)
-    return (bits_of(found) != bits_of(expected)).sum()
+    return (bits_of(result) != bits_of(expected)).sum()
 
 
 def _wait(results: Results) -> None:

@@ -45,14 +45,14 @@ class Run:
 
     def _forward(self) -> Results:
         # A copy of the dict: a candidate that edits its keyword arguments must not hide changes to the tensors.
-        given = dict(self.inputs)
+        arguments = dict(self.inputs)
         if self._around.computed:
-            given |= {name: leaf.clone() for name, leaf in self._leaves.items()}
+            arguments |= {name: leaf.clone() for name, leaf in self._leaves.items()}
 
         def call() -> Results:
             if self._around.checkpointed:
-                return named(checkpoint(self._call, given, use_reentrant=False), self._output)
-            return named(self._call(given), self._output)
+                return named(checkpoint(self._call, arguments, use_reentrant=False), self._output)
+            return named(self._call(arguments), self._output)
 
         return self._watched("forward", call)
 
@@ -84,9 +84,9 @@ class Run:
 
     def gradients(self, upstream: Mapping[str, torch.Tensor], *, again: bool = False) -> Results:
         """Return ``gradient:NAME`` for each differentiable input; ``again`` keeps the graph for a further pass."""
-        given = {name: value.clone() for name, value in upstream.items()}
+        before = {name: value.clone() for name, value in upstream.items()}
         grads = self._backward(upstream, again=again)
-        changed = [name for name, value in upstream.items() if not equal(value, given[name])]
+        changed = [name for name, value in upstream.items() if not equal(value, before[name])]
         if changed:
             raise Misbehaved(f"backward wrote into the upstream gradient of {', '.join(changed)}")
         return grads
@@ -197,10 +197,10 @@ class Run:
             total = torch.stack([grad.double().square().sum() for grad in first]).sum() / 2
             return torch.autograd.grad(total, leaves, allow_unused=True)
 
-        found = self._refused_or("double backward", twice)
-        if isinstance(found, str):
-            return found
-        grads = zip(self._leaves.items(), found, strict=True)
+        result = self._refused_or("double backward", twice)
+        if isinstance(result, str):
+            return result
+        grads = zip(self._leaves.items(), result, strict=True)
         return {name: torch.zeros_like(leaf) if grad is None else grad.clone() for (name, leaf), grad in grads}
 
     def forward_mode(self) -> Results | str:
@@ -219,8 +219,8 @@ class Run:
                     for name, pair in pairs.items()
                 }
 
-        found: Results | str = self._refused_or("forward mode", tangents)
-        return found
+        result: Results | str = self._refused_or("forward mode", tangents)
+        return result
 
     def _refused_or(self, phase: str, run: Callable[[], Any]) -> Any:
         """Return what ``run`` returns, or the message of its error; raise if global state was changed."""

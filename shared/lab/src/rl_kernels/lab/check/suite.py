@@ -56,9 +56,9 @@ class Report:
         """
         if self.plan.case:
             return set()
-        seen = [each for each in self.launches if each.own is not None and each.dtype in self.plan.dtypes]
-        launched = {(each.operator, each.candidate, each.dtype) for each in seen if each.own}
-        return {(each.operator, each.candidate, each.dtype) for each in seen} - launched
+        with_own = [entry for entry in self.launches if entry.own is not None and entry.dtype in self.plan.dtypes]
+        launched = {(entry.operator, entry.candidate, entry.dtype) for entry in with_own if entry.own}
+        return {(entry.operator, entry.candidate, entry.dtype) for entry in with_own} - launched
 
     @property
     def pass_rate(self) -> float:
@@ -106,12 +106,12 @@ def run(
     launches: list[Launches] = []
     interrupted = ""
     try:
-        for found in _found(in_turn(plan) if results is None else results(plan), progress):
-            if isinstance(found, Launches):
-                launches.append(found)
+        for outcome in _outcomes(in_turn(plan) if results is None else results(plan), progress):
+            if isinstance(outcome, Launches):
+                launches.append(outcome)
                 continue
-            records.append(found)
-            if plan.fails_fast and isinstance(found, Check) and not found.passed:
+            records.append(outcome)
+            if plan.fails_fast and isinstance(outcome, Check) and not outcome.passed:
                 break
     except KeyboardInterrupt:
         interrupted = CTRL_C
@@ -128,7 +128,7 @@ def in_turn(plan: Plan) -> Iterator[tuple[str, Iterable[Outcome]]]:
         yield task.name, task.run()
 
 
-def _found(results: Iterator[tuple[str, Iterable[Outcome]]], progress: Callable[[str], None]) -> Iterator[Outcome]:
+def _outcomes(results: Iterator[tuple[str, Iterable[Outcome]]], progress: Callable[[str], None]) -> Iterator[Outcome]:
     for name, records in results:
         progress(name)
         yield from records

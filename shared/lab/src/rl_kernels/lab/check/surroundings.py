@@ -103,8 +103,8 @@ def global_state() -> dict[str, Any]:
 
 
 def _numpy_state() -> tuple[Any, ...]:
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return name, np.asarray(keys).tobytes(), *rest
+    name, keys, *counters = np.random.get_state(legacy=True)
+    return name, np.asarray(keys).tobytes(), *counters
 
 
 def changed(before: dict[str, Any]) -> list[str]:

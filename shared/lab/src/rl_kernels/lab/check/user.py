@@ -43,31 +43,39 @@ def user_candidate(operator: Operator, target: str, timeout: float = TIMEOUT) ->
     except ValueError:
         worker.stop()
         raise
-    taken = None if described["takes"] is None else frozenset(described["takes"])
-    if taken is not None:
-        taken |= {member for name, kind in spec.groups.items() if name in taken for member in members(kind)}
+    accepted = None if described["takes"] is None else frozenset(described["takes"])
+    if accepted is not None:
+        accepted |= {member for name, kind in spec.groups.items() if name in accepted for member in members(kind)}
 
     def call(function: str, inputs: Inputs) -> Any:
         raise NotImplementedError("it is called only in its own process")
 
     def takes(function: str, argument: str) -> bool:
         optional = inspect.signature(function_of(operator, function)).parameters[argument].default is not _REQUIRED
-        return not optional or taken is None or argument in taken
+        return not optional or accepted is None or argument in accepted
 
     return Candidate(target, operator, call, judged_on=JUDGED_ON, takes=takes, implements=implemented, worker=worker)
 
 
 def _check_signature(name: str, ours: inspect.Signature, described: Mapping[str, Any]) -> None:
     """Raise if the calls of our function cannot fit an implementation."""
-    required = [each.name for each in ours.parameters.values() if each.default is _REQUIRED]
+    required = [parameter.name for parameter in ours.parameters.values() if parameter.default is _REQUIRED]
     needs, named = described["needs"], described["takes"] or ()
-    unnamed = [each for each in required if each not in named and (each in needs or not described["takes_any"])]
-    others = [each for each in needs if each not in required]
-    faults = [f"{each} is {'positional-only' if each in needs else 'missing'}" for each in unnamed]
-    faults += [f"{each} is required, but calls may leave it out" for each in others if each in ours.parameters]
-    faults += [f"{each} is required, but {name} has no such argument" for each in others if each not in ours.parameters]
+    unnamed = [
+        argument for argument in required if argument not in named and (argument in needs or not described["takes_any"])
+    ]
+    extra = [argument for argument in needs if argument not in required]
+    faults = [f"{argument} is {'positional-only' if argument in needs else 'missing'}" for argument in unnamed]
+    faults += [
+        f"{argument} is required, but calls may leave it out" for argument in extra if argument in ours.parameters
+    ]
+    faults += [
+        f"{argument} is required, but {name} has no such argument"
+        for argument in extra
+        if argument not in ours.parameters
+    ]
     if faults:
-        taken = ", ".join(described["takes"]) or "no keywords"
+        takes = ", ".join(described["takes"]) or "no keywords"
         raise ValueError(
-            f"{name} is called with {', '.join(required)} by name, and options; it takes {taken}: {'; '.join(faults)}"
+            f"{name} is called with {', '.join(required)} by name, and options; it takes {takes}: {'; '.join(faults)}"
         )

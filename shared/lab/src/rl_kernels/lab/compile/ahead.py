@@ -61,15 +61,15 @@ def compiling(target: Target) -> Iterator[list[Used]]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    found: list[Used] = []
-    seen: set[int] = set()
-    compiled = JITFunction.run
+    kernels: list[Used] = []
+    known: set[int] = set()
+    compile_kernel = JITFunction.run
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        made = compiled(kernel, *args, grid=grid, warmup=True, **options)
-        if id(made) not in seen:
-            seen.add(id(made))
-            found.append(_used(kernel, made))
+        binary = compile_kernel(kernel, *args, grid=grid, warmup=True, **options)
+        if id(binary) not in known:
+            known.add(id(binary))
+            kernels.append(_used(kernel, binary))
 
     with ExitStack() as stack:
         stack.enter_context(patch.dict(operator.archs_of_devices, meta=target.arch))
@@ -77,7 +77,7 @@ def compiling(target: Target) -> Iterator[list[Used]]:
         stack.enter_context(patch.object(launch, "direct", True))
         stack.enter_context(patch.object(JITFunction, "run", run))
         stack.enter_context(patch.object(driver, "_active", _Driver(target)))
-        yield found
+        yield kernels
 
 
 class _Driver:
@@ -103,24 +103,24 @@ class _Driver:
         return torch.device("meta")
 
 
-def _used(kernel: Any, made: Any) -> Used:
+def _used(kernel: Any, binary: Any) -> Used:
     names = kernel.arg_names
-    constants = tuple((names[place[0]], value) for place, value in made.src.constants.items() if len(place) == 1)
-    dtypes = [text.strip("*") for text in made.src.signature.values() if str(text).startswith(("*", "tensordesc"))]
-    counts = _of_amd(made.asm["amdgcn"]) if "amdgcn" in made.asm else _of_nvidia(made.asm["cubin"])
-    made_for = made.metadata
+    constants = tuple((names[place[0]], value) for place, value in binary.src.constants.items() if len(place) == 1)
+    dtypes = [text.strip("*") for text in binary.src.signature.values() if str(text).startswith(("*", "tensordesc"))]
+    counts = _amd_resources(binary.asm["amdgcn"]) if "amdgcn" in binary.asm else _nvidia_resources(binary.asm["cubin"])
+    metadata = binary.metadata
     return Used(
-        *(kernel.fn.__name__, constants, dtypes[0] if dtypes else "", made_for.num_warps, made_for.num_stages),
-        *(counts[0], made_for.shared, counts[1]),
+        *(kernel.fn.__name__, constants, dtypes[0] if dtypes else "", metadata.num_warps, metadata.num_stages),
+        *(counts[0], metadata.shared, counts[1]),
     )
 
 
-def _of_nvidia(cubin: bytes) -> tuple[int, int]:
+def _nvidia_resources(cubin: bytes) -> tuple[int, int]:
     """Return (registers, bytes of a thread in memory), as ``cuobjdump -res-usage`` reads them, which takes 0.2 s."""
     offset, (size, count, names) = struct.unpack_from("<Q", cubin, 40)[0], struct.unpack_from("<HHH", cubin, 58)
     # Of an ELF section: name, type, flags, address, offset, size.
     sections = [struct.unpack_from("<IIQQQQ", cubin, offset + place * size) for place in range(count)]
-    found: dict[int, list[int]] = {REGISTERS: [], FRAME: []}
+    values: dict[int, list[int]] = {REGISTERS: [], FRAME: []}
     for name, _, _, _, start, length in sections:
         at = sections[names][4] + name
         if cubin[at : cubin.index(b"\0", at)] != b".nv.info":
@@ -128,19 +128,19 @@ def _of_nvidia(cubin: bytes) -> tuple[int, int]:
         at = start
         while at < start + length:
             form, what, more = struct.unpack_from("<BBH", cubin, at)
-            if form == SIZED and what in found:
-                found[what].append(struct.unpack_from("<II", cubin, at + 4)[1])
+            if form == SIZED and what in values:
+                values[what].append(struct.unpack_from("<II", cubin, at + 4)[1])
             at += 4 + (more if form == SIZED else 0)
-    return max(found[REGISTERS]), max(found[FRAME], default=0)
+    return max(values[REGISTERS]), max(values[FRAME], default=0)
 
 
-def _of_amd(assembly: str) -> tuple[int, int]:
+def _amd_resources(assembly: str) -> tuple[int, int]:
     """Return (registers, bytes of a thread in memory)."""
     return _number(".vgpr_count", assembly), _number(".private_segment_fixed_size", assembly)
 
 
 def _number(name: str, text: str) -> int:
-    found = re.search(rf"{re.escape(name)}:\s*(\d+)", text)
-    if found is None:
+    match = re.search(rf"{re.escape(name)}:\s*(\d+)", text)
+    if match is None:
         raise ValueError(f"expected {name} in what the compiler reports, got {text[:200]!r}")
-    return int(found[1])
+    return int(match[1])

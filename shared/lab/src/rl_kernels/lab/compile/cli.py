@@ -38,52 +38,54 @@ HEADER = ("operator", "file", "defines", "arch", "kernel", "registers", "shared"
 
 def parser() -> Parser:
     """Return the parser."""
-    made = Parser("rl-kernels compile", "Compile the kernels of operators; no GPU is needed.")
-    made.add_argument("--op", action="append", metavar="NAME", help="operator (default: every one with such kernels)")
-    made.add_argument(
+    command = Parser("rl-kernels compile", "Compile the kernels of operators; no GPU is needed.")
+    command.add_argument(
+        "--op", action="append", metavar="NAME", help="operator (default: every one with such kernels)"
+    )
+    command.add_argument(
         "--backend",
         choices=("cuda", triton.NAME),
         default="cuda",
         help="cuda: compile what will be run; triton: compile every configuration, and hold it to the GPU's limits",
     )
-    shown = made.add_mutually_exclusive_group()
+    shown = command.add_mutually_exclusive_group()
     shown.add_argument("--verbose", action="store_true", help="with triton: print a row for each kernel")
     shown.add_argument("--json", action="store_true", help="with triton: print strict JSON, and nothing else")
-    made.add_argument(
+    command.add_argument(
         "--arch",
         nargs="+",
         type=_arch,
         metavar="ARCH",
         help=f"targets such as sm_90a, or {ALL} (default: for the GPUs of this machine; without one, {ALL})",
     )
-    made.add_argument(
+    command.add_argument(
         "--dtype",
         nargs="+",
         choices=DTYPES,
         metavar="DTYPE",
         help=f"only kernels of these dtypes (default: all; with triton {' '.join(triton.COMPILED)})",
     )
-    made.add_argument(
+    command.add_argument(
         "--out", type=location, metavar="DIR", help="write the cubins to DIR, for shipping (default: to the cache)"
     )
-    made.add_argument("--package", metavar="NAME", help="only kernels whose sources are in this package")
-    return made
+    command.add_argument("--package", metavar="NAME", help="only kernels whose sources are in this package")
+    return command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile the kernels and print what they use; return the exit status."""
     try:
-        given = parser().parse_args(argv)
-        if given.backend == triton.NAME:
-            return _triton(given)
-        if given.verbose or given.json:
+        args = parser().parse_args(argv)
+        if args.backend == triton.NAME:
+            return _triton(args)
+        if args.verbose or args.json:
             raise ValueError("--verbose, --json: expected only with --backend triton")
-        programs = _programs(given)
-        _check_folder(given.out)
+        programs = _programs(args)
+        _check_folder(args.out)
     except (UnknownOperator, ValueError) as error:
         print(f"rl-kernels compile: {error}", file=sys.stderr)
         return USAGE
-    rows, faults = _compile_all(programs, given.out)
+    rows, faults = _compile_all(programs, args.out)
     print(table(HEADER, rows))
     for fault in faults:
         print(fault, file=sys.stderr)
@@ -97,8 +99,8 @@ def _compile_all(programs: Sequence[tuple[str, Program]], out: Path | None) -> t
     # Threads suffice: NVRTC runs outside of Python's lock.
     pool = ThreadPoolExecutor(os.cpu_count() or 1)
     try:
-        made = pool.map(_tried, (program for _, program in programs))
-        for number, ((name, program), compiled) in enumerate(zip(programs, made, strict=True), 1):
+        results = pool.map(_tried, (program for _, program in programs))
+        for number, ((name, program), compiled) in enumerate(zip(programs, results, strict=True), 1):
             if sys.stderr.isatty():
                 print(f"\rcompiled {number} of {len(programs)}", end="", file=sys.stderr, flush=True)
             if isinstance(compiled, CompileError):
@@ -126,19 +128,19 @@ def _tried(program: Program) -> Compiled | CompileError:
         return error
 
 
-def _triton(given: argparse.Namespace) -> int:
+def _triton(args: argparse.Namespace) -> int:
     reason = triton.why_not()
-    if reason or given.out is not None or given.package is not None:
+    if reason or args.out is not None or args.package is not None:
         raise ValueError(reason or "--out, --package: expected only with --backend cuda")
-    named = [arch for arch in given.arch or () if arch != ALL]
-    found = list(triton.compile_all(triton.tasks(given.op or (), named, given.dtype or triton.COMPILED)))
-    faults = list(triton.faults(found))
-    if given.json:
-        print(json_rows(triton.document(found)))
-    elif given.verbose:
-        print(table(triton.DETAILS, list(triton.details(found))))
+    named = [arch for arch in args.arch or () if arch != ALL]
+    compiled = list(triton.compile_all(triton.tasks(args.op or (), named, args.dtype or triton.COMPILED)))
+    faults = list(triton.faults(compiled))
+    if args.json:
+        print(json_rows(triton.document(compiled)))
+    elif args.verbose:
+        print(table(triton.DETAILS, list(triton.details(compiled))))
     else:
-        print(table(triton.HEADER, list(triton.summary(found))))
+        print(table(triton.HEADER, list(triton.summary(compiled))))
     for fault in faults:
         print(fault, file=sys.stderr)
     return 1 if faults else 0
@@ -150,11 +152,11 @@ def _arch(text: str) -> str:
     return text
 
 
-def _archs(given: Sequence[str] | None) -> list[str]:
-    if given is None and torch.cuda.is_available():
+def _archs(requested: Sequence[str] | None) -> list[str]:
+    if requested is None and torch.cuda.is_available():
         here = [arch_of("cuda", index) for index in range(torch.cuda.device_count())]
         return list(dict.fromkeys(target_of(arch, exact=exact) for arch in here for exact in (False, True)))
-    archs = [*dict.fromkeys(arch for word in given or [ALL] for arch in (ARCHS if word == ALL else (word,)))]
+    archs = [*dict.fromkeys(arch for word in requested or [ALL] for arch in (ARCHS if word == ALL else (word,)))]
     known = toolchain.targets()
     for arch in archs:
         if int(re.sub(r"\D", "", arch)) not in known:
@@ -162,19 +164,19 @@ def _archs(given: Sequence[str] | None) -> list[str]:
     return archs
 
 
-def _programs(given: argparse.Namespace) -> list[tuple[str, Program]]:
+def _programs(args: argparse.Namespace) -> list[tuple[str, Program]]:
     """Return what to compile, each with the name of its operator."""
-    found = [kernel_registry.load(name) for name in given.op or kernel_registry.names()]
-    backends = {operator.name: [b for b in operator.backends if b.name.startswith(PREFIX)] for operator in found}
+    operators = [kernel_registry.load(name) for name in args.op or kernel_registry.names()]
+    backends = {operator.name: [b for b in operator.backends if b.name.startswith(PREFIX)] for operator in operators}
     without = [name for name, its in backends.items() if not its]
-    if given.op and without:
+    if args.op and without:
         raise ValueError(f"--op: {', '.join(without)} has no CUDA backend")
-    if len(without) == len(found):
+    if len(without) == len(operators):
         raise ValueError("no installed operator has a CUDA backend")
     reason = toolchain.why_no_compiler()
     if reason:
         raise ValueError(reason)
-    archs = _archs(given.arch)
+    archs = _archs(args.arch)
     programs = [
         (name, program)
         for name, its in backends.items()
@@ -185,14 +187,14 @@ def _programs(given: argparse.Namespace) -> list[tuple[str, Program]]:
     if not programs:
         raise ValueError(f"--arch: there are no kernels for {', '.join(archs)}")
     packages = {program.package for _, program in programs}
-    if given.package is not None:
-        if given.package not in packages:
-            raise ValueError(f"--package: kernels are in {', '.join(sorted(packages))}, got {given.package!r}")
-        programs = [(name, program) for name, program in programs if program.package == given.package]
-    if given.dtype is not None:
-        programs = [(name, program) for name, program in programs if _has_dtype(program, given.dtype)]
+    if args.package is not None:
+        if args.package not in packages:
+            raise ValueError(f"--package: kernels are in {', '.join(sorted(packages))}, got {args.package!r}")
+        programs = [(name, program) for name, program in programs if program.package == args.package]
+    if args.dtype is not None:
+        programs = [(name, program) for name, program in programs if _has_dtype(program, args.dtype)]
         if not programs:
-            raise ValueError(f"--dtype: there are no kernels of {', '.join(given.dtype)}")
+            raise ValueError(f"--dtype: there are no kernels of {', '.join(args.dtype)}")
     # Operators that share a program compile it once.
     first = {program: name for name, program in reversed(programs)}
     return [(name, program) for program, name in reversed(first.items())]
@@ -234,8 +236,8 @@ def _rows(name: str, program: Program, compiled: Compiled) -> Iterator[tuple[str
 
 
 def _faults(program: Program, compiled: Compiled) -> list[str]:
-    found = (*warnings_of(compiled.log), *serialized_in(compiled.log))
-    faults = [f"{program}: {line}" for line in found]
+    warnings = (*warnings_of(compiled.log), *serialized_in(compiled.log))
+    faults = [f"{program}: {line}" for line in warnings]
     for used in resources_of(compiled.log):
         if used.spills or used.stack:
             faults.append(f"{program}: {used.entry} spills {used.spills} bytes and has a stack of {used.stack}")

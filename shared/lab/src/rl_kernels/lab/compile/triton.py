@@ -65,17 +65,17 @@ def tasks(names: Sequence[str], archs: Sequence[str], dtypes: Sequence[str] = CO
     without = [name for name in names if not _has_triton(kernel_registry.load(name))]
     if without:
         raise ValueError(f"--op: {', '.join(without)} has no Triton backend")
-    found = names or [name for name in kernel_registry.names() if _has_triton(kernel_registry.load(name))]
-    if not found:
+    chosen = names or [name for name in kernel_registry.names() if _has_triton(kernel_registry.load(name))]
+    if not chosen:
         raise ValueError("no installed operator has a Triton backend")
-    return [Task(name, arch, dtype) for name in found for arch in archs or TARGETS for dtype in dtypes]
+    return [Task(name, arch, dtype) for name in chosen for arch in archs or TARGETS for dtype in dtypes]
 
 
-def compile_all(given: Sequence[Task]) -> Iterator[Compiled]:
+def compile_all(pending: Sequence[Task]) -> Iterator[Compiled]:
     """Compile, on all cores."""
-    jobs = min(len(given), os.cpu_count() or 1)
+    jobs = min(len(pending), os.cpu_count() or 1)
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(compiled, given)
+        yield from pool.map(compiled, pending)
 
 
 def compiled(task: Task) -> Compiled:
@@ -95,39 +95,39 @@ def compiled(task: Task) -> Compiled:
     return Compiled(task, used, failed)
 
 
-def summary(found: Sequence[Compiled]) -> Iterator[tuple[str, ...]]:
+def summary(results: Sequence[Compiled]) -> Iterator[tuple[str, ...]]:
     """Yield a row for each operator and target: how many kernels, and the most that one of them uses."""
-    for name, arch in dict.fromkeys((one.task.operator, one.task.target) for one in found):
-        used = [each for one in found if one.task[:2] == (name, arch) for each in one.used]
-        most = (max((getattr(each, of) for each in used), default=0) for of in ("registers", "spills", "shared"))
+    for name, arch in dict.fromkeys((result.task.operator, result.task.target) for result in results):
+        used = [kernel for result in results if result.task[:2] == (name, arch) for kernel in result.used]
+        most = (max((getattr(kernel, of) for kernel in used), default=0) for of in ("registers", "spills", "shared"))
         yield name, arch, *map(str, (len(used), *most, TARGETS[arch].shared))
 
 
-def document(found: Sequence[Compiled]) -> dict[str, Any]:
+def document(results: Sequence[Compiled]) -> dict[str, Any]:
     """Return the summary, with what made it, as JSON takes it."""
-    rows = [dict(zip(HEADER, (*row[:2], *map(int, row[2:])), strict=True)) for row in summary(found)]
+    rows = [dict(zip(HEADER, (*row[:2], *map(int, row[2:])), strict=True)) for row in summary(results)]
     # Builds for ROCm have another name as a package.
     triton = importlib.import_module("triton").__version__
     return {"version": 1, "environment": {"triton": triton, "torch": torch.__version__}, "records": rows}
 
 
-def details(found: Sequence[Compiled]) -> Iterator[tuple[str, ...]]:
+def details(results: Sequence[Compiled]) -> Iterator[tuple[str, ...]]:
     """Yield a row for each kernel."""
-    for task, used, _ in found:
-        for one in used:
-            numbers = map(str, (one.warps, one.stages, one.registers, one.spills, one.shared))
-            yield task.operator, task.target, one.kernel, task.dtype, one.configuration, *numbers
+    for task, used, _ in results:
+        for kernel in used:
+            numbers = map(str, (kernel.warps, kernel.stages, kernel.registers, kernel.spills, kernel.shared))
+            yield task.operator, task.target, kernel.kernel, task.dtype, kernel.configuration, *numbers
 
 
-def faults(found: Sequence[Compiled]) -> Iterator[str]:
+def faults(results: Sequence[Compiled]) -> Iterator[str]:
     """Yield what failed, and the kernels that do not fit."""
-    for task, used, failed in found:
+    for task, used, failed in results:
         yield from failed
         room = TARGETS[task.target].shared
-        for one in used:
-            if one.shared > room:
-                what = f"{' '.join(task)}: {one.kernel} {one.configuration}"
-                yield f"{what}: {one.shared} bytes of shared memory, of {room}"
+        for kernel in used:
+            if kernel.shared > room:
+                what = f"{' '.join(task)}: {kernel.kernel} {kernel.configuration}"
+                yield f"{what}: {kernel.shared} bytes of shared memory, of {room}"
 
 
 def _has_triton(operator: Operator) -> bool:

@@ -34,8 +34,8 @@ class Mutated(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Find the module where it is, and load it here."""
         if fullname != self._module:
             return None
-        found = importlib.machinery.PathFinder.find_spec(fullname, path)
-        return importlib.util.spec_from_loader(fullname, self, origin=found.origin) if found else None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        return importlib.util.spec_from_loader(fullname, self, origin=spec.origin) if spec else None
 
     def exec_module(self, module: ModuleType) -> None:
         """Run the edited source; Triton reads it from the cache of lines."""
@@ -49,24 +49,24 @@ class Mutated(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 class First:
     """A plugin that keeps the first failure."""
 
-    found: dict[str, str] | None = None
+    failure: dict[str, str] | None = None
 
     def pytest_exception_interact(self, node: pytest.Item, call: pytest.CallInfo[Any]) -> None:
         """Keep it."""
-        if self.found is None and call.excinfo is not None:
+        if self.failure is None and call.excinfo is not None:
             message = str(call.excinfo.value)[:2000]
-            self.found = {"where": node.nodeid, "type": call.excinfo.typename, "message": message}
+            self.failure = {"where": node.nodeid, "type": call.excinfo.typename, "message": message}
 
 
 def main(argv: Sequence[str]) -> int:
     """Run pytest; return its exit status."""
     mutant, out, *arguments = argv
-    given = json.loads(mutant)
-    if given is not None:
-        sys.meta_path.insert(0, Mutated(given["module"], Edit(*given["edit"])))
+    mutation = json.loads(mutant)
+    if mutation is not None:
+        sys.meta_path.insert(0, Mutated(mutation["module"], Edit(*mutation["edit"])))
     first = First()
     status = int(pytest.main(arguments, plugins=[first]))
-    Path(out).write_text(json.dumps({"status": status, "first": first.found}), encoding="utf-8")
+    Path(out).write_text(json.dumps({"status": status, "first": first.failure}), encoding="utf-8")
     return status
 
 

@@ -49,13 +49,13 @@ def edits_of(source: str) -> list[Edit]:
     lines = [0]
     for line in text.splitlines(keepends=True):
         lines.append(lines[-1] + len(line))
-    found = []
+    edits = []
     for node in _walk(ast.parse(source)):
         for kind, place, new in _changes(node):
             start = lines[place.lineno - 1] + place.col_offset
             end = lines[(place.end_lineno or 0) - 1] + (place.end_col_offset or 0)
-            found.append(Edit(kind, place.lineno, start, end, text[start:end].decode(), new))
-    return found
+            edits.append(Edit(kind, place.lineno, start, end, text[start:end].decode(), new))
+    return edits
 
 
 def drawn(sources: Mapping[str, str], seed: int) -> Iterator[tuple[str, Edit]]:

@@ -48,13 +48,13 @@ def judged(module: str, edit: Edit | None, stages: Sequence[Stage]) -> Verdict:
     A crash (``TypeError`` and the like, or the end of the process) is no failure of a check: any call would show it.
     """
     for stage in stages:
-        found = _ran(module, edit, stage)
-        if found.state != SURVIVED:
-            return found
+        verdict = _run_stage(module, edit, stage)
+        if verdict.state != SURVIVED:
+            return verdict
     return Verdict(SURVIVED)
 
 
-def _ran(module: str, edit: Edit | None, stage: Stage) -> Verdict:
+def _run_stage(module: str, edit: Edit | None, stage: Stage) -> Verdict:
     mutant = json.dumps(None if edit is None else {"module": module, "edit": list(edit)})
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
@@ -62,9 +62,9 @@ def _ran(module: str, edit: Edit | None, stage: Stage) -> Verdict:
         environment = {**os.environ, **stage.environment}
         # Time of a core, because others may use the cores too; a process that only waits takes none.
         limit = partial(resource.setrlimit, resource.RLIMIT_CPU, (stage.seconds, stage.seconds))
-        asked: dict[str, Any] = {"env": environment, "capture_output": True, "timeout": PATIENCE * stage.seconds}
+        options: dict[str, Any] = {"env": environment, "capture_output": True, "timeout": PATIENCE * stage.seconds}
         try:
-            done = subprocess.run(command, check=False, preexec_fn=limit, **asked)
+            done = subprocess.run(command, check=False, preexec_fn=limit, **options)
         except subprocess.TimeoutExpired:
             return Verdict(TIMEOUT, said="it waits")
         if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):

@@ -65,7 +65,7 @@ class Worker:
         longest = max(self._timeout, TIMEOUT)
         return self._exchange("load", {"target": self._target, "arguments": sys.argv, "groups": self._groups}, longest)
 
-    def ask(self, kind: str, **given: Any) -> Any:
+    def ask(self, kind: str, **arguments: Any) -> Any:
         """Return the candidate's answer.
 
         Raises:
@@ -75,7 +75,7 @@ class Worker:
             raise Misbehaved(f"not called: its process ended {LIVES} times, the last time with: {self._ends[-1]}")
         if self._process is None:
             self.start()
-        return self._exchange(kind, given, self._timeout)
+        return self._exchange(kind, arguments, self._timeout)
 
     def number(self) -> int:
         """Return a number for a new call."""
@@ -92,9 +92,9 @@ class Worker:
             self._process = None
             self._end()
 
-    def _exchange(self, kind: str, given: Mapping[str, Any], seconds: float) -> Any:
+    def _exchange(self, kind: str, arguments: Mapping[str, Any], seconds: float) -> Any:
         forgotten, self._forgotten = self._forgotten, []
-        request = wire.packed((kind, dict(given), forgotten))
+        request = wire.packed((kind, dict(arguments), forgotten))
         deadline = time.monotonic() + seconds
         try:
             self._send(request, deadline)
@@ -148,14 +148,14 @@ class Worker:
         if status is None:
             return "its process closed the connection"
         if status < 0:
-            known = {each.value: each.name for each in signal.Signals}
+            known = {member.value: member.name for member in signal.Signals}
             return f"its process was ended by {known.get(-status, f'signal {-status}')}"
         return f"its process exited with status {status}"
 
-    def _ended(self, how: str) -> Misbehaved:
+    def _ended(self, reason: str) -> Misbehaved:
         self.stop()
-        self._ends.append(how)
-        return Misbehaved(how)
+        self._ends.append(reason)
+        return Misbehaved(reason)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -182,7 +182,7 @@ class RemoteRun:
     ) -> None:
         self._worker, self._number = worker, worker.number()
         seed, worker.seed = worker.seed, None
-        found = worker.ask(
+        answer = worker.ask(
             "run",
             number=self._number,
             seed=seed,
@@ -191,8 +191,8 @@ class RemoteRun:
             output=output,
             around=vars(around),
         )
-        self.outputs: Results = found["outputs"]
-        self.attached = set(found["attached"])
+        self.outputs: Results = answer["outputs"]
+        self.attached = set(answer["attached"])
         self._has_leaves = bool(leaves)
 
     def __del__(self) -> None:
@@ -249,5 +249,5 @@ class RemoteRun:
         """Return the outputs' tangents for tangents of ones, or the error that refuses them."""
         return self._ask("forward_mode")
 
-    def _ask(self, kind: str, **given: Any) -> Any:
-        return self._worker.ask(kind, number=self._number, **given)
+    def _ask(self, kind: str, **arguments: Any) -> Any:
+        return self._worker.ask(kind, number=self._number, **arguments)

@@ -51,10 +51,10 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"a message may hold plain values and tensors, not {module}.{name}")
 
-    def persistent_load(self, found: Any) -> Any:
-        if found[0] == "dtype":
-            return DTYPES[found[1]]
-        _, dtype, device, (size, stride, offset), key, held_bytes, attributes = found
+    def persistent_load(self, pid: Any) -> Any:
+        if pid[0] == "dtype":
+            return DTYPES[pid[1]]
+        _, dtype, device, (size, stride, offset), key, held_bytes, attributes = pid
         if held_bytes is not None:
             raw = torch.frombuffer(bytearray(held_bytes or b"\0"), dtype=torch.uint8).to(device)
             self._storages[key] = raw.untyped_storage()
@@ -90,11 +90,11 @@ def parse(message: bytes) -> Any:
     return _Unpickler(io.BytesIO(message)).load()
 
 
-def answer(found: Any) -> dict[str, Any]:
+def answer(message: Any) -> dict[str, Any]:
     """Return an answer of a candidate's process if it has one of the three known forms, else raise ``ValueError``."""
-    if not isinstance(found, dict) or not found.keys() & {"value", "misbehaved", "unusable"}:
+    if not isinstance(message, dict) or not message.keys() & {"value", "misbehaved", "unusable"}:
         raise ValueError("expected a value or an error")
-    return found
+    return message
 
 
 def read(file: IO[bytes]) -> Any:

@@ -49,9 +49,9 @@ class Host:
         for number in numbers:
             self._runs.pop(number, None)
 
-    def answer(self, kind: str, given: Mapping[str, Any]) -> Any:
+    def answer(self, kind: str, arguments: Mapping[str, Any]) -> Any:
         """Return the answer to a request."""
-        return getattr(self, f"_do_{kind}")(**given)
+        return getattr(self, f"_do_{kind}")(**arguments)
 
     def _do_load(self, target: str, arguments: list[str], groups: dict[str, tuple[str, str]]) -> dict[str, Any]:
         sys.argv[:] = arguments
@@ -62,8 +62,10 @@ class Host:
             raise Unusable(f"cannot import {target}: {type(error).__name__}: {error}") from error
         if isinstance(self._loaded.function, type):
             raise Unusable(f"{self._loaded.name} is a class; name an instance of it, or a function")
-        taken = {name: kind for name, kind in groups.items() if name in (self._loaded.takes or ())}
-        self._groups = {name: getattr(importlib.import_module(module), kind) for name, (module, kind) in taken.items()}
+        taken_groups = {name: kind for name, kind in groups.items() if name in (self._loaded.takes or ())}
+        self._groups = {
+            name: getattr(importlib.import_module(module), kind) for name, (module, kind) in taken_groups.items()
+        }
         return self._loaded.described()
 
     def _do_run(
@@ -101,8 +103,8 @@ class Host:
         return _plain(self._runs[number].renewed(upstream))
 
     def _do_written(self, number: int, name: str, value: torch.Tensor, upstream: Results) -> Results | str:
-        found = self._runs[number].written(name, value, upstream)
-        return found if isinstance(found, str) else _plain(found)
+        result = self._runs[number].written(name, value, upstream)
+        return result if isinstance(result, str) else _plain(result)
 
     def _do_updated(self, number: int, inputs: Inputs, upstream: Results, silently: bool) -> Results:
         return _plain(self._runs[number].updated(inputs, upstream, silently=silently))
@@ -114,18 +116,18 @@ class Host:
         return self._runs[number].inputs
 
     def _do_second_order(self, number: int, upstream: Results) -> Results | str:
-        found = self._runs[number].second_order(upstream)
-        return found if isinstance(found, str) else _plain(found)
+        result = self._runs[number].second_order(upstream)
+        return result if isinstance(result, str) else _plain(result)
 
     def _do_forward_mode(self, number: int) -> Results | str:
-        found = self._runs[number].forward_mode()
-        return found if isinstance(found, str) else _plain(found)
+        result = self._runs[number].forward_mode()
+        return result if isinstance(result, str) else _plain(result)
 
     def _do_many(self, inputs: list[Inputs], output: str, calls: int, seconds: float) -> dict[str, Any]:
         return call_often(self._call, output, inputs, calls, seconds)
 
     def _do_threads(self, inputs: list[Inputs], output: str, calls: int) -> list[Results]:
-        return [_plain(found) for found in call_in_threads(self._call, output, inputs, calls)]
+        return [_plain(results) for results in call_in_threads(self._call, output, inputs, calls)]
 
     def _do_patched(self) -> list[str]:
         now = _functions()
@@ -144,37 +146,37 @@ def _functions() -> dict[str, Any]:
     modules = [sys.modules[name] for name in (*WATCHED, *own) if name in sys.modules]
     # Go from base to subclass: a replaced method hides the one of the base class.
     bases = reversed(torch.Tensor.__mro__)
-    found = {f"torch.Tensor.{name}": value for base in bases for name, value in vars(base).items()}
+    functions = {f"torch.Tensor.{name}": value for base in bases for name, value in vars(base).items()}
     for module in (builtins, math, *JUDGING, *modules):
-        found |= {
+        functions |= {
             f"{module.__name__}.{name}": value
             for name, value in vars(module).items()
             if callable(value) and not name.startswith("_") and not isinstance(value, ModuleType)
         }
-    return {name: value for name, value in found.items() if name not in BY_TORCH}
+    return {name: value for name, value in functions.items() if name not in BY_TORCH}
 
 
 def _plain(results: Results) -> Results:
     """Return contiguous copies that are ordinary tensors."""
-    found = {}
+    copies = {}
     for name, value in results.items():
         if value.layout != torch.strided or value.device.type not in ("cpu", "cuda"):
             raise Misbehaved(f"{name}: expected a strided tensor on the device of the inputs, got {value.layout}")
         whole = value.detach().resolve_conj().resolve_neg()
-        found[name] = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device).copy_(whole)
-    return found
+        copies[name] = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device).copy_(whole)
+    return copies
 
 
-def _answered(host: Host, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _answered(host: Host, kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return {"value": host.answer(kind, given)}
+        return {"value": host.answer(kind, arguments)}
     except Unusable as error:
         return {"unusable": str(error)}
     except Misbehaved as error:
         return {"misbehaved": str(error), "traceback": error.traceback}
     except BaseException as error:
-        found = misbehaved(kind, error)
-        return {"misbehaved": str(found), "traceback": found.traceback}
+        failure = misbehaved(kind, error)
+        return {"misbehaved": str(failure), "traceback": failure.traceback}
 
 
 def _end_with(parent: int) -> None:
@@ -187,8 +189,8 @@ def _end_with(parent: int) -> None:
 def _channels() -> tuple[BinaryIO, BinaryIO]:
     """Use stdin and stdout for messages; the candidate's prints go to stderr."""
     source, target = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
     os.dup2(2, 1)
     # The checker ends this process by a signal, and what is in a buffer would be lost.
     assert isinstance(sys.stdout, io.TextIOWrapper)
@@ -203,9 +205,9 @@ def main() -> None:
     host = Host()
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
-            kind, given, forgotten = wire.read(source)
+            kind, arguments, forgotten = wire.read(source)
             host.forget(forgotten)
-            wire.write(target, _answered(host, kind, given))
+            wire.write(target, _answered(host, kind, arguments))
 
 
 if __name__ == "__main__":

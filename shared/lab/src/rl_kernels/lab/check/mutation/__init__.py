@@ -38,9 +38,9 @@ class Honest:
         return next(self._caught(self.candidate, partial(planted, modules, bug), RELATIONS), None)
 
     def _caught(self, candidate: Candidate, plant: Plant, relations: Iterable[str]) -> Iterator[Check]:
-        for made in (False, True):
+        for generated in (False, True):
             # Named cases first: they are few, and check every relation.
-            cells = [cell for cell in self._cells if bool(cell.case.relations) is made]
+            cells = [cell for cell in self._cells if bool(cell.case.relations) is generated]
             for relation, cell in product(relations, cells):
                 check = _first_failure(replace(cell, candidate=candidate), relation, plant)
                 if check is not None and self._holds(cell, relation):

@@ -121,14 +121,14 @@ def _size_in_last_bit(call: Call, spec: Spec) -> Call:
 
 
 def _stale(call: Call, spec: Spec) -> Call:
-    kept: dict[object, Any] = {}
+    cached: dict[object, Any] = {}
 
     def spoilt(function: str, inputs: Inputs) -> Any:
         shapes = {name: value.shape for name, value in inputs.items() if isinstance(value, torch.Tensor)}
         key = function, tuple(shapes.items())
-        if key not in kept:
-            kept[key] = call(function, inputs)
-        return kept[key]
+        if key not in cached:
+            cached[key] = call(function, inputs)
+        return cached[key]
 
     return spoilt
 

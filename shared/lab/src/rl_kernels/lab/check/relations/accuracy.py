@@ -29,7 +29,7 @@ def accuracy(cell: Cell) -> Iterator[Record]:
             yield drawn.failed("accuracy", "forward" + label, error)
             return
         plain = Upstream(label, {})
-        yield from _accurate(drawn, "accuracy", plain, outputs, drawn.eager().outputs, drawn.gold().outputs)
+        yield from _check_accuracy(drawn, "accuracy", plain, outputs, drawn.eager().outputs, drawn.gold().outputs)
 
 
 def gradients(cell: Cell) -> Iterator[Record]:
@@ -45,8 +45,8 @@ def gradients(cell: Cell) -> Iterator[Record]:
     gold = cell.gold()
     exact = gold.gradients({name: value.double() for name, value in upstream.items()}, again=True)
     peak = max((float(value.nan_to_num().abs().amax()) for value in exact.values() if value.numel()), default=0.0)
-    for given in upstreams(cell, upstream, peak):
-        yield from _gradients(cell, given, cell.leaves, eager, gold, None if given.label else exact)
+    for variant in upstreams(cell, upstream, peak):
+        yield from _gradients(cell, variant, cell.leaves, eager, gold, None if variant.label else exact)
     if not cell.is_brief:
         for name in cell.some(list(upstream)) if len(upstream) > 1 else ():
             alone = Upstream(f" through {name} alone", {name: upstream[name]})
@@ -54,11 +54,11 @@ def gradients(cell: Cell) -> Iterator[Record]:
         for name in cell.some(cell.leaves) if len(cell.leaves) > 1 else ():
             yield from _gradients(cell, Upstream(" alone", upstream), [name], eager, gold)
         yield from derivatives(cell)
-    yield from _of_some(cell, upstream, eager, gold)
+    yield from _without_one(cell, upstream, eager, gold)
     yield from main_grad(cell, upstream)
 
 
-def _of_some(cell: Cell, upstream: Results, eager: Ran, gold: Ran) -> Iterator[Record]:
+def _without_one(cell: Cell, upstream: Results, eager: Ran, gold: Ran) -> Iterator[Record]:
     """Leave out one output and one argument, which depend on the case, if that leaves more than one of each."""
     draw = cell.draw(salt=3)
 
@@ -69,43 +69,43 @@ def _of_some(cell: Cell, upstream: Results, eager: Ran, gold: Ran) -> Iterator[R
     outputs, leaves = but_one(list(upstream)), but_one(cell.leaves)
     if (len(outputs), len(leaves)) != (len(upstream), len(cell.leaves)):
         label = f" of {' and '.join(leaves)} through {' and '.join(outputs)}"
-        given = Upstream(label, {name: upstream[name] for name in outputs})
-        yield from _gradients(cell, given, leaves, eager, gold)
+        variant = Upstream(label, {name: upstream[name] for name in outputs})
+        yield from _gradients(cell, variant, leaves, eager, gold)
 
 
 def _gradients(
-    cell: Cell, given: Upstream, leaves: list[str], eager: Ran, gold: Ran, known: Results | None = None
+    cell: Cell, variant: Upstream, leaves: list[str], eager: Ran, gold: Ran, known: Results | None = None
 ) -> Iterator[Record]:
     """Compare the gradients of ``leaves`` for an upstream gradient; ``known`` are the gold's, if computed before."""
     try:
-        found = cell.run(leaves=leaves).gradients(given.values)
+        results = cell.run(leaves=leaves).gradients(variant.values)
     except Misbehaved as error:
-        yield cell.failed("gradients", "backward" + given.label, error)
+        yield cell.failed("gradients", "backward" + variant.label, error)
         return
-    wanted = {f"gradient:{name}" for name in leaves}
-    exact = {name: value.double() for name, value in given.defined.items()}
-    plain = eager.gradients(given.defined, again=True).items()
-    expected = {name: value for name, value in plain if name in wanted}
+    names = {f"gradient:{name}" for name in leaves}
+    exact = {name: value.double() for name, value in variant.defined.items()}
+    plain = eager.gradients(variant.defined, again=True).items()
+    expected = {name: value for name, value in plain if name in names}
     golds = gold.gradients(exact, again=True) if known is None else known
-    yield from _accurate(cell, "gradients", given, found, expected, golds)
+    yield from _check_accuracy(cell, "gradients", variant, results, expected, golds)
 
 
-def _accurate(
-    cell: Cell, relation: str, given: Upstream, found: Results, eager: Results, gold: Results
+def _check_accuracy(
+    cell: Cell, relation: str, variant: Upstream, results: Results, eager: Results, gold: Results
 ) -> Iterator[Record]:
-    if found.keys() != eager.keys():
-        yield cell.failed(relation, "results" + given.label, f"expected {', '.join(eager)}, got {', '.join(found)}")
+    if results.keys() != eager.keys():
+        yield cell.failed(relation, "results" + variant.label, f"expected {', '.join(eager)}, got {', '.join(results)}")
         return
-    magnitudes = cell.magnitudes({name: value.double() for name, value in given.defined.items()})
+    magnitudes = cell.magnitudes({name: value.double() for name, value in variant.defined.items()})
     direction = "forward" if relation == "accuracy" else "gradient"
-    for item, value in found.items():
-        where = ("accuracy", item, eager[item].dtype)
+    for item, value in results.items():
+        row_key = ("accuracy", item, eager[item].dtype)
         # A gradient is linear in its upstream, and so is its allowed error.
-        rows = cell.tolerance(*where), cell.general(*where)
-        tolerance, general = (row._replace(atol=row.atol * max(1.0, given.scale)) for row in rows)
+        rows = cell.tolerance(*row_key), cell.general(*row_key)
+        tolerance, general = (row._replace(atol=row.atol * max(1.0, variant.scale)) for row in rows)
         rounding = compare.ROUNDING_FP64 if cell.dtype_name == "fp64" else compare.ROUNDING
         # The fence was calibrated on the named cases.
         calibrated = not cell.case.relations
         known = (value, eager[item], gold[item], magnitudes[item], tolerance, direction, rounding)
         comparison = compare.accuracy(*known, calibrated=calibrated, row=general)
-        yield cell.record(relation, item + given.label, tuple(value.shape), tolerance, comparison, cell.row(*where))
+        yield cell.record(relation, item + variant.label, tuple(value.shape), tolerance, comparison, cell.row(*row_key))

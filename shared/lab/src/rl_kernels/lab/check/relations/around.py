@@ -47,8 +47,8 @@ def around(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]
     for label, surroundings in AROUND.items():
         if surroundings.checkpointed and cell.spec.overwritten(cell.inputs):
             continue
-        given = {} if surroundings.inference else upstream
-        yield _same(cell, label, surroundings, expected if given else _outputs(expected), given)
+        upstream_used = {} if surroundings.inference else upstream
+        yield _same(cell, label, surroundings, expected if upstream_used else _outputs(expected), upstream_used)
     for dtype in CASTS if cell.is_first else CASTS[:1]:
         yield from _autocast(cell, expected, upstream, dtype)
     yield from _same_tensor(cell, upstream)
@@ -58,13 +58,13 @@ def around(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]
 
 def _same(cell: Cell, label: str, surroundings: Surroundings, expected: Results, upstream: Results) -> Check:
     try:
-        found = cell.run(leaves=None if upstream else [], around=surroundings).results(upstream)
+        results = cell.run(leaves=None if upstream else [], around=surroundings).results(upstream)
     except Misbehaved as error:
         return cell.failed("hygiene", label, error)
-    if found.keys() != expected.keys():
-        return cell.failed("hygiene", label, f"expected {', '.join(expected)}, got {', '.join(found)}")
+    if results.keys() != expected.keys():
+        return cell.failed("hygiene", label, f"expected {', '.join(expected)}, got {', '.join(results)}")
     for item, value in expected.items():
-        comparison = compare.bits(found[item], value)
+        comparison = compare.bits(results[item], value)
         if not comparison.passed:
             return cell.record("hygiene", f"{item}, {label}", tuple(value.shape), "bitwise", comparison)
     return cell.record("hygiene", label, (), "bitwise", Comparison(True))
@@ -79,21 +79,23 @@ def _autocast(cell: Cell, expected: Results, upstream: Results, dtype: torch.dty
     cast = [name for name in cell.spec.autocast.get(cell.case.function, ()) if name in cell.inputs]
     if cell.dtype_name == "fp64" or (cast and cell.is_slow):
         return
-    wanted = expected
+    reference = expected
     if cast:
         try:
-            found = cell.run({**cell.inputs, **{name: cell.inputs[name].to(dtype) for name in cast}}).results(upstream)
+            results = cell.run({**cell.inputs, **{name: cell.inputs[name].to(dtype) for name in cast}}).results(
+                upstream
+            )
         except Misbehaved as error:
             yield cell.failed("hygiene", "autocast, cast beforehand", error)
             return
         # The gradient of a cast is a cast.
-        wanted = {
-            name: value.to(expected[name].dtype) if "gradient:" in name else value for name, value in found.items()
+        reference = {
+            name: value.to(expected[name].dtype) if "gradient:" in name else value for name, value in results.items()
         }
     label = "autocast" if dtype == CASTS[0] else "autocast to FP16"
-    yield _same(cell, label, Surroundings(autocast=dtype, forward_only=True), wanted, upstream)
+    yield _same(cell, label, Surroundings(autocast=dtype, forward_only=True), reference, upstream)
     if upstream:
-        yield _same(cell, f"{label}, backward inside", Surroundings(autocast=dtype), wanted, upstream)
+        yield _same(cell, f"{label}, backward inside", Surroundings(autocast=dtype), reference, upstream)
 
 
 def _same_tensor(cell: Cell, upstream: Results) -> Iterator[Record]:

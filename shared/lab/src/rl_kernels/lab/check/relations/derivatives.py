@@ -30,27 +30,27 @@ def derivatives(cell: Cell) -> Iterator[Record]:
         gold = _derived(what, cell.gold(), {name: value.double() for name, value in upstream.items()})
         kinds = cell.inputs if what == "double backward" else eager.outputs
         try:
-            found = _derived(what, cell.run(), upstream)
+            result = _derived(what, cell.run(), upstream)
         except Misbehaved as error:
             yield cell.failed("gradients", what, error)
             continue
-        if isinstance(found, str):
+        if isinstance(result, str):
             yield cell.record("gradients", what, (), "refused", Comparison(True))
         elif isinstance(gold, str):
             yield cell.skip("gradients", f"{what}: the definition has none")
         else:
             share = ALLOWED[cell.dtype_name]
-            yield cell.record("gradients", what, (), f"{share:g} of the norm", _compared(found, gold, kinds, share))
+            yield cell.record("gradients", what, (), f"{share:g} of the norm", _compared(result, gold, kinds, share))
 
 
 def _derived(what: str, ran: Ran, upstream: Results) -> Results | str:
     return ran.second_order(upstream) if what == "double backward" else ran.forward_mode()
 
 
-def _compared(found: Results, gold: Results, kinds: Mapping[str, torch.Tensor], share: float) -> Comparison:
-    if found.keys() != gold.keys():
-        return Comparison(False, message=f"expected {', '.join(gold)}, got {', '.join(found)}")
-    for name, value in found.items():
+def _compared(results: Results, gold: Results, kinds: Mapping[str, torch.Tensor], share: float) -> Comparison:
+    if results.keys() != gold.keys():
+        return Comparison(False, message=f"expected {', '.join(gold)}, got {', '.join(results)}")
+    for name, value in results.items():
         wrong = described(value, kinds[name])
         if wrong:
             return Comparison(False, message=f"{name}: {wrong}")

@@ -36,17 +36,17 @@ def repeatability(cell: Cell) -> Iterator[Record]:
         first = cell.run()
         upstream = cell.upstream(first)
         expected = first.results(upstream)
-        found: dict[str, Comparison] = {}
+        comparisons: dict[str, Comparison] = {}
         for _ in range((INTERPRETED_RUNS if cell.is_slow else RUNS) - 1):
             other_stream(cell.setting.device).top_up(PRODUCTS)
             again = cell.run().results(upstream)
             for item, value in expected.items():
-                if item not in found or found[item].passed:
-                    found[item] = compare.bits(again[item], value) if item in again else MISSING
+                if item not in comparisons or comparisons[item].passed:
+                    comparisons[item] = compare.bits(again[item], value) if item in again else MISSING
     except Misbehaved as error:
         yield cell.failed("repeatability", "run", error)
         return
-    for item, comparison in found.items():
+    for item, comparison in comparisons.items():
         tolerance = cell.tolerance("repeatability", item)
         yield cell.record("repeatability", item, tuple(expected[item].shape), tolerance, comparison)
     yield from _many(cell)
@@ -59,25 +59,25 @@ def _many(cell: Cell) -> Iterator[Record]:
     if cell.is_slow:
         yield cell.skip("repeatability", "thousands of calls: not in Triton's interpreter")
         return
-    where, both = (cell.case.function, cell.spec.output), [cell.inputs, cell.redrawn().inputs]
+    function_and_output, both = (cell.case.function, cell.spec.output), [cell.inputs, cell.redrawn().inputs]
     item = "thousands of calls"
     try:
         richest = replace(cell, case=cell.spec.richest_of(cell.case.function))
         if not (richest.is_first or richest.missing()):
             both.append(richest.inputs)
-        first, other, number = cell.candidate.many(*where, both, CALLS, SECONDS[cell.setting.suite])
+        first, other, number = cell.candidate.many(*function_and_output, both, CALLS, SECONDS[cell.setting.suite])
         yield _same(cell, item, first, other, f"call {number}: ")
         item = "two threads at once"
-        pairs = cell.candidate.threads(*where, both[:2], AT_ONCE)
-        for expected, found in zip(pairs[::2], pairs[1::2], strict=True):
-            yield _same(cell, item, expected, found)
+        pairs = cell.candidate.threads(*function_and_output, both[:2], AT_ONCE)
+        for expected, results in zip(pairs[::2], pairs[1::2], strict=True):
+            yield _same(cell, item, expected, results)
     except Misbehaved as error:
         yield cell.failed("repeatability", item, error)
 
 
-def _same(cell: Cell, item: str, expected: Results, found: Results, prefix: str = "") -> Check:
+def _same(cell: Cell, item: str, expected: Results, results: Results, prefix: str = "") -> Check:
     for name, value in expected.items():
-        comparison = compare.bits(found[name], value) if name in found else MISSING
+        comparison = compare.bits(results[name], value) if name in results else MISSING
         if not comparison.passed:
             failed = replace(comparison, message=f"{prefix}{name}: {comparison.message}")
             return cell.record("repeatability", item, tuple(value.shape), "bitwise", failed)
@@ -102,12 +102,12 @@ def invariance(cell: Cell) -> Iterator[Record]:
 def _without_gradient(cell: Cell, expected: Results) -> Iterator[Record]:
     """Compare with a call on inputs that require no gradient."""
     try:
-        found = cell.run(leaves=[]).outputs
+        results = cell.run(leaves=[]).outputs
     except Misbehaved as error:
         yield cell.failed("invariance", "without gradient", error)
         return
     for item, value in expected.items():
-        comparison = compare.bits(found[item], value) if item in found else MISSING
+        comparison = compare.bits(results[item], value) if item in results else MISSING
         yield cell.record("invariance", f"{item} without gradient", tuple(value.shape), _row(cell, item), comparison)
 
 
@@ -131,8 +131,8 @@ def _unchanged(
     for variant in variants:
         try:
             lifted = {item: variant.lift(item, value) for item, value in upstream.items()}
-            found = cell.run(variant.inputs, around=Surroundings(threads=variant.threads)).results(lifted)
-            pairs = list(_pairs(variant, found, expected))
+            results = cell.run(variant.inputs, around=Surroundings(threads=variant.threads)).results(lifted)
+            pairs = list(_pairs(variant, results, expected))
         except Misbehaved as error:
             return cell.failed(relation, name, Misbehaved(f"{variant.label}: {error}", error.traceback))
         compared += len(pairs)
@@ -151,13 +151,13 @@ def _row(cell: Cell, item: str) -> Tolerance:
     return cell.tolerance("invariance", item)
 
 
-def _pairs(variant: Variant, found: Results, expected: Results) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+def _pairs(variant: Variant, results: Results, expected: Results) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yield (result, the variant's elements, the base call's), where the variant says something about the result."""
     for item, whole in expected.items():
         try:
             part = variant.pick(item, whole)
             if part is not None:
-                yield item, variant.find(item, found[item]), part
+                yield item, variant.find(item, results[item]), part
         except (KeyError, IndexError, RuntimeError) as error:
             raise Misbehaved(f"{item}: no result of the shape that the arguments ask for ({error})") from error
 

@@ -16,7 +16,7 @@ from rl_kernels.lab.check.guard import Misbehaved, Results
 from rl_kernels.lab.check.ran import Ran
 from rl_kernels.lab.check.relations.around import around, as_found
 from rl_kernels.lab.check.relations.determinism import unchanged_by
-from rl_kernels.lab.check.relations.lifetimes import HELD, first_difference, lifetimes
+from rl_kernels.lab.check.relations.lifetimes import PASSED, first_difference, lifetimes
 from rl_kernels.lab.check.result import Record
 from rl_kernels.lab.check.surroundings import Surroundings
 
@@ -93,7 +93,7 @@ def _untouched(cell: Cell, inputs: Inputs, run: Ran) -> Comparison:
                 return replace(comparison, message=f"{name} {wrong}: {comparison.message}")
         elif after != before and not (after != after and before != before):
             return Comparison(False, message=f"{name} was changed: got {after!r}, expected {before!r}")
-    return HELD
+    return PASSED
 
 
 def _same_tensor(after: torch.Tensor, before: torch.Tensor) -> Comparison:
@@ -121,12 +121,12 @@ def _written(cell: Cell, run: Ran) -> Iterator[Record]:
 def _poisoned(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
     """Compare with a call whose fresh memory holds NaN, which shows elements that are never written."""
     try:
-        found = cell.run(around=Surroundings(poisoned=True)).results(upstream)
+        results = cell.run(around=Surroundings(poisoned=True)).results(upstream)
     except Misbehaved as error:
         yield cell.failed("hygiene", "poisoned memory", error)
         return
     for item, value in expected.items():
-        comparison = compare.bits(found[item], value)
+        comparison = compare.bits(results[item], value)
         yield cell.record("hygiene", f"{item}, poisoned memory", tuple(value.shape), "bitwise", comparison)
 
 

@@ -23,7 +23,7 @@ from rl_kernels.lab.check.guard import Misbehaved, Results, guarded, named
 from rl_kernels.lab.check.result import Check, Record
 from rl_kernels.lab.check.run import Run
 
-HELD = Comparison(True)
+PASSED = Comparison(True)
 WARM_UPS = 3
 """Calls before a CUDA graph is captured."""
 
@@ -58,11 +58,11 @@ def _twin(cell: Cell) -> str | None:
     flags = {name: size for name, size in cell.case.sizes.items() if named.sizes.get(name) != size}
 
     def form(case: Case) -> tuple[object, ...]:
-        given = replace(cell, case=case).inputs
+        inputs = replace(cell, case=case).inputs
         if cell.setting.suite == "quick":
-            return case.function, frozenset(name for name, value in given.items() if isinstance(value, torch.Tensor))
+            return case.function, frozenset(name for name, value in inputs.items() if isinstance(value, torch.Tensor))
         ones = frozenset(name for name, size in case.sizes.items() if size == 1)
-        return case.function, ones, frozenset(given)
+        return case.function, ones, frozenset(inputs)
 
     own = form(cell.case)
     for case in cell.spec.cases:
@@ -102,15 +102,15 @@ def _opcheck(cell: Cell) -> Iterator[Record]:
             continue
         try:
             torch.library.opcheck(op, args)
-            comparison = HELD
+            comparison = PASSED
         except Exception as error:
             comparison = Comparison(False, message=f"{type(error).__name__}: {error}")
         yield cell.record("torch", f"opcheck {name}", (), "exact", comparison)
 
 
 def _gives_nan(op: Any, args: tuple[Any, ...]) -> bool:
-    found = op(*(arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args))
-    results = found if isinstance(found, tuple) else (found,)
+    result = op(*(arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args))
+    results = result if isinstance(result, tuple) else (result,)
     return any(isinstance(value, torch.Tensor) and bool(value.isnan().any()) for value in results)
 
 
@@ -123,8 +123,8 @@ def _fake(cell: Cell) -> Iterator[Record]:
         }
         call = cell.candidate.call
         fake = guarded("forward", lambda: named(call(cell.case.function, inputs), cell.spec.output))
-    found, expected = ({name: _layout(value) for name, value in results.items()} for results in (fake, real))
-    message = "" if found == expected else f"expected {expected}, got {found}"
+    layouts, expected = ({name: _layout(value) for name, value in results.items()} for results in (fake, real))
+    message = "" if layouts == expected else f"expected {expected}, got {layouts}"
     yield cell.record("torch", "fake tensors", (), "exact", Comparison(not message, message=message))
 
 
@@ -148,8 +148,8 @@ def _compiled(cell: Cell) -> Iterator[Record]:
     eager = cell.run()
     upstream = cell.upstream(eager)
     expected = eager.results(upstream)
-    found = Run(call, cell.spec.output, cell.inputs, cell.allowed_leaves).results(upstream)
-    yield from _same(cell, "compiled", found, expected)
+    results = Run(call, cell.spec.output, cell.inputs, cell.allowed_leaves).results(upstream)
+    yield from _same(cell, "compiled", results, expected)
 
 
 def _refused(cell: Cell, call: Callable[[Inputs], Any], options: list[str]) -> Comparison:
@@ -157,17 +157,19 @@ def _refused(cell: Cell, call: Callable[[Inputs], Any], options: list[str]) -> C
         Run(call, cell.spec.output, cell.inputs, cell.allowed_leaves)
     except Misbehaved as error:
         if re.search("|".join(options), str(error)):
-            return HELD
+            return PASSED
         return Comparison(False, message=f"expected an error that names {' or '.join(options)}, got {error}")
     return Comparison(False, message=f"expected an error that names {' or '.join(options)}, nothing was raised")
 
 
-def _same(cell: Cell, how: str, found: Results, expected: Results) -> Iterator[Check]:
-    if found.keys() != expected.keys():
-        yield cell.failed("torch", how, f"expected {', '.join(expected)}, got {', '.join(found)}")
+def _same(cell: Cell, label: str, results: Results, expected: Results) -> Iterator[Check]:
+    if results.keys() != expected.keys():
+        yield cell.failed("torch", label, f"expected {', '.join(expected)}, got {', '.join(results)}")
         return
     for item, value in expected.items():
-        yield cell.record("torch", f"{item}, {how}", tuple(value.shape), "bitwise", compare.bits(found[item], value))
+        yield cell.record(
+            "torch", f"{item}, {label}", tuple(value.shape), "bitwise", compare.bits(results[item], value)
+        )
 
 
 def _no_sync(cell: Cell) -> Iterator[Record]:
@@ -185,7 +187,7 @@ def _no_sync(cell: Cell) -> Iterator[Record]:
     torch.cuda.set_sync_debug_mode("error")
     try:
         _unseen(cell, inputs, upstream)
-        comparison = HELD
+        comparison = PASSED
     except Misbehaved as error:
         comparison = Comparison(False, message=str(error), traceback=error.traceback)
     finally:
@@ -219,7 +221,7 @@ def _graph(cell: Cell) -> Iterator[Record]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         # The copies that Run makes of its inputs are captured too, and read ``static``.
-        found = _unseen(cell, static, lifted)
+        results = _unseen(cell, static, lifted)
     for name, value in fresh.inputs.items():
         if isinstance(value, torch.Tensor):
             static[name].copy_(value)
@@ -227,13 +229,13 @@ def _graph(cell: Cell) -> Iterator[Record]:
         lifted[name].copy_(value)
     graph.replay()
     torch.cuda.synchronize(cell.setting.device)
-    yield from _same(cell, "CUDA graph", found, expected)
+    yield from _same(cell, "CUDA graph", results, expected)
 
 
 def _unseen(cell: Cell, inputs: Inputs, upstream: Results) -> Results:
     """Call the backend without looking at values, which would wait for the device and cannot be captured."""
     call = cell.candidate.call
-    run = Run(lambda given: call(cell.case.function, given), cell.spec.output, inputs, cell.allowed_leaves)
+    run = Run(lambda arguments: call(cell.case.function, arguments), cell.spec.output, inputs, cell.allowed_leaves)
     return run.results(upstream, looks=False)
 
 

@@ -17,7 +17,7 @@ from rl_kernels.lab.check.result import Check, Record
 from rl_kernels.lab.check.run import PLAIN
 from rl_kernels.lab.check.surroundings import Surroundings
 
-HELD = Comparison(True)
+PASSED = Comparison(True)
 ROLLOUT = Surroundings(recording=False)
 FEW_UNITS = 8
 PENDING = 300
@@ -55,11 +55,11 @@ def _pending(cell: Cell, expected: Results, upstream: Results) -> Iterator[Recor
     fresh = cell.redrawn()
     try:
         first = cell.run()
-        others = [fresh.run() for _ in range(PENDING)]
+        pending = [fresh.run() for _ in range(PENDING)]
         results = first.results(upstream)
         comparison = first_difference({**results, **first.kept}, expected)
         if comparison.passed:
-            comparison = first_difference(others[0].results(upstream), others[-1].results(upstream))
+            comparison = first_difference(pending[0].results(upstream), pending[-1].results(upstream))
     except Misbehaved as error:
         yield cell.failed("hygiene", f"{PENDING} calls pending", error)
         return
@@ -94,7 +94,7 @@ def _refused_again(cell: Cell, upstream: Results) -> Check:
     try:
         run.gradients(upstream)
     except Misbehaved:
-        return cell.record("hygiene", "backward again", (), "refused", HELD)
+        return cell.record("hygiene", "backward again", (), "refused", PASSED)
     message = "expected an error, because the first pass has overwritten an input; nothing was raised"
     return cell.record("hygiene", "backward again", (), "refused", Comparison(False, message=message))
 
@@ -133,17 +133,17 @@ def _updated(cell: Cell, upstream: Results) -> Iterator[Record]:
     ]
     if cell.dtype_name != "fp64":
         ways.append(("updated in place, autocast", fresh, False, [], autocast))
-    for how, inputs, silently, leaves, surroundings in ways:
-        given = {} if leaves == [] else upstream
+    for label, inputs, silently, leaves, surroundings in ways:
+        upstream_used = {} if leaves == [] else upstream
         try:
             # Keep both alive: otherwise a cache by address could be right by accident, through the other call.
             first, second = cell.run(leaves=leaves, around=surroundings), cell.run(inputs, leaves, surroundings)
-            found = first.updated(inputs, given, silently=silently)
-            comparison = first_difference(found, second.results(given))
+            results = first.updated(inputs, upstream_used, silently=silently)
+            comparison = first_difference(results, second.results(upstream_used))
         except Misbehaved as error:
-            yield cell.failed("hygiene", f"inputs {how}", error)
+            yield cell.failed("hygiene", f"inputs {label}", error)
             continue
-        yield cell.record("hygiene", f"inputs {how}", (), "bitwise", comparison)
+        yield cell.record("hygiene", f"inputs {label}", (), "bitwise", comparison)
 
 
 def _written(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
@@ -157,33 +157,33 @@ def _written(cell: Cell, expected: Results, upstream: Results) -> Iterator[Recor
             continue
         item = f"{name} written before backward"
         try:
-            found = cell.run().written(name, value, upstream)
+            result = cell.run().written(name, value, upstream)
         except Misbehaved as error:
             yield cell.failed("hygiene", item, error)
             continue
-        comparison = HELD if isinstance(found, str) else first_difference(found, gradients)
+        comparison = PASSED if isinstance(result, str) else first_difference(result, gradients)
         yield cell.record("hygiene", item, (), "bitwise or refused", comparison)
 
 
-def _mixed(cell: Cell, others: Inputs) -> Inputs:
+def _mixed(cell: Cell, fresh: Inputs) -> Inputs:
     """Return the inputs with one number of each floating tensor from ``others``: sampling a few numbers misses it."""
-    found, draw = dict(cell.inputs), cell.draw(salt=2)
+    mixed, draw = dict(cell.inputs), cell.draw(salt=2)
     for name, value in cell.inputs.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
             place = torch.unravel_index(torch.tensor(draw.integer(0, value.numel())), value.shape)
-            found[name] = copy.deepcopy(value)
-            found[name][place] = others[name][place]
-    return found
+            mixed[name] = copy.deepcopy(value)
+            mixed[name][place] = fresh[name][place]
+    return mixed
 
 
 def _nudged(cell: Cell) -> Inputs:
     """Return the inputs with differentiable arguments changed by a few units in the last place."""
-    found, draw = dict(cell.inputs), cell.draw(salt=4)
+    nudged, draw = dict(cell.inputs), cell.draw(salt=4)
     for name in cell.spec.differentiable:
         if isinstance(value := cell.inputs.get(name), torch.Tensor):
-            found[name] = copy.deepcopy(value)
-            found[name].mul_(1 + FEW_UNITS * torch.finfo(value.dtype).eps * draw.normal(*value.shape).round())
-    return found
+            nudged[name] = copy.deepcopy(value)
+            nudged[name].mul_(1 + FEW_UNITS * torch.finfo(value.dtype).eps * draw.normal(*value.shape).round())
+    return nudged
 
 
 def _permuted(cell: Cell) -> Inputs:
@@ -196,21 +196,21 @@ def _permuted(cell: Cell) -> Inputs:
     }
 
 
-def _alike(inputs: Inputs, others: Inputs) -> bool:
+def _alike(inputs: Inputs, other: Inputs) -> bool:
     """Say whether the values of one call can be written into the tensors of another."""
 
-    def shapes(given: Inputs) -> dict[str, object]:
-        return {name: value.shape for name, value in given.items() if isinstance(value, torch.Tensor)}
+    def shapes(arguments: Inputs) -> dict[str, object]:
+        return {name: value.shape for name, value in arguments.items() if isinstance(value, torch.Tensor)}
 
-    return shapes(inputs) == shapes(others)
+    return shapes(inputs) == shapes(other)
 
 
-def first_difference(found: Results, expected: Results) -> Comparison:
+def first_difference(results: Results, expected: Results) -> Comparison:
     """Compare the bits of all results, and report the first that differs."""
-    if found.keys() != expected.keys():
-        return Comparison(False, message=f"expected {', '.join(expected)}, got {', '.join(found)}")
+    if results.keys() != expected.keys():
+        return Comparison(False, message=f"expected {', '.join(expected)}, got {', '.join(results)}")
     for item, value in expected.items():
-        comparison = compare.bits(found[item], value)
+        comparison = compare.bits(results[item], value)
         if not comparison.passed:
             return replace(comparison, message=f"{item}: {comparison.message}")
-    return HELD
+    return PASSED

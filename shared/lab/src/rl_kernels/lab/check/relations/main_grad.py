@@ -37,14 +37,14 @@ def main_grad(cell: Cell, upstream: Results) -> Iterator[Record]:
                 break
             try:
                 run = cell.run(_with_buffer(cell, name, strided), leaves=leaves)
-                found = run.two_at_once(upstream)[f"gradient:{name}"]
+                gradient = run.two_at_once(upstream)[f"gradient:{name}"]
                 needed = needed or bool(run.inputs[name].main_grad.any())
             except Misbehaved as error:
                 yield cell.failed("gradients", f"gradient:{name} in main_grad{label}", error)
                 break
             if not needed:
                 break
-            yield _added(cell, name, upstream, found, label)
+            yield _added(cell, name, upstream, gradient, label)
             if not label and cell.inputs[name].dtype in HALF:
                 yield _unrounded(cell, name, upstream)
         if needed and not cell.is_brief:
@@ -91,11 +91,11 @@ def _renewed(cell: Cell, name: str, upstream: Results) -> Check:
     try:
         run = cell.run(inputs)
         run.gradients(upstream)
-        found = run.renewed(upstream)[f"gradient:{name}"]
+        gradient = run.renewed(upstream)[f"gradient:{name}"]
         expected = cell.run(inputs).gradients(upstream)[f"gradient:{name}"]
     except Misbehaved as error:
         return cell.failed("gradients", item, error)
-    return cell.record("gradients", item, tuple(found.shape), "bitwise", compare.bits(found, expected))
+    return cell.record("gradients", item, tuple(gradient.shape), "bitwise", compare.bits(gradient, expected))
 
 
 def _cast(cell: Cell, name: str, upstream: Results) -> Check:
@@ -124,15 +124,15 @@ def _with_buffer(cell: Cell, name: str, strided: bool) -> Inputs:
     return {**cell.inputs, name: value}
 
 
-def _added(cell: Cell, name: str, upstream: Results, found: torch.Tensor, label: str) -> Check:
+def _added(cell: Cell, name: str, upstream: Results, gradient: torch.Tensor, label: str) -> Check:
     """Compare with the gradient for twice the upstream gradient."""
     item = f"gradient:{name}"
     twice = {output: 2 * grad for output, grad in upstream.items()}
     exact = {output: grad.double() for output, grad in twice.items()}
     eager, gold = cell.eager().gradients(twice)[item], cell.gold().gradients(exact)[item]
-    where = ("accuracy", item, eager.dtype)
-    tolerance, general = (row._replace(atol=2 * row.atol) for row in (cell.tolerance(*where), cell.general(*where)))
-    known = (found.to(eager.dtype), eager, gold, cell.magnitudes(exact)[item], tolerance, "gradient")
+    row_key = ("accuracy", item, eager.dtype)
+    tolerance, general = (row._replace(atol=2 * row.atol) for row in (cell.tolerance(*row_key), cell.general(*row_key)))
+    known = (gradient.to(eager.dtype), eager, gold, cell.magnitudes(exact)[item], tolerance, "gradient")
     comparison = compare.accuracy(*known, calibrated=not cell.case.relations, row=general)
-    name, shape = f"{item} in main_grad{label}", tuple(found.shape)
-    return cell.record("gradients", name, shape, tolerance, comparison, cell.row(*where))
+    name, shape = f"{item} in main_grad{label}", tuple(gradient.shape)
+    return cell.record("gradients", name, shape, tolerance, comparison, cell.row(*row_key))

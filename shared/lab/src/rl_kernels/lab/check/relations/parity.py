@@ -22,14 +22,14 @@ def parity(cell: Cell) -> Iterator[Record]:
     try:
         run = cell.run()
         upstream = cell.upstream(run)
-        found = run.results(upstream)
+        results = run.results(upstream)
     except Misbehaved as error:
         yield cell.failed("parity", "run", error)
         return
-    others = list(_others(cell))
-    if not others:
+    candidates = list(_other_backends(cell))
+    if not candidates:
         yield cell.skip("parity", "no other backend runs here")
-    for other in others:
+    for other in candidates:
         peer = replace(cell, candidate=other)
         reason = _ineligible(peer)
         if reason:
@@ -40,17 +40,17 @@ def parity(cell: Cell) -> Iterator[Record]:
         except Misbehaved as error:
             yield cell.failed("parity", f"beside {other.name}", error)
             continue
-        if found.keys() != expected.keys():
-            message = f"expected {', '.join(expected)}, got {', '.join(found)}"
+        if results.keys() != expected.keys():
+            message = f"expected {', '.join(expected)}, got {', '.join(results)}"
             yield cell.failed("parity", f"beside {other.name}", message)
             continue
-        for item, value in found.items():
+        for item, value in results.items():
             row = cell.tolerance("parity", item, expected[item].dtype)
             comparison = compare.parity(value, expected[item], row)
             yield cell.record("parity", f"{item} beside {other.name}", tuple(value.shape), row, comparison)
 
 
-def _others(cell: Cell) -> Iterator[Candidate]:
+def _other_backends(cell: Cell) -> Iterator[Candidate]:
     """Yield the backends that can run here, except the one that the candidate itself uses."""
     operator = cell.candidate.operator
     call = call_of(operator, cell.setting)

@@ -70,54 +70,54 @@ def _refused(token: str) -> Any:
 
 def compared(now: Mapping[str, Any], then: Mapping[str, Any]) -> Changes:
     """Compare two documents of ``document_of``."""
-    found = Changes()
-    found.settings += _settings(now, then)
+    changes = Changes()
+    changes.settings += _settings(now, then)
     ours, theirs = _checks(now), _checks(then)
     for name, check in ours.items():
-        _compare_check(found, name, check, theirs.get(name))
-    run = {each.get("case_id") for each in ours.values()} - {None}
+        _compare_check(changes, name, check, theirs.get(name))
+    run = {check.get("case_id") for check in ours.values()} - {None}
     for name, old in theirs.items():
         # A call that raised has one check, "forward"; now that it returns, its outputs are checked instead.
         raised = not old["passed"] and old.get("case_id") in run
         if name not in ours:
-            (found.fixed if raised else found.vanished).append(name)
-    return found
+            (changes.fixed if raised else changes.vanished).append(name)
+    return changes
 
 
-def _compare_check(found: Changes, name: str, check: Mapping[str, Any], old: Mapping[str, Any] | None) -> None:
+def _compare_check(changes: Changes, name: str, check: Mapping[str, Any], old: Mapping[str, Any] | None) -> None:
     if not check["passed"]:
         if old is None or old["passed"]:
-            found.failed.append(f"{name}: {' '.join(check['message'].split())}")
+            changes.failed.append(f"{name}: {' '.join(check['message'].split())}")
     elif old is None:
-        found.new.append(name)
+        changes.new.append(name)
     elif not old["passed"]:
-        found.fixed.append(name)
+        changes.fixed.append(name)
     elif (check["max_abs"] or 0.0) > GROWN * (old["max_abs"] or 0.0):
-        found.grown.append(f"{name}: max_abs {old['max_abs'] or 0.0:.3g}, now {check['max_abs']:.3g}")
+        changes.grown.append(f"{name}: max_abs {old['max_abs'] or 0.0:.3g}, now {check['max_abs']:.3g}")
 
 
 def _checks(document: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the checks of a report by name, with the kernels of each backend as one more."""
-    found: dict[str, Mapping[str, Any]] = {}
+    checks: dict[str, Mapping[str, Any]] = {}
     for candidate in document["candidates"]:
-        for each in candidate["outputs"]:
-            found[f"{each['case_id']}: {each['output']}"] = each
+        for check in candidate["outputs"]:
+            checks[f"{check['case_id']}: {check['output']}"] = check
         for ran in candidate.get("ran", ()):
             if ran["cases_with_own_kernels"] is not None:
                 name = f"{candidate['operator']}/{candidate['name']}/{ran['dtype']}: own kernels"
-                found[name] = {"passed": not ran["message"], "message": ran["message"], "max_abs": None}
-    for each in found.values():
-        _ = each["passed"], each["message"], each["max_abs"]
-    return found
+                checks[name] = {"passed": not ran["message"], "message": ran["message"], "max_abs": None}
+    for check in checks.values():
+        _ = check["passed"], check["message"], check["max_abs"]
+    return checks
 
 
 def _settings(now: Mapping[str, Any], then: Mapping[str, Any]) -> Iterator[str]:
     ours, theirs = (
         {
-            **{"suite": each["suite_name"], "contract": each["contract_version"]},
-            **{**each["seeds"], **each.get("chosen", {}), **each["environment"]},
+            **{"suite": document["suite_name"], "contract": document["contract_version"]},
+            **{**document["seeds"], **document.get("chosen", {}), **document["environment"]},
         }
-        for each in (now, then)
+        for document in (now, then)
     )
     for name in dict.fromkeys((*theirs, *ours)):
         if theirs.get(name) != ours.get(name):

@@ -20,8 +20,8 @@ def as_json(document: dict[str, Any]) -> str:
 
 def document_of(report: Report) -> dict[str, Any]:
     """Return the report as plain values: a number that is not finite is None."""
-    groups = summary.grouped(summary.seen(report), lambda each: (each.operator, each.candidate))
-    seen = defaultdict(list, groups)
+    groups = summary.grouped(summary.seen(report), lambda entry: (entry.operator, entry.candidate))
+    launched = defaultdict(list, groups)
     return {
         "suite_name": summary.suite_name(report),
         "passed": report.passed,
@@ -31,12 +31,12 @@ def document_of(report: Report) -> dict[str, Any]:
             {
                 "operator": operator,
                 "name": candidate,
-                "passed": all(check.passed for check in checks) and not any(each.failed for each in seen[where]),
-                "ran": [_ran(each) for each in seen[where]],
+                "passed": all(check.passed for check in checks) and not any(entry.failed for entry in launched[key]),
+                "ran": [_ran(entry) for entry in launched[key]],
                 "outputs": [_entry(check, report) for check in checks],
             }
-            for where, checks in summary.by_candidate(report).items()
-            for operator, candidate in [where]
+            for key, checks in summary.by_candidate(report).items()
+            for operator, candidate in [key]
         ],
         "skipped": [vars(skip) for skip in report.skips],
         "date": datetime.now(timezone.utc).date().isoformat(),
@@ -48,7 +48,7 @@ def document_of(report: Report) -> dict[str, Any]:
 
 
 def _entry(check: Check, report: Report) -> dict[str, Any]:
-    found = check.comparison
+    comparison = check.comparison
     entry = {
         "case_id": check.case_id,
         "relation": check.relation,
@@ -56,32 +56,32 @@ def _entry(check: Check, report: Report) -> dict[str, Any]:
         "output": check.item,
         "shape": list(check.shape),
         "dtype": check.dtype,
-        "max_abs": _finite(found.max_abs),
-        "mean_abs": _finite(found.mean_abs),
-        "max_rel": _finite(found.max_rel),
-        "worst": found.worst,
+        "max_abs": _finite(comparison.max_abs),
+        "mean_abs": _finite(comparison.mean_abs),
+        "max_rel": _finite(comparison.max_rel),
+        "worst": comparison.worst,
         "tolerance": check.tolerance,
         "row": check.row and " / ".join(check.row),
-        "share": _finite(found.share),
+        "share": _finite(comparison.share),
         "passed": check.passed,
-        "message": found.message,
+        "message": comparison.message,
         "seed": check.seed,
         "replay": report.replay(check),
     }
-    return {**entry, "traceback": found.traceback} if found.traceback else entry
+    return {**entry, "traceback": comparison.traceback} if comparison.traceback else entry
 
 
-def _ran(seen: summary.Seen) -> dict[str, Any]:
+def _ran(entry: summary.Seen) -> dict[str, Any]:
     return {
-        "dtype": seen.dtype,
-        "cases": seen.cases,
-        "backends": dict(seen.backends),
+        "dtype": entry.dtype,
+        "cases": entry.cases,
+        "backends": dict(entry.backends),
         "kernels": [
-            {"name": name, "cases": count, "own": name in seen.own} for name, count in sorted(seen.kernels.items())
+            {"name": name, "cases": count, "own": name in entry.own} for name, count in sorted(entry.kernels.items())
         ],
-        "cases_with_own_kernels": seen.own_cases,
-        "without_own_kernels": list(seen.without_own),
-        "message": seen.fault,
+        "cases_with_own_kernels": entry.own_cases,
+        "without_own_kernels": list(entry.without_own),
+        "message": entry.fault,
     }
 
 

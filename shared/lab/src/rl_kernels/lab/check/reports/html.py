@@ -138,8 +138,8 @@ class Page:
     @property
     def details(self) -> Iterator[Square]:
         """Yield the squares with checks, failed ones first."""
-        found = [square for square in self._squares.values() if square.checks]
-        yield from sorted(found, key=lambda square: not square.failed)
+        squares = [square for square in self._squares.values() if square.checks]
+        yield from sorted(squares, key=lambda square: not square.failed)
 
     def square(self, operator: str, candidate: str, dtype: str, relation: str) -> Square | None:
         """Return a square of the map; a candidate that could not run has one square, ``all``."""

@@ -32,11 +32,13 @@ def write_junit(report: Report, path: Path | str) -> None:
 
 def _suites(report: Report) -> Iterator[Element]:
     groups = summary.grouped(report.records, lambda record: (record.operator, record.candidate, record.dtype))
-    seen = {(each.operator, each.candidate, each.dtype): each for each in summary.seen(report) if each.kernels_said}
+    launched = {
+        (entry.operator, entry.candidate, entry.dtype): entry for entry in summary.seen(report) if entry.kernels_said
+    }
     for words, records in groups.items():
         tests = [_check(it, report) if isinstance(it, Check) else _skip(it) for it in records]
-        if words in seen:
-            tests.append(_launched(seen[words]))
+        if words in launched:
+            tests.append(_launched(launched[words]))
         yield _suite(".".join(words), tests, report)
 
 
@@ -62,27 +64,27 @@ def _count(element: Element, counts: dict[str, int]) -> None:
     element.set("time", "0")
 
 
-def _test(name: str, *where: str) -> Element:
-    return Element("testcase", classname=printable(".".join(where)), name=printable(name), time="0")
+def _test(name: str, *words: str) -> Element:
+    return Element("testcase", classname=printable(".".join(words)), name=printable(name), time="0")
 
 
 def _check(check: Check, report: Report) -> Element:
     test = _test(f"{check.case}: {check.item}", check.operator, check.candidate, check.dtype, check.relation)
-    found = check.comparison
+    comparison = check.comparison
     if not check.passed:
-        failure = SubElement(test, "failure", type=check.relation, message=printable(found.message))
-        lines = {"worst": found.worst, "shape": summary.shape_said(check), "tolerance": check.tolerance}
+        failure = SubElement(test, "failure", type=check.relation, message=printable(comparison.message))
+        lines = {"worst": comparison.worst, "shape": summary.shape_said(check), "tolerance": check.tolerance}
         lines |= {"seed": str(check.seed), "replay": report.replay(check)}
         said = [f"{name}: {value}" for name, value in lines.items() if value]
-        failure.text = printable("\n".join([found.message, *said, found.traceback]).rstrip())
+        failure.text = printable("\n".join([comparison.message, *said, comparison.traceback]).rstrip())
     return test
 
 
-def _launched(seen: Seen) -> Element:
-    test = _test("kernels", seen.operator, seen.candidate, seen.dtype, "launches")
-    if seen.failed:
-        SubElement(test, "failure", type="launches", message=seen.fault)
-    SubElement(test, "system-out").text = printable("\n".join(seen.kernels_said))
+def _launched(entry: Seen) -> Element:
+    test = _test("kernels", entry.operator, entry.candidate, entry.dtype, "launches")
+    if entry.failed:
+        SubElement(test, "failure", type="launches", message=entry.fault)
+    SubElement(test, "system-out").text = printable("\n".join(entry.kernels_said))
     return test
 
 

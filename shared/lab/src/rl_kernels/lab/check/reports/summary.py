@@ -61,15 +61,15 @@ def shape_said(check: Check) -> str:
 
 def printable(text: str) -> str:
     """Escape control characters, and characters that XML or UTF-8 cannot hold."""
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
     """Return the items by key; keys and items keep their order."""
-    found: dict[Key, list[Item]] = {}
+    groups: dict[Key, list[Item]] = {}
     for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def by_candidate(report: Report) -> dict[tuple[str, str], list[Check]]:
@@ -121,24 +121,24 @@ class Seen(NamedTuple):
 
 def seen(report: Report) -> list[Seen]:
     """Return what ran, by operator, candidate and dtype."""
-    groups = grouped(report.launches, lambda each: (each.operator, each.candidate, each.dtype))
-    found = []
+    groups = grouped(report.launches, lambda record: (record.operator, record.candidate, record.dtype))
+    summaries = []
     for key, cases in groups.items():
-        has_own = [each.own is not None for each in cases]
-        own = [each.own for each in cases if each.own]
-        found.append(
+        has_own = [record.own is not None for record in cases]
+        own = [record.own for record in cases if record.own]
+        summaries.append(
             Seen(
                 *key,
                 cases=len(cases),
-                backends=Counter(name for each in cases for name in each.backends),
-                kernels=Counter(name for each in cases for name in each.kernels),
+                backends=Counter(name for record in cases for name in record.backends),
+                kernels=Counter(name for record in cases for name in record.kernels),
                 own=frozenset(name for names in own for name in names),
                 own_cases=len(own) if all(has_own) else None,
-                without_own=tuple(each.case for each in cases if each.own == ()),
+                without_own=tuple(record.case for record in cases if record.own == ()),
                 failed=key in report.unlaunched,
             )
         )
-    return found
+    return summaries
 
 
 def seeds(report: Report) -> dict[str, int]:
@@ -149,12 +149,12 @@ def seeds(report: Report) -> dict[str, int]:
 def chosen(report: Report) -> dict[str, str | int]:
     """Return what replaces a default: sizes of cases, the kind of upstream gradients and the contract's file."""
     setting = report.plan.setting
-    found: dict[str, str | int] = dict(report.plan.sizes)
+    replaced: dict[str, str | int] = dict(report.plan.sizes)
     if setting.grad_mode != "random":
-        found["grad_mode"] = setting.grad_mode
+        replaced["grad_mode"] = setting.grad_mode
     if setting.contract.file:
-        found["contract_file"] = setting.contract.file
-    return found
+        replaced["contract_file"] = setting.contract.file
+    return replaced
 
 
 def environment(report: Report) -> dict[str, str]:

@@ -20,15 +20,15 @@ def text(report: Report, *, verbose: bool = False, changes: Changes | None = Non
         verbose: also yield every check that passed.
         changes: what differs from an earlier report, if it was compared with one.
     """
-    groups = summary.grouped(summary.seen(report), lambda each: (each.operator, each.candidate))
+    groups = summary.grouped(summary.seen(report), lambda entry: (entry.operator, entry.candidate))
     for (operator, candidate), checks in summary.by_candidate(report).items():
         passed, ran = summary.held(checks), groups.get((operator, candidate), [])
-        holds = passed == len(checks) and not any(each.failed for each in ran)
-        backends = dict.fromkeys(name for each in ran for name in each.backends if name != candidate)
+        holds = passed == len(checks) and not any(entry.failed for entry in ran)
+        backends = dict.fromkeys(name for entry in ran for name in entry.backends if name != candidate)
         on = f" on {', '.join(backends)}" if backends else ""
         yield f"{verdict(holds)} {operator} {candidate}{on}: {passed} of {len(checks)}"
-        for each in ran:
-            yield from _ran(each)
+        for entry in ran:
+            yield from _ran(entry)
         for check in checks:
             if verbose or not check.passed:
                 yield "  " + _line(check)
@@ -47,22 +47,22 @@ def text(report: Report, *, verbose: bool = False, changes: Changes | None = Non
     yield f"{verdict(report.passed and not worse)} {summary.suite_name(report)}: {said}"
 
 
-def _ran(seen: summary.Seen) -> Iterator[str]:
-    if seen.failed:
-        yield f"  FAIL {seen.fault}"
-    yield from (f"  {line}" for line in seen.kernels_said)
+def _ran(entry: summary.Seen) -> Iterator[str]:
+    if entry.failed:
+        yield f"  FAIL {entry.fault}"
+    yield from (f"  {line}" for line in entry.kernels_said)
 
 
 def _line(check: Check) -> str:
-    found = check.comparison
+    comparison = check.comparison
     numbers = (
         ""
-        if math.isnan(found.max_abs)
-        else (f" max_abs={found.max_abs:.3g} mean_abs={found.mean_abs:.3g} max_rel={found.max_rel:.3g}")
+        if math.isnan(comparison.max_abs)
+        else (f" max_abs={comparison.max_abs:.3g} mean_abs={comparison.mean_abs:.3g} max_rel={comparison.max_rel:.3g}")
     )
     line = f"{verdict(check.passed)} {check.relation} {check.case}: {check.item} [{summary.shape_said(check)}]"
     line += f" {check.dtype}{numbers} tolerance={check.tolerance}"
-    return line if check.passed else f"{line} seed={check.seed}: {_one_line(found.message)}"
+    return line if check.passed else f"{line} seed={check.seed}: {_one_line(comparison.message)}"
 
 
 def _one_line(message: str) -> str:
