@@ -12,7 +12,7 @@ from rl_kernels.core.cuda.gemm.segmented import in_segments
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.distributed import tree_sum
-from rl_kernels.core.testing import Draw, lying
+from rl_kernels.core.testing import Draw, with_layout
 from rl_kernels.det_gemm import det_gemm, det_gemm_dw, det_linear
 from rl_kernels.det_gemm.segments import bounds, segment_length
 from rl_kernels.lab.check.compare import bits
@@ -101,7 +101,7 @@ def chained(tmp_path_factory):
 def operands(m, n, k, dtype, layouts=("row", "column"), wide=False):
     draw = Draw(dtype, "cuda", seed=m + n + k)
     values = draw.normal(m, k, dtype=torch.float64), draw.normal(k, n, dtype=torch.float64)
-    return [lying((x**5 if wide else x).to(dtype), layout) for x, layout in zip(values, layouts, strict=True)]
+    return [with_layout((x**5 if wide else x).to(dtype), layout) for x, layout in zip(values, layouts, strict=True)]
 
 
 def product(a, b, schedule=None, out=None, **options):
@@ -137,7 +137,7 @@ def test_outputs_of_any_dtype_and_strides(chained, layout, dtype, cut):
     bias = Draw(dtype, "cuda", seed=5).normal(1000)
     expected = chained(a, b) + bias.float()
     for out_dtype in (torch.float32, *HALVES):
-        out = lying(torch.full_like(expected, torch.nan, dtype=out_dtype), layout)
+        out = with_layout(torch.full_like(expected, torch.nan, dtype=out_dtype), layout)
         assert bits(product(a, b, cut, out, bias=bias).contiguous(), expected.to(out_dtype)).passed
 
 
@@ -164,7 +164,7 @@ def test_weight_gradients_in_parts_are_the_plain_chain(chained, layout, parts):
     for k, n, tokens in ((512, 768, 1024), (136, 2056, 1024 + 7)):
         x, dc = operands(k, n, tokens, torch.bfloat16, ("column", "row"))
         start = torch.randn(k, n, device="cuda")
-        buffer, cuts = lying(start.clone(), layout), [*range(0, 1024, 1024 // parts), tokens]
+        buffer, cuts = with_layout(start.clone(), layout), [*range(0, 1024, 1024 // parts), tokens]
         for first, last in pairwise(cuts):
             det_gemm_dw(x.t()[first:last], dc[first:last], accumulate_into=buffer, backend=BACKEND)
         assert bits(buffer.contiguous(), chained(x, dc, start)).passed

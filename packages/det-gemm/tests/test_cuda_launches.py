@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-from rl_kernels.core.testing import Draw, cuda_gemm, lying
+from rl_kernels.core.testing import Draw, cuda_gemm, with_layout
 from rl_kernels.core.testing.launches import Recorder
 from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.det_gemm.segments import segment_length
@@ -55,7 +55,7 @@ def laid_out(x, layout):
         return x.new_full((len(x) + 8, x.shape[1]), 1e4)[8:].copy_(x)
     if layout == "spread":
         return x.new_full((*x.shape, 8), 1e4)[..., 0].copy_(x)
-    return lying(x, layout)
+    return with_layout(x, layout)
 
 
 def check_layouts(left, right, out_layout, shapes=SHAPES):
@@ -83,7 +83,7 @@ def check_schedules():
             m, n, k = (min(8, cut.columns), 200, 136) if cut.swapped else (300, 264, 136)
             a, b = draw.normal(m, k), draw.normal(k, n)
             expected = (a.double() @ b.double()).bfloat16()
-            for left, right in product((a, lying(a, "column")), (b, lying(b, "column"))):
+            for left, right in product((a, with_layout(a, "column")), (b, with_layout(b, "column"))):
                 out = torch.zeros(m, n, dtype=torch.bfloat16)
                 matmul(left, right, out, schedule=cut)
                 assert torch.equal(out, expected)

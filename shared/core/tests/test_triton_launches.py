@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_kernels.core.testing import Draw, lying
+from rl_kernels.core.testing import Draw, with_layout
 from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.core.testing.triton_launches import Descriptor, TritonRecorder
 from rl_kernels.core.testing.triton_matmul import matmul
@@ -46,14 +46,14 @@ def product(recorder: TritonRecorder, draw: Draw, shape: tuple[int, int, int], l
     gemm = importlib.import_module(f"{LIB}.gemm")
     (m, n, k), (left, right, out_layout) = shape, layouts
     values = draw.normal(m, k), draw.normal(k, n)
-    a, b = lying(values[0], left), lying(values[1], right)
+    a, b = with_layout(values[0], left), with_layout(values[1], right)
     bias, start = draw.normal(2 * n)[::2], torch.randn(m, n)
     gold = values[0].double() @ values[1].double()
     for kind in (draw.dtype, torch.float32):
-        out = lying(torch.zeros(m, n, dtype=kind), out_layout)
+        out = with_layout(torch.zeros(m, n, dtype=kind), out_layout)
         gemm.matmul(a, b, out, bias=bias, span=256)
         torch.testing.assert_close(out.double(), (gold + bias.double()), rtol=1e-2, atol=1e-2)
-    out = lying(start.clone(), out_layout)
+    out = with_layout(start.clone(), out_layout)
     gemm.matmul(a, b, out, continues=True)
     torch.testing.assert_close(out.double(), gold + start, rtol=1e-5, atol=1e-5)
     described = [isinstance(recorder.launches[-1][name], Descriptor) for name in ("a", "b", "c")]

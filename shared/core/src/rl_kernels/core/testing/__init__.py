@@ -28,7 +28,7 @@ from rl_kernels.core.testing.spec import (
     spec_of,
 )
 from rl_kernels.core.testing.state import poisoned_empty, torch_threads
-from rl_kernels.core.testing.storage import STORAGE, far, lying
+from rl_kernels.core.testing.storage import STORAGE, far, with_layout
 from rl_kernels.core.testing.transforms import (
     IGNORED,
     RowLayout,
@@ -67,7 +67,6 @@ __all__ = [
     "illegal_backends",
     "illegal_ids",
     "illegal_temperatures",
-    "lying",
     "make_synthetic_rl_kernel_batch",
     "masked_mean",
     "masked_sum",
@@ -82,5 +81,6 @@ __all__ = [
     "spec_of",
     "temperature_as_tensor",
     "torch_threads",
+    "with_layout",
     "with_main_grad",
 ]

@@ -25,9 +25,9 @@ class Draw:
 
     def ids(self, size: int, *shape: int) -> torch.Tensor:
         """Return int64 ids uniform in ``[0, size)``; the last one is always ``size - 1``."""
-        found = torch.randint(size, shape, generator=self._generator)
-        found.view(-1)[-1:] = size - 1
-        return found.to(self.device)
+        ids = torch.randint(size, shape, generator=self._generator)
+        ids.view(-1)[-1:] = size - 1
+        return ids.to(self.device)
 
     def mask(self, density: float, *shape: int) -> torch.Tensor:
         """Return a boolean mask, each element True with probability ``density``."""

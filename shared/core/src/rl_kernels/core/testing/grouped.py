@@ -22,7 +22,7 @@ def members(kind: type) -> dict[str, Any]:
 
 
 @functools.cache
-def named_apart(function: Callable[..., Any]) -> frozenset[str]:
+def own_parameters(function: Callable[..., Any]) -> frozenset[str]:
     """Return the names of a function's own arguments."""
     return frozenset(inspect.signature(function).parameters)
 
@@ -32,42 +32,42 @@ def grouped(own: frozenset[str], groups: Mapping[str, type], arguments: Mapping[
 
     A member that is also an argument of the function stays one, unless its group is needed for another member.
     """
-    found = dict(arguments)
+    merged = dict(arguments)
     for name, kind in groups.items():
-        given = [member for member in members(kind) if member in arguments]
-        if name in own and any(member not in own for member in given):
-            found[name] = _made(kind, {member: found.pop(member) for member in given})
-    return found
+        present = [member for member in members(kind) if member in arguments]
+        if name in own and any(member not in own for member in present):
+            merged[name] = _make_group(kind, {member: merged.pop(member) for member in present})
+    return merged
 
 
-def _made(kind: type, given: dict[str, Any]) -> Any:
-    if any(isinstance(value, torch.Tensor) or not isinstance(value, Hashable) for value in given.values()):
-        return kind(**given)
+def _make_group(kind: type, arguments: dict[str, Any]) -> Any:
+    if any(isinstance(value, torch.Tensor) or not isinstance(value, Hashable) for value in arguments.values()):
+        return kind(**arguments)
     # Made once, as users do, so that timings do not include it.
-    return _once(kind, **given)
+    return _make_group_once(kind, **arguments)
 
 
 @functools.lru_cache(256, typed=True)
-def _once(kind: type, **given: Any) -> Any:
-    return kind(**given)
+def _make_group_once(kind: type, **arguments: Any) -> Any:
+    return kind(**arguments)
 
 
 def spread(function: Callable[..., Any], groups: Mapping[str, type]) -> inspect.Signature:
     """Return the signature of a function with the members of each group in place of the group."""
     signature = inspect.signature(function)
-    found: dict[str, inspect.Parameter] = {}
+    parameters: dict[str, inspect.Parameter] = {}
     for name, parameter in signature.parameters.items():
         if name not in groups:
-            found.setdefault(name, parameter)
+            parameters.setdefault(name, parameter)
             continue
         for member, default in members(groups[name]).items():
-            found[member] = inspect.Parameter(member, KEYWORD, default=default)
-    return signature.replace(parameters=list(found.values()))
+            parameters[member] = inspect.Parameter(member, KEYWORD, default=default)
+    return signature.replace(parameters=list(parameters.values()))
 
 
 def flat(function: Callable[..., Any], groups: Mapping[str, type]) -> Callable[..., Any]:
     """Return a function that takes the members of each group as arguments; ``function`` itself if it has no group."""
-    own = named_apart(function)
+    own = own_parameters(function)
     if not own & groups.keys():
         return function
 

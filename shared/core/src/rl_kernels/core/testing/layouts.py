@@ -76,16 +76,16 @@ def permute(tensors: Mapping[str, torch.Tensor], order: Sequence[int] | torch.Te
         ValueError: shapes differ, or ``order`` is not a permutation of ``range(B)``.
     """
     rows, _ = _leading(tensors)
-    taken = torch.as_tensor(order, device="cpu")
-    if taken.shape != (rows,) or not torch.equal(taken.sort().values, torch.arange(rows)):
-        raise ValueError(f"order: expected a permutation of range({rows}), got {taken.tolist()}")
-    back = taken.argsort()
+    permutation = torch.as_tensor(order, device="cpu")
+    if permutation.shape != (rows,) or not torch.equal(permutation.sort().values, torch.arange(rows)):
+        raise ValueError(f"order: expected a permutation of range({rows}), got {permutation.tolist()}")
+    back = permutation.argsort()
 
     def undo(results: Mapping[str, torch.Tensor]) -> Tensors:
         _expect(results, rows)
         return {name: value[back.to(value.device)] for name, value in results.items()}
 
-    return Layout({name: value[taken.to(value.device)] for name, value in tensors.items()}, undo)
+    return Layout({name: value[permutation.to(value.device)] for name, value in tensors.items()}, undo)
 
 
 def chunk(tensors: Mapping[str, torch.Tensor], cuts: Sequence[int], *, dim: int = 0) -> Chunks:

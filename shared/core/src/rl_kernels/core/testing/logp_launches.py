@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rl_kernels.core.testing.storage import lying
+from rl_kernels.core.testing.storage import with_layout
 
 State = Sequence[torch.Tensor]
 """Softmax states ``[N]``: top, total, and the sum of ``e^(z - top) (z - top)``."""
@@ -63,10 +63,10 @@ def logits_gradient(
     log_p = z - top / temperature - log_total
     p = log_p.exp()
     grad_logp, grad_lse, grad_entropy = (0.0 if grad is None else grad.double()[:, None] for grad in upstream)
-    found = grad_logp * (chosen.double() - p) + grad_lse * p
+    gradient = grad_logp * (chosen.double() - p) + grad_lse * p
     if entropy is not None:
-        found = found - grad_entropy * p * (log_p + entropy.double()[:, None])
-    return found / temperature
+        gradient = gradient - grad_entropy * p * (log_p + entropy.double()[:, None])
+    return gradient / temperature
 
 
 class Rows(NamedTuple):
@@ -98,22 +98,25 @@ def rows_of(call: Mapping[str, Any], rows: int, vocab: int) -> Rows:
     if ignored is not None:
         ids[rows // 3 : rows // 3 + call.get("masked", max(rows // 6, 1))] = ignored
     ids = ids.repeat_interleave(2)[::2] if kind == "apart" else ids.to(kind)
-    scale, how = (torch.rand(2 * rows) + 0.5), call.get("upstream", "all")
+    scale, upstream_kind = (torch.rand(2 * rows) + 0.5), call.get("upstream", "all")
     scales = {"rows": scale[:rows], "apart": scale[::2], None: torch.tensor(0.7)}
-    grads = [torch.randn(2 * rows)[::2] if how == "apart" else torch.randn(rows) for _ in range(3)]
-    if how == "expanded":
+    grads = [torch.randn(2 * rows)[::2] if upstream_kind == "apart" else torch.randn(rows) for _ in range(3)]
+    if upstream_kind == "expanded":
         grads = [torch.tensor(value).expand(rows) for value in (0.5, -2.0, 3.0)]
-    given = zip(("logp", "lse", "entropy"), grads, strict=True)
-    upstream = [grad if how in ("all", "apart", "expanded", name) else None for name, grad in given]
+    named = zip(("logp", "lse", "entropy"), grads, strict=True)
+    upstream = [grad if upstream_kind in ("all", "apart", "expanded", name) else None for name, grad in named]
     return Rows(ids, scales[call.get("scale")], ignored, upstream)
 
 
 def laid_out(x: torch.Tensor, layout: str | tuple[int, int]) -> torch.Tensor:
-    """Return a matrix in another layout: one of ``lying``, rows that are all the first, or (padding, first column)."""
+    """Return a matrix in another layout.
+
+    ``layout`` is one of ``with_layout``, "expanded" (every row is the first), or (padding, first column).
+    """
     if layout == "expanded":
         return x[:1].expand(x.shape)
     if isinstance(layout, str):
-        return lying(x, layout)
+        return with_layout(x, layout)
     more, first = layout
     return x.new_full((len(x), x.shape[1] + more), 1e4)[:, first : first + x.shape[1]].copy_(x)
 
@@ -123,8 +126,8 @@ def gold(logits: torch.Tensor, rows: Rows, active: torch.Tensor) -> list[torch.T
     z = logits / rows.scale
     logs, lse, top = z.log_softmax(-1), z.logsumexp(-1), logits.amax(-1)
     logp = logs.gather(1, rows.ids.long().clamp(0)[:, None])[:, 0]
-    found = logp, lse, -(logs.exp() * logs).sum(-1), torch.stack((top, lse - top / rows.temperature))
-    return [torch.where(active, value, 0.0).t() for value in found]
+    results = logp, lse, -(logs.exp() * logs).sum(-1), torch.stack((top, lse - top / rows.temperature))
+    return [torch.where(active, value, 0.0).t() for value in results]
 
 
 def back(stats: Iterable[torch.Tensor], upstream: Upstream) -> None:

@@ -44,11 +44,11 @@ def parameters_of(program: Program, entry: str) -> list[Parameter]:
 
 def signature_of(program: Program, entry: str) -> str:
     """Return the signature with which a kernel must be loaded."""
-    found = ""
+    signature = ""
     for members in _declared(program, entry):
         letters = "".join(member.letter for member in members)
-        found += f"({letters})" if len(members) > 1 else letters
-    return found
+        signature += f"({letters})" if len(members) > 1 else letters
+    return signature
 
 
 @functools.cache
@@ -56,9 +56,9 @@ def _declared(program: Program, entry: str) -> list[list[Parameter]]:
     file, defines = program.file, dict(program.defines)
     # Drop the code that unset flags leave out.
     text = FLAGGED.sub(lambda block: block[2] if defines.get(block[1]) else "", _source(program.package, file))
-    found = re.search(rf'extern "C" __global__[^;{{]*?\b{entry}\(([^)]*)\)', text)
-    assert found is not None, f"{file} has no kernel {entry}"
-    return [_parameter(text, " ".join(declared.split())) for declared in found[1].split(",")]
+    match = re.search(rf'extern "C" __global__[^;{{]*?\b{entry}\(([^)]*)\)', text)
+    assert match is not None, f"{file} has no kernel {entry}"
+    return [_parameter(text, " ".join(declared.split())) for declared in match[1].split(",")]
 
 
 def _parameter(text: str, declared: str) -> list[Parameter]:
@@ -72,15 +72,15 @@ def _parameter(text: str, declared: str) -> list[Parameter]:
 def _members(text: str, name: str) -> list[Parameter]:
     struct = re.search(rf"struct {name}(?: : (\w+))? {{(.*?)^}};", text, re.DOTALL | re.MULTILINE)
     assert struct is not None, name
-    found = _members(text, struct[1]) if struct[1] else []
+    parameters = _members(text, struct[1]) if struct[1] else []
     for line in map(str.strip, struct[2].splitlines()):
         if "(" in line:
             # Methods follow the members.
             break
         match = DECLARED.fullmatch(line.removesuffix(";")) if line else None
         if match is not None:
-            found += [_one(match[1], declared) for declared in match[2].split(",")]
-    return found
+            parameters += [_one(match[1], declared) for declared in match[2].split(",")]
+    return parameters
 
 
 def _one(kind: str, declared: str) -> Parameter:

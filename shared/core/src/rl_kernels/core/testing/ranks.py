@@ -37,14 +37,21 @@ def run_ranks(
         TimeoutError: the processes did not end in time.
     """
     context = _context()
-    where = inspect.getfile(function), function.__name__
+    target = inspect.getfile(function), function.__name__
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store")
         outputs = [Path(folder, f"rank{rank}") for rank in range(world)]
         processes = [
             context.Process(
                 target=_run,
-                args=(where, (rank, world), (backend, str(store), str(outputs[rank])), timeout, args, dict(os.environ)),
+                args=(
+                    target,
+                    (rank, world),
+                    (backend, str(store), str(outputs[rank])),
+                    timeout,
+                    args,
+                    dict(os.environ),
+                ),
             )
             for rank in range(world)
         ]
@@ -87,7 +94,7 @@ def _results(outputs: list[Path]) -> list[Any]:
 
 
 def _run(
-    where: tuple[str, str],
+    target: tuple[str, str],
     place: tuple[int, int],
     files: tuple[str, str, str],
     timeout: float,
@@ -113,7 +120,7 @@ def _run(
     if backend == "nccl":
         torch.cuda.set_device(rank)
     try:
-        result = True, getattr(_loaded(where[0]), where[1])(rank, *args)
+        result = True, getattr(_loaded(target[0]), target[1])(rank, *args)
     except Exception:
         result = False, traceback.format_exc()
     # A rank that is still at work needs this one in the group, so the result is written first.

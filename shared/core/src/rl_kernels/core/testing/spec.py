@@ -206,8 +206,8 @@ class Spec:
         if inputs.get("ignore_index") is not None:
             ignored = ids == inputs["ignore_index"]
         if self.indexed in inputs:
-            others = torch.ones_like(ignored).flatten().index_fill(0, inputs[self.indexed].long(), False)
-            ignored = ignored.flatten() | others
+            unlisted = torch.ones_like(ignored).flatten().index_fill(0, inputs[self.indexed].long(), False)
+            ignored = ignored.flatten() | unlisted
         return ignored.view(ids.shape)
 
     def overwritten(self, inputs: Inputs) -> set[str]:

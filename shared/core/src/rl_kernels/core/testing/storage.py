@@ -30,17 +30,17 @@ STORAGE: dict[str, Transform] = {"strided": strided, "offset": offset}
 """Transforms that apply to every operator, whatever its arguments mean."""
 
 
-def lying(x: torch.Tensor, how: str) -> torch.Tensor:
+def with_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
     """Return a matrix in another memory layout.
 
     ``"column"``: column-major. ``"apart"``: every other element. ``"odd"``: at an odd address.
     """
     rows, columns = x.shape
-    if how == "column":
+    if layout == "column":
         return x.t().contiguous().t()
-    if how == "apart":
+    if layout == "apart":
         return _spread(x)
-    if how == "odd":
+    if layout == "odd":
         return garbage(x, rows, columns + 1)[:, 1:].copy_(x)
     return x
 

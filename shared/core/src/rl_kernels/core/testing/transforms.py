@@ -88,14 +88,14 @@ class Rows:
 
     def variant(self, label: str, index: torch.Tensor, filler: Inputs | None = None, **changes: object) -> Variant:
         """Return a call whose row j is row ``index[j]`` of the base call, or the next row of ``filler`` (-1)."""
-        kept = index >= 0
+        from_base = index >= 0
         rows = {name: self._gather(value, index, (filler or {}).get(name)) for name, value in self.flat.items()}
 
         def pick(name: str, result: torch.Tensor) -> torch.Tensor | None:
-            return self._flatten(result)[index[kept]] if name in self.layout.results else None
+            return self._flatten(result)[index[from_base]] if name in self.layout.results else None
 
         def find(name: str, result: torch.Tensor) -> torch.Tensor:
-            return result[kept]
+            return result[from_base]
 
         def lift(name: str, upstream: torch.Tensor) -> torch.Tensor:
             return self._gather(self._flatten(upstream), index, None)
@@ -212,16 +212,16 @@ def _padded(rows: Rows) -> Iterator[tuple[str, int, torch.Tensor]]:
 
 
 def _padding(rows: Rows, draw: Draw) -> Iterator[Variant]:
-    for where, count, index in _padded(rows):
-        yield rows.variant(f"garbage rows, {where}", index, rows.garbage(count, draw))
+    for position, count, index in _padded(rows):
+        yield rows.variant(f"garbage rows, {position}", index, rows.garbage(count, draw))
 
 
 def _masked(rows: Rows, draw: Draw) -> Iterator[Variant]:
     if rows.inputs.get("ignore_index") not in (None, IGNORED):
         return
-    for where, count, index in _padded(rows):
+    for position, count, index in _padded(rows):
         yield rows.variant(
-            f"masked rows of NaN, {where}", index, rows.filled(count, torch.nan, masked=True), ignore_index=IGNORED
+            f"masked rows of NaN, {position}", index, rows.filled(count, torch.nan, masked=True), ignore_index=IGNORED
         )
 
 
@@ -263,10 +263,10 @@ def as_int32(*names: str) -> Transform:
     """Return a transform that gives integer arguments as int32: all, and if there are several, each of them alone."""
 
     def variants(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
-        given = [name for name in names if name in inputs]
-        yield Variant("int32", {**inputs, **{name: inputs[name].int() for name in given}})
-        if len(given) > 1:
-            for name in given:
+        present = [name for name in names if name in inputs]
+        yield Variant("int32", {**inputs, **{name: inputs[name].int() for name in present}})
+        if len(present) > 1:
+            for name in present:
                 yield Variant(f"int32 {name}", {**inputs, name: inputs[name].int()})
 
     return variants

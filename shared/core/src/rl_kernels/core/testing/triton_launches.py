@@ -114,10 +114,10 @@ class TritonRecorder:
         """Replace both, until the block ends."""
         # PyTorch looks for Triton once, when this module is imported, and must not find this one.
         importlib.import_module("torch._dynamo")
-        kept = {name: sys.modules[name] for name in (*STUBS, *_importers_of_triton()) if name in sys.modules}
-        _forget(kept)
+        originals = {name: sys.modules[name] for name in (*STUBS, *_importers_of_triton()) if name in sys.modules}
+        _forget(originals)
         with ExitStack() as stack:
-            stack.callback(_put_back, kept)
+            stack.callback(_put_back, originals)
             stack.enter_context(patch.dict(os.environ, TRITON_INTERPRET="0"))
             stack.enter_context(patch("rl_kernels.core.operator.arch_of", lambda *_: self.arch))
             pretended = {"_cuda_getDevice": lambda: 0, "_cuda_getCurrentRawStream": lambda index: STREAM + index}
@@ -160,9 +160,9 @@ class _Kernel:
         self.signature = inspect.signature(function)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., _Compiled]:
-        def launch(*args: Any, **given: Any) -> _Compiled:
-            options = {name: value for name, value in given.items() if name not in self.signature.parameters}
-            constants = {name: value for name, value in given.items() if name not in options}
+        def launch(*args: Any, **keywords: Any) -> _Compiled:
+            options = {name: value for name, value in keywords.items() if name not in self.signature.parameters}
+            constants = {name: value for name, value in keywords.items() if name not in options}
             try:
                 bound = self.signature.bind(*args, **constants)
             except TypeError as error:
@@ -211,13 +211,15 @@ class _Compiled:
 def _importers_of_triton() -> set[str]:
     """Return our modules that hold a reference to Triton, found by their names or by what they import."""
     ours = {name: module for name, module in sys.modules.items() if name.startswith("rl_kernels.")}
-    found = {name for name in ours if any(part == "triton" or part.startswith("triton_") for part in name.split("."))}
-    found.discard(__name__)
+    importers = {
+        name for name in ours if any(part == "triton" or part.startswith("triton_") for part in name.split("."))
+    }
+    importers.discard(__name__)
     while True:
-        more = {name for name in ours.keys() - found if _holds_one_of(found, ours[name])}
+        more = {name for name in ours.keys() - importers if _holds_one_of(importers, ours[name])}
         if not more:
-            return found
-        found |= more
+            return importers
+        importers |= more
 
 
 def _holds_one_of(names: set[str], module: ModuleType) -> bool:
@@ -235,10 +237,10 @@ def _forget(names: Iterable[str]) -> None:
         vars(sys.modules.get(parent, ModuleType(""))).pop(leaf, None)
 
 
-def _put_back(kept: Mapping[str, ModuleType]) -> None:
+def _put_back(originals: Mapping[str, ModuleType]) -> None:
     _forget([name for name in (*STUBS, *_importers_of_triton()) if name in sys.modules])
-    sys.modules.update(kept)
-    for name, module in kept.items():
+    sys.modules.update(originals)
+    for name, module in originals.items():
         parent, _, leaf = name.rpartition(".")
         if parent in sys.modules:
             setattr(sys.modules[parent], leaf, module)

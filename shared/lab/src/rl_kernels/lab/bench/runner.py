@@ -13,7 +13,7 @@ from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.dispatch import BackendUnavailable, record_dispatch
 from rl_kernels.core.operator import Operator, arch_of
 from rl_kernels.core.testing import Case, Inputs, spec_of
-from rl_kernels.core.testing.grouped import grouped, named_apart
+from rl_kernels.core.testing.grouped import grouped, own_parameters
 from rl_kernels.lab.bench.arena import Arena
 from rl_kernels.lab.bench.definition import Benchmark, Pass, Peer, Shape
 from rl_kernels.lab.bench.measure import (
@@ -49,7 +49,7 @@ class Ours:
 
     def with_(self, inputs: Inputs) -> Run:
         """Return the call that a user makes with these inputs, without the work of grouping arguments."""
-        return functools.partial(self.public, **grouped(named_apart(self.public), self.groups, self.always | inputs))
+        return functools.partial(self.public, **grouped(own_parameters(self.public), self.groups, self.always | inputs))
 
 
 def _with(function: Function, inputs: Inputs) -> Run:

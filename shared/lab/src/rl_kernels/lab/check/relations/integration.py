@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_kernels.core.testing import Case, Inputs
-from rl_kernels.core.testing.grouped import grouped, named_apart
+from rl_kernels.core.testing.grouped import grouped, own_parameters
 from rl_kernels.core.torchlib.ops import NAMESPACE
 from rl_kernels.lab.check import compare
 from rl_kernels.lab.check.cell import Cell
@@ -136,7 +136,7 @@ def _compiled(cell: Cell) -> Iterator[Record]:
     torch.compiler.reset()
     function = cell.candidate.operator.function(cell.case.function)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    own = named_apart(function)
+    own = own_parameters(function)
 
     def call(inputs: Inputs) -> Any:
         return compiled(**grouped(own, cell.spec.groups, {"backend": cell.candidate.backend, **inputs}))
