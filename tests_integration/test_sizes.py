@@ -12,7 +12,7 @@ from rl_kernels.core.testing import Draw, spec_of
 from rl_kernels.lab.check import cli
 from rl_kernels.lab.check.candidate import backend_candidate
 from rl_kernels.lab.check.cell import Cell, Setting
-from rl_kernels.lab.check.relations import hold
+from rl_kernels.lab.check.relations import check_relation
 from rl_kernels.lab.check.result import CaseId, Check
 
 DRAWN, RUN = 10**6, 30_000
@@ -67,7 +67,7 @@ def test_native_is_accurate(name, sizes):
         if case.relations and zlib.crc32(f"{case.name} {sizes}".encode()) % 12:
             continue
         cell = Cell(candidate, spec_of(operator), case, setting)
-        checks = [record for relation in ("accuracy", "gradients") for record in hold(cell, relation)]
+        checks = [record for relation in ("accuracy", "gradients") for record in check_relation(cell, relation)]
         checks = [check for check in checks if isinstance(check, Check)]
         assert checks, case
         assert not [f"{each.case} {each.item}: {each.comparison.message}" for each in checks if not each.passed]

@@ -13,7 +13,7 @@ from rl_kernels.core.dispatch import forget
 from rl_kernels.core.testing import Case, spec_of
 from rl_kernels.core.testing.planted import Bug
 from rl_kernels.lab.check.conformance import cell
-from rl_kernels.lab.check.relations import hold
+from rl_kernels.lab.check.relations import check_relation
 from rl_kernels.lab.check.result import Check
 
 KERNELS = {
@@ -102,7 +102,7 @@ def shown():
     # Those of one program after the other: most of the time goes into compiling them.
     for one in sorted((*named, *LARGE), key=lambda one: ("softcap" in one.options, one.sizes["head"] > NARROW)):
         for relation in RELATIONS:
-            for found in hold(cell(OPERATOR, one, "bf16", "cuda-sm90"), relation):
+            for found in check_relation(cell(OPERATOR, one, "bf16", "cuda-sm90"), relation):
                 if isinstance(found, Check) and not found.passed:
                     assert "CompileError" not in found.comparison.message
                     return one.name, relation, found.comparison.message

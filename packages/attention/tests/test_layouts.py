@@ -12,7 +12,7 @@ from rl_kernels.core.dispatch import forget
 from rl_kernels.core.testing import Case
 from rl_kernels.lab.check import compare
 from rl_kernels.lab.check.conformance import cell, device
-from rl_kernels.lab.check.relations import hold
+from rl_kernels.lab.check.relations import check_relation
 from rl_kernels.lab.check.result import Check
 
 LAYOUTS = (None, None, "left", "packed", "cache", "paged", "packed-paged")
@@ -46,7 +46,8 @@ def random_case(seed, most_queries, most_keys, heads, groups=(1, 2, 4, 7)):
 
 def failures(case, dtype, backend):
     """Return what differs in bits."""
-    checks = [found for found in hold(cell(OPERATOR, case, dtype, backend), "invariance") if isinstance(found, Check)]
+    records = check_relation(cell(OPERATOR, case, dtype, backend), "invariance")
+    checks = [record for record in records if isinstance(record, Check)]
     assert checks, case
     return [f"{case}: {check.item}: {check.comparison.message}" for check in checks if not check.comparison.passed]
 

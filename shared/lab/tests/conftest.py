@@ -18,7 +18,7 @@ from rl_kernels.core.testing import Case, RowLayout, Spec
 from rl_kernels.lab.check.candidate import Candidate
 from rl_kernels.lab.check.cell import Cell, Setting
 from rl_kernels.lab.check.isolation import remote
-from rl_kernels.lab.check.relations import determinism, hold
+from rl_kernels.lab.check.relations import check_relation, determinism
 from rl_kernels.lab.check.result import Check
 
 WORKER = "rl_kernels.lab.check.isolation.worker"
@@ -215,7 +215,7 @@ def failed(product):
         candidate = Candidate("toy", SimpleNamespace(name="toy"), lambda _, kwargs: function(**kwargs))
         spec = replace(product.spec, **changes)
         cell = Cell(candidate, spec, spec.case(case), Setting("fp32", torch.device("cpu"), "cpu"))
-        found = [each for each in hold(cell, relation) if isinstance(each, Check)]
+        found = [each for each in check_relation(cell, relation) if isinstance(each, Check)]
         return {each.item: each.comparison.message for each in found if not each.passed}
 
     return run

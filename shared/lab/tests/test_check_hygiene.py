@@ -10,7 +10,7 @@ import torch
 from rl_kernels.core.testing import Case, Spec, Variant
 from rl_kernels.lab.check.candidate import Candidate
 from rl_kernels.lab.check.cell import Cell, Setting
-from rl_kernels.lab.check.relations import hold
+from rl_kernels.lab.check.relations import check_relation
 
 ROWS, COLUMNS = 4, 6
 
@@ -230,7 +230,9 @@ BUGS = {
 
 def records(function, name):
     candidate = Candidate("toy", SimpleNamespace(name="toy"), lambda _, kwargs: function(**kwargs))
-    return list(hold(Cell(candidate, SPEC, SPEC.case(name), Setting("fp32", torch.device("cpu"), "cpu")), "hygiene"))
+    return list(
+        check_relation(Cell(candidate, SPEC, SPEC.case(name), Setting("fp32", torch.device("cpu"), "cpu")), "hygiene")
+    )
 
 
 MOVES = ("without gradient", "every other element", "in the middle", "stored column by column")

@@ -112,8 +112,8 @@ def test_ctrl_c_prints_what_is_known_and_ends_the_process(candidate, capsys, mon
         held.append(cell)
         return original(cell, relation)
 
-    original = launches.hold
-    monkeypatch.setattr(launches, "hold", interrupted)
+    original = launches.check_relation
+    monkeypatch.setattr(launches, "check_relation", interrupted)
     argv = ["--op", "double", "--candidate", candidate(), "--device", "cpu", "--json"]
     assert cli.main(argv) == 130
     assert {entry["relation"] for entry in entries(capsys)} == {"accuracy"}

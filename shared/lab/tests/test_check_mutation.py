@@ -12,7 +12,7 @@ from rl_kernels.core.testing import Case, IllegalCall, RowLayout, Spec, edited
 from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.lab.check.candidate import backend_candidate
 from rl_kernels.lab.check.cell import Cell, Setting
-from rl_kernels.lab.check.mutation import Honest
+from rl_kernels.lab.check.mutation import Baseline
 from rl_kernels.lab.check.mutation.controls import CONTROLS
 
 SOURCES = {
@@ -150,7 +150,7 @@ def operator():
 def honest(call=None):
     candidate = backend_candidate(operator(), "native", "native", "cpu")
     candidate = replace(candidate, call=call) if call else candidate
-    return Honest(candidate, [Cell(candidate, SPEC, case, SETTING) for case in SPEC.cases])
+    return Baseline(candidate, [Cell(candidate, SPEC, case, SETTING) for case in SPEC.cases])
 
 
 def spoilt(found, relation, name):

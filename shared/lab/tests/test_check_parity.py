@@ -7,7 +7,7 @@ from rl_kernels.core.dispatch import AUTO
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
 from rl_kernels.lab.check.candidate import backend_candidate
 from rl_kernels.lab.check.cell import Cell, Setting
-from rl_kernels.lab.check.relations import hold
+from rl_kernels.lab.check.relations import check_relation
 from rl_kernels.lab.check.result import Check
 
 
@@ -54,7 +54,9 @@ def parity(make_module, doubled):
         made = tuple(Backend(name, "toy_pkg.x", {"cpu": promises.get(name, INVARIANT)}) for name in backends)
         operator = Operator("double", "toy_pkg", "", ("N",), frozenset({"N"}), {}, {}, made, lambda x, **_: Call.of(x))
         chosen = backend_candidate(operator, candidate, candidate, "cpu")
-        return list(hold(Cell(chosen, doubled, doubled.case(), Setting("fp32", torch.device("cpu"), "cpu")), "parity"))
+        return list(
+            check_relation(Cell(chosen, doubled, doubled.case(), Setting("fp32", torch.device("cpu"), "cpu")), "parity")
+        )
 
     return records
 

@@ -13,7 +13,7 @@ from rl_kernels.core.dispatch import BackendUnavailable
 from rl_kernels.core.testing import Case, IllegalCall, RowLayout, Spec
 from rl_kernels.lab.check.candidate import Candidate
 from rl_kernels.lab.check.cell import Cell, Setting
-from rl_kernels.lab.check.relations import RELATIONS, hold
+from rl_kernels.lab.check.relations import RELATIONS, check_relation
 from rl_kernels.lab.check.result import Check, Skip
 
 
@@ -193,7 +193,7 @@ def cell(function, case=None, **setting):
 
 def records(function, relation, case=None, **setting):
     CACHE.clear()
-    return list(hold(cell(function, case, **setting), relation))
+    return list(check_relation(cell(function, case, **setting), relation))
 
 
 def failures(found):

@@ -14,7 +14,7 @@ from rl_kernels.core.testing import IGNORED, Case, Spec
 from rl_kernels.core.testing.state import torch_threads
 from rl_kernels.lab.check.candidate import Candidate
 from rl_kernels.lab.check.cell import Cell, Setting
-from rl_kernels.lab.check.relations import hold
+from rl_kernels.lab.check.relations import check_relation
 from rl_kernels.lab.check.result import Check, Skip
 
 RESULTS = ("output", "gradient:x", "gradient:weight")
@@ -83,7 +83,7 @@ def linear(edit=lambda up: up, adds=None, function=Linear):
 def records(function, name="plain", backend=None, spec=SPEC, dtype="fp32"):
     candidate = Candidate("toy", SimpleNamespace(name="toy"), lambda _, kwargs: function(**kwargs), backend=backend)
     cell = Cell(candidate, spec, spec.case(name), Setting(dtype, torch.device("cpu"), "cpu"))
-    return list(hold(cell, "gradients"))
+    return list(check_relation(cell, "gradients"))
 
 
 def failed(function, name="plain", backend=None, spec=SPEC):

@@ -35,9 +35,9 @@ from rl_kernels.lab.check.candidate import backend_candidate
 from rl_kernels.lab.check.cell import Cell, Setting, call_of
 from rl_kernels.lab.check.compare import bits
 from rl_kernels.lab.check.guard import named
-from rl_kernels.lab.check.mutation import Honest
+from rl_kernels.lab.check.mutation import Baseline
 from rl_kernels.lab.check.mutation.controls import CONTROLS
-from rl_kernels.lab.check.relations import RELATIONS, hold
+from rl_kernels.lab.check.relations import RELATIONS, check_relation
 from rl_kernels.lab.check.repeat import differing_runs
 from rl_kernels.lab.check.result import Check, Skip
 from rl_kernels.lab.check.run import Run
@@ -112,7 +112,7 @@ class Conformance:
     def test_relation(self, backend: str, relation: str, dtype: str, case: Case) -> None:
         """Rules 3 to 9 and the tolerance contract."""
         here = cell(self.operator, case, dtype, backend)
-        records = list(hold(here, relation))
+        records = list(check_relation(here, relation))
         checks = [record for record in records if isinstance(record, Check)]
         assert not [f"{check.item}: {check.comparison.message}" for check in checks if not check.passed]
         reasons = [record.reason for record in records if isinstance(record, Skip)]
@@ -129,7 +129,7 @@ class Conformance:
     @pytest.mark.gpu
     def test_large_calls_follow_no_batch(self, backend: str, large_case: Case) -> None:
         """Rule 7 between sizes that fill the GPU, whose work is split in other ways, and small ones."""
-        records = hold(self._large(backend, large_case), "invariance")
+        records = check_relation(self._large(backend, large_case), "invariance")
         checks = [record for record in records if isinstance(record, Check)]
         assert checks
         assert not [f"{check.item}: {check.comparison.message}" for check in checks if not check.passed]
@@ -333,11 +333,11 @@ def _promising(operator: Operator) -> list[str]:
     return [name for name in _runnable(operator) if operator.backend(name).promises[device().type] == INVARIANT]
 
 
-def _baseline(operator: Operator, backend: str, names: Sequence[str] = ()) -> Honest:
+def _baseline(operator: Operator, backend: str, names: Sequence[str] = ()) -> Baseline:
     spec = spec_of(operator)
     cases = [case for case in spec.cases if (case.name in names if names else case.suite == "quick" and _fits(case))]
     candidate = backend_candidate(operator, backend, backend, device().type)
-    return Honest(candidate, [Cell(candidate, spec, case, _setting()) for case in cases])
+    return Baseline(candidate, [Cell(candidate, spec, case, _setting()) for case in cases])
 
 
 def _inputs(operator: Operator, case: Case) -> Inputs:

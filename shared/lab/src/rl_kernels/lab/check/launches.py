@@ -9,7 +9,7 @@ from rl_kernels.core.dispatch import AUTO, record_dispatch
 from rl_kernels.core.operator import arch_of
 from rl_kernels.lab.check.cell import Cell
 from rl_kernels.lab.check.launched import Launched, owns, record_launches
-from rl_kernels.lab.check.relations import hold
+from rl_kernels.lab.check.relations import check_relation
 from rl_kernels.lab.check.result import Check, Launches, Record
 
 UNSEEN = ("parity",)
@@ -20,7 +20,7 @@ def check_relations(cell: Cell, relations: Sequence[str]) -> Iterator[Record | L
     """Check relations on a cell; yield their records, then what ran if the candidate is a backend that ran."""
     if cell.candidate.backend is None:
         for relation in relations:
-            yield from hold(cell, relation)
+            yield from check_relation(cell, relation)
         return
     backends: dict[str, None] = {}
     kernels: set[Launched] = set()
@@ -30,7 +30,7 @@ def check_relations(cell: Cell, relations: Sequence[str]) -> Iterator[Record | L
             recorded = relation not in UNSEEN
             choices = stack.enter_context(record_dispatch(every_call=False)) if recorded else []
             launched = stack.enter_context(record_launches()) if recorded else set()
-            for record in hold(cell, relation):
+            for record in check_relation(cell, relation):
                 ran = ran or (recorded and isinstance(record, Check))
                 yield record
         backends |= {choice.backend: None for choice in choices if choice.operator == cell.candidate.operator.name}

@@ -12,7 +12,7 @@ from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.lab.check.candidate import Candidate
 from rl_kernels.lab.check.cell import Cell
 from rl_kernels.lab.check.mutation.controls import Call
-from rl_kernels.lab.check.relations import hold
+from rl_kernels.lab.check.relations import check_relation
 from rl_kernels.lab.check.result import Check
 
 RELATIONS = ("accuracy", "gradients", "hygiene", "invariance", "repeatability")
@@ -21,7 +21,7 @@ RELATIONS = ("accuracy", "gradients", "hygiene", "invariance", "repeatability")
 Plant = Callable[[], AbstractContextManager[None]]
 
 
-class Honest:
+class Baseline:
     """An unchanged implementation, with which spoilt ones are compared."""
 
     def __init__(self, candidate: Candidate, cells: Iterable[Cell]) -> None:
@@ -55,7 +55,7 @@ class Honest:
 
 def _first_failure(cell: Cell, relation: str, plant: Plant) -> Check | None:
     with plant():
-        for record in hold(cell, relation):
+        for record in check_relation(cell, relation):
             if isinstance(record, Check) and not record.passed:
                 return record
     return None

@@ -32,7 +32,7 @@ RELATIONS: dict[str, Callable[[Cell], Iterator[Record]]] = {
 """Each turns a cell into records; a candidate that misbehaves gives a failed check, and the suite goes on."""
 
 
-def hold(cell: Cell, relation: str) -> Iterator[Record]:
+def check_relation(cell: Cell, relation: str) -> Iterator[Record]:
     """Check a relation on a cell; yield its records, or why it was skipped."""
     if not concerns(cell, relation):
         return

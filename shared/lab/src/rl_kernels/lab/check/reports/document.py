@@ -20,7 +20,7 @@ def as_json(document: dict[str, Any]) -> str:
 
 def document_of(report: Report) -> dict[str, Any]:
     """Return the report as plain values: a number that is not finite is None."""
-    groups = summary.grouped(summary.seen(report), lambda entry: (entry.operator, entry.candidate))
+    groups = summary.grouped(summary.launch_summaries(report), lambda entry: (entry.operator, entry.candidate))
     launched = defaultdict(list, groups)
     return {
         "suite_name": summary.suite_name(report),
@@ -71,7 +71,7 @@ def _entry(check: Check, report: Report) -> dict[str, Any]:
     return {**entry, "traceback": comparison.traceback} if comparison.traceback else entry
 
 
-def _ran(entry: summary.Seen) -> dict[str, Any]:
+def _ran(entry: summary.LaunchSummary) -> dict[str, Any]:
     return {
         "dtype": entry.dtype,
         "cases": entry.cases,

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 from rl_kernels.lab.check.reports import summary
-from rl_kernels.lab.check.reports.summary import Seen, printable
+from rl_kernels.lab.check.reports.summary import LaunchSummary, printable
 from rl_kernels.lab.check.result import Check, Skip
 from rl_kernels.lab.check.suite import Report
 
@@ -33,7 +33,9 @@ def write_junit(report: Report, path: Path | str) -> None:
 def _suites(report: Report) -> Iterator[Element]:
     groups = summary.grouped(report.records, lambda record: (record.operator, record.candidate, record.dtype))
     launched = {
-        (entry.operator, entry.candidate, entry.dtype): entry for entry in summary.seen(report) if entry.kernels_said
+        (entry.operator, entry.candidate, entry.dtype): entry
+        for entry in summary.launch_summaries(report)
+        if entry.kernels_said
     }
     for words, records in groups.items():
         tests = [_check(it, report) if isinstance(it, Check) else _skip(it) for it in records]
@@ -80,7 +82,7 @@ def _check(check: Check, report: Report) -> Element:
     return test
 
 
-def _launched(entry: Seen) -> Element:
+def _launched(entry: LaunchSummary) -> Element:
     test = _test("kernels", entry.operator, entry.candidate, entry.dtype, "launches")
     if entry.failed:
         SubElement(test, "failure", type="launches", message=entry.fault)

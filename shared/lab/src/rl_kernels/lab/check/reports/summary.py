@@ -82,7 +82,7 @@ def by_reason(report: Report) -> dict[tuple[str, str, str, str], list[Skip]]:
     return grouped(report.skips, lambda skip: (skip.operator, skip.candidate, skip.relation, skip.reason))
 
 
-class Seen(NamedTuple):
+class LaunchSummary(NamedTuple):
     """What ran when a candidate was checked in one dtype."""
 
     operator: str
@@ -119,7 +119,7 @@ class Seen(NamedTuple):
         return " (own)" if kernel in self.own else ""
 
 
-def seen(report: Report) -> list[Seen]:
+def launch_summaries(report: Report) -> list[LaunchSummary]:
     """Return what ran, by operator, candidate and dtype."""
     groups = grouped(report.launches, lambda record: (record.operator, record.candidate, record.dtype))
     summaries = []
@@ -127,7 +127,7 @@ def seen(report: Report) -> list[Seen]:
         has_own = [record.own is not None for record in cases]
         own = [record.own for record in cases if record.own]
         summaries.append(
-            Seen(
+            LaunchSummary(
                 *key,
                 cases=len(cases),
                 backends=Counter(name for record in cases for name in record.backends),

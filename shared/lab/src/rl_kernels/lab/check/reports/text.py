@@ -20,7 +20,7 @@ def text(report: Report, *, verbose: bool = False, changes: Changes | None = Non
         verbose: also yield every check that passed.
         changes: what differs from an earlier report, if it was compared with one.
     """
-    groups = summary.grouped(summary.seen(report), lambda entry: (entry.operator, entry.candidate))
+    groups = summary.grouped(summary.launch_summaries(report), lambda entry: (entry.operator, entry.candidate))
     for (operator, candidate), checks in summary.by_candidate(report).items():
         passed, ran = summary.held(checks), groups.get((operator, candidate), [])
         holds = passed == len(checks) and not any(entry.failed for entry in ran)
@@ -47,7 +47,7 @@ def text(report: Report, *, verbose: bool = False, changes: Changes | None = Non
     yield f"{verdict(report.passed and not worse)} {summary.suite_name(report)}: {said}"
 
 
-def _ran(entry: summary.Seen) -> Iterator[str]:
+def _ran(entry: summary.LaunchSummary) -> Iterator[str]:
     if entry.failed:
         yield f"  FAIL {entry.fault}"
     yield from (f"  {line}" for line in entry.kernels_said)
