@@ -1,4 +1,4 @@
-"""How far rounding alone can move the results of a softmax: sums of the terms' magnitudes, for the checker."""
+"""Bounds on rounding errors of a softmax: sums of the terms' magnitudes, for the checker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def of_log_softmax(
     Args:
         z: the logits, ``[..., V]`` in FP64.
         size: for each logit, the sum of its terms' magnitudes, ``[..., V]``; 0 for a logit of -inf.
-        ids: of the selected tokens, ``[...]``, in ``[0, V)``.
+        ids: ids of the selected tokens, ``[...]``, in ``[0, V)``.
         upstream: output name (``logp``, ``logsumexp``, ``entropy``) -> magnitude of its upstream gradient, ``[...]``.
         rounded: ``size`` where the logits are rounded before the entropy, else 0; None if there is no entropy.
 

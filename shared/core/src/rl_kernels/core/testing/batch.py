@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class RLBatch:
     """One batch of B = num_prompts * samples_per_prompt sequences, the samples of a prompt side by side.
 
-    P is the prompt length, T the completion length. Floats are in the dtype asked for, ids int64, masks bool (True is
+    P is the prompt length, T the completion length. Floats are in the requested dtype, ids int64, masks bool (True is
     a real token). Masked positions hold id 0 and log-probability 0.
 
     Attributes:
@@ -75,8 +75,8 @@ def make_synthetic_rl_kernel_batch(
         vocab_size: ids are in ``[0, vocab_size)``; >= 1.
         valid_density: expected share of completion positions that hold a token, in [0, 1]; lengths are spread evenly
             around it, as widely as they can be. 0 masks everything, 1 nothing.
-        dtype: of the floating tensors: FP32, BF16, FP16 or FP64.
-        device: where the batch is put; it is drawn on the CPU.
+        dtype: dtype of the floating tensors: FP32, BF16, FP16 or FP64.
+        device: device of the batch; it is drawn on the CPU.
         seed: >= 0.
 
     Raises:

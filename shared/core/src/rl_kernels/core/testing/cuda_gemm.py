@@ -23,7 +23,7 @@ def gemm(launch: Launch, processors: int) -> None:
     pieces = -(-have["TILE_N"] // 64) * 64 if have["B_MAJOR"] == MN_MAJOR else have["TILE_N"]
     stages = have["STAGES"] * have["BOXES"] * (have["TILE_M"] + pieces) * 128
     leaving = have["CONSUMERS"] * max(2 * 64 * 128 if have["STORED"] else 0, have["NEAR"] * sums_bytes)
-    # A segment's sums in registers, and those that wait for it there.
+    # Registers hold the sums of one segment and the partial sums of earlier ones.
     levels = have["SEGMENTS"].bit_length() - 1 - have["NEAR"] - have["FAR"]
     assert (levels + 1) * have["TILE_N"] // 2 <= 192
     if have["FAR"]:
@@ -67,7 +67,7 @@ def _operand(launch: Launch, name: str, rows: int) -> torch.Tensor:
     else:
         assert described.box == ((tile, 64) if major == K_MAJOR else (64, 64))
         assert described.swizzle == 128
-        # A row is given up by the cache once a tile has read it: no other tile may want it.
+        # The cache may drop a row once a tile has read it: no other tile may need it.
         assert described.promotion == (128 if name == "a" and launch.constants["A_ONCE"] else 256)
         value = described.tensor if major == K_MAJOR else described.tensor.t()
     assert value.shape == shape

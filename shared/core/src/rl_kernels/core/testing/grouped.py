@@ -1,4 +1,4 @@
-"""Arguments that group others: a function takes ``objective=Objective(...)``, cases give its members one by one."""
+"""Arguments that group options: a function takes ``objective=Objective(...)``, cases name the options separately."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 @functools.cache
 def members(kind: type) -> dict[str, Any]:
-    """Return the fields of a frozen dataclass or NamedTuple, with the default of each."""
+    """Return the fields of a frozen dataclass or NamedTuple, with their defaults."""
     if dataclasses.is_dataclass(kind):
         return {field.name: field.default for field in dataclasses.fields(kind) if field.init}
     return dict(kind._field_defaults)  # type: ignore[attr-defined]
@@ -43,7 +43,7 @@ def grouped(own: frozenset[str], groups: Mapping[str, type], arguments: Mapping[
 def _make_group(kind: type, arguments: dict[str, Any]) -> Any:
     if any(isinstance(value, torch.Tensor) or not isinstance(value, Hashable) for value in arguments.values()):
         return kind(**arguments)
-    # Made once, as users do, so that timings do not include it.
+    # Create the group once, as users do, so that timings do not include it.
     return _make_group_once(kind, **arguments)
 
 

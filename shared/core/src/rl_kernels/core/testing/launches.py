@@ -53,7 +53,7 @@ class Launch:
         block: threads of a block.
         shared: bytes of dynamic shared memory.
         pdl: whether it may start while the previous kernel runs.
-        arguments: by the names in the kernel's source; members of a struct have names of their own.
+        arguments: arguments by their names in the kernel's source; members of a struct have names of their own.
     """
 
     program: Program

@@ -1,7 +1,7 @@
 """Log-probabilities in a few lines of PyTorch, for tests that record the launches of their kernels.
 
-A stand-in for a kernel takes what its launch says, and computes the rest with these functions in FP64. The call of the
-host code is then compared with ``gold``.
+A stand-in for a kernel reads the arguments of its launch, and computes the results with these functions in FP64. The
+call of the host code is then compared with ``gold``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def logits_gradient(
 
 
 class Rows(NamedTuple):
-    """What a call has for each row besides logits: ids, temperatures, the id that is ignored, upstream gradients."""
+    """Arguments of a call for each row besides logits: ids, temperatures, the ignored id, upstream gradients."""
 
     ids: torch.Tensor
     temperature: torch.Tensor

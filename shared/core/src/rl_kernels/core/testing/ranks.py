@@ -23,7 +23,7 @@ PRELOADED = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "tra
 def run_ranks(
     function: Callable[..., Any], world: int, *args: Any, timeout: float = TIMEOUT, backend: str = "gloo"
 ) -> list[Any]:
-    """Return what ``function(rank, *args)`` returns in each of ``world`` new processes, which form the default group.
+    """Return the results of ``function(rank, *args)`` in ``world`` new processes, which form the default group.
 
     Args:
         function: at the top level of a file, which each process loads.
@@ -81,7 +81,7 @@ def _context() -> Any:
 
 
 def _results(outputs: list[Path]) -> list[Any]:
-    """Return the results, or raise with the error of the rank that ended first: others fail because of it."""
+    """Return the results, or raise with the error of the rank that failed first: later ranks fail because of it."""
     for rank, output in enumerate(outputs):
         if not output.exists():
             raise RuntimeError(f"rank {rank} ended without a result")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By element size, the integer type in which bits are compared."""
+"""Element size in bytes -> integer dtype in which bits are compared."""
 
 
 def selected_logprobs(
@@ -57,7 +57,7 @@ def reference_kl(current: torch.Tensor, ref: torch.Tensor, mask: torch.Tensor | 
 
 
 class Drift(NamedTuple):
-    """How far a candidate is from a reference, over the elements compared.
+    """Difference between a candidate and a reference, over the elements compared.
 
     Attributes:
         max_abs: largest difference; 0 where the bits are equal, NaN if elements differ and one of them is NaN.

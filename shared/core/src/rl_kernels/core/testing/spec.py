@@ -26,7 +26,7 @@ class Case:
 
     Attributes:
         name: unique within the operator.
-        sizes: by the names of the checker's shape flags (``batch``, ``seq``, ``vocab``, ...).
+        sizes: sizes by the names of the checker's shape flags (``batch``, ``seq``, ``vocab``, ...).
         options: changes that ``Spec.inputs`` makes for this case.
         function: the package's public function that is called; by default the operator itself.
         suite: ``quick`` cases run always, ``full`` ones in the full suite only.
@@ -130,15 +130,15 @@ class Spec:
         classes: result name -> class of the tolerance contract.
         differentiable: arguments that have a gradient.
         magnitudes: ``(case, inputs, upstream) -> result name -> magnitudes``: for each element, the FP64 sum of the
-            magnitudes of the terms that it adds up, which tells how far rounding alone can move it.
+            magnitudes of the terms that it adds up, which bounds its rounding error.
         transforms: name -> layouts that must not change a bit.
         illegal: calls that must raise.
         hygiene: name -> transforms that put garbage where nothing may be read.
         empty: cases whose results have no elements, or are sums of no terms.
         writes: argument -> the result that it holds after the call.
         inplace: option -> the argument that it lets the backward overwrite.
-        groups: argument that groups others -> its type; cases, references and the other fields name its members one by
-            one.
+        groups: argument that groups several options -> its type; cases, references and the other fields name the
+            options.
         unread: arguments that choose how to compute, not what: the reference does not take them.
         uncased: optional arguments that no case gives: tests of the package do.
         output: name of the result, if it is a single tensor.
@@ -149,7 +149,7 @@ class Spec:
         main_grad: arguments whose gradient is added to their attribute ``main_grad``, where they have one.
         autocast: function -> the arguments that autocast casts; no others.
         masks: arguments that are masks.
-        on_host: arguments that may lie on the host, which a captured CUDA graph cannot copy.
+        on_host: arguments that may be on the host, which a captured CUDA graph cannot copy.
         eager_only: options that torch.compile must refuse, naming the option.
         waits: ``inputs`` of a call whose values are not checked, backend -> why it may wait for the device, or None.
         exempt: relation name -> why it is not checked for this operator.
@@ -191,7 +191,7 @@ class Spec:
         return next(case for case in self.cases if case.function == function)
 
     def richest_of(self, function: str) -> Case:
-        """Return the named quick case of a function with the most options, among those that overwrite no argument."""
+        """Return the named quick case of a function with the most options, of the cases that overwrite no argument."""
         writing = {*self.inplace, *self.writes}
         cases = [case for case in self.cases if case.function == function and case.suite == "quick"]
         named = [case for case in cases if not (case.relations or writing & case.options.keys())]

@@ -11,7 +11,7 @@ from rl_kernels.core.testing.spec import Case, Inputs, Transform, Variant
 
 
 def strided(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Each tensor as every other element of its storage, as the middle of a larger one, or column-major."""
+    """Store each tensor as every other element of its storage, as the middle of a larger one, or column-major."""
     tensors = _tensors(inputs)
     yield Variant("every other element", {**inputs, **{name: _spread(value) for name, value in tensors.items()}})
     yield Variant("in the middle", {**inputs, **{name: _inside(value) for name, value in tensors.items()}})
@@ -21,7 +21,7 @@ def strided(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
 
 
 def offset(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Each tensor at an address that is aligned to its element size only."""
+    """Store each tensor at an address that is aligned only to its element size."""
     shifted = {name: _between_garbage(value) for name, value in _tensors(inputs).items()}
     yield Variant("one element into the storage", {**inputs, **shifted})
 

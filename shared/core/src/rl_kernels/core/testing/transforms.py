@@ -23,7 +23,7 @@ LITTLE = 6000
 IGNORED = -100
 """The id of padding rows, for operators with ``ignore_index``."""
 FILLER = -1
-"""In a row index: a row that is not from the base call."""
+"""Entry of a row index for a row that is not from the base call."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,8 @@ def bad_ids(
 ) -> Transform:
     """Return a transform that gives the first and the last row an unchecked id out of range.
 
-    Results with ``rows`` are NaN there and keep their bits elsewhere; ``sums`` over rows are NaN; others are left out.
+    Results with ``rows`` are NaN there and keep their bits elsewhere; ``sums`` over rows are NaN. Other results are not
+    compared.
     """
 
     def variants(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:

@@ -73,7 +73,7 @@ class TritonLaunch:
     Attributes:
         name: name of the kernel.
         grid: programs along x, y and z.
-        arguments: by the names of the kernel's parameters.
+        arguments: arguments by the names of the kernel's parameters.
         options: ``num_warps``, ``num_stages``.
     """
 
@@ -111,7 +111,7 @@ class TritonRecorder:
 
     @contextmanager
     def pretended(self) -> Iterator[TritonRecorder]:
-        """Replace both, until the block ends."""
+        """Replace Triton and the GPU until the block ends."""
         # PyTorch looks for Triton once, when this module is imported, and must not find this one.
         importlib.import_module("torch._dynamo")
         originals = {name: sys.modules[name] for name in (*STUBS, *_importers_of_triton()) if name in sys.modules}
@@ -192,7 +192,7 @@ class _Compiled:
         return launch
 
     def _form_of(self, arguments: Mapping[str, Any]) -> list[Any]:
-        """Return what Triton specializes on: dtypes and alignment of tensors, integers that are 1 or aligned."""
+        """Return the key of a specialization: dtypes and alignment of tensors, integers that are 1 or aligned."""
         form: list[Any] = []
         for name, value in arguments.items():
             if "constexpr" in str(self._kernel.signature.parameters[name].annotation) or value is None:

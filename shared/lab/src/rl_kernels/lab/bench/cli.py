@@ -35,7 +35,7 @@ from rl_kernels.lab.check.cell import Setting, call_of
 
 USAGE = 2
 ALL = "all"
-"""In ``--compare``: every peer, except where a shape leaves it out."""
+"""Value of ``--compare`` for every peer, except where a shape excludes it."""
 
 
 def parser(benches: Benches) -> Parser:
@@ -153,7 +153,7 @@ def _jobs(
     peer_names: list[str],
     options: Mapping[str, float],
 ) -> tuple[list[Job], str]:
-    """Return the jobs of one operator, or why there are none."""
+    """Return the jobs of one operator, and the reason if there are none."""
     default = bench.dtype or ("bf16" if device.type == "cuda" else "fp32")
     chosen = args.set or (GOALS if device.type == "cuda" else SMALL)
     if not args.shapes and chosen not in bench.sets:

@@ -1,4 +1,4 @@
-"""How often a call launches work on the device, and how often it waits for the device: the cost of small shapes."""
+"""Count the launches of a call, and its waits for the device: the cost of small shapes."""
 
 from __future__ import annotations
 

@@ -40,14 +40,14 @@ class Pass:
 
 @dataclass(frozen=True)
 class Shape:
-    """One line of a set.
+    """A shape of a set.
 
     Attributes:
-        sizes: in the order of ``Benchmark.shape``.
+        sizes: sizes in the order of ``Benchmark.shape``.
         options: options of the case, beyond the benchmark's own.
         note: what is special about the shape; part of its label.
         group: name of the group of shapes whose geometric mean is reported.
-        without: peers that are left out for this shape unless asked for by name.
+        without: peers that are excluded for this shape unless requested by name.
     """
 
     sizes: tuple[int, ...]
@@ -89,9 +89,9 @@ class Peer:
         make: imports what it needs, and returns the function that takes a case's keyword arguments; None for a backend.
         backend: name of another backend of ours, if that is the peer.
         package: distribution to install for it; empty for PyTorch.
-        note: what a reader of the table must know.
+        note: remark for a reader of the table.
         passes: passes that it can run; empty for all.
-        dtypes: dtypes of inputs that it is timed for, unless it is asked for by name; empty for all.
+        dtypes: dtypes of inputs that it is timed for, unless it is requested by name; empty for all.
         scalar: its result is one number, the sum of ours.
         overwrites: it writes to its inputs, so it gets copies.
         waits: it waits for the device, so its calls cannot be captured in a CUDA graph.

@@ -1,4 +1,4 @@
-"""Where a benchmark ran: versions and device, for its record."""
+"""The environment of a benchmark, for its record: versions and device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def installed(package: str) -> str | None:
 
 
 def environment(device: torch.device, packages: Iterable[str]) -> dict[str, str]:
-    """Return what the times depend on: device, date, and the installed versions of ``packages``."""
+    """Return the environment of the times: device, date, and the installed versions of ``packages``."""
     facts = {
         "device": _device_name(device),
         "arch": arch_of(device.type, device.index),

@@ -26,9 +26,9 @@ Run = Callable[[], Any]
 
 GRAPH, EVENTS, WALL = "CUDA graph", "events", "wall clock"
 BATCHES = 5
-"""Batches of real calls, of which the median is taken; each ends with a wait for the device."""
+"""Number of batches of real calls, of which the median is taken; each ends with a wait for the device."""
 BATCH_S, BUDGET_S, MOST_CALLS = 0.01, 0.1, 200
-"""Seconds of a batch of calls, seconds of all timed replays if no number of iterations is given, calls of a batch."""
+"""Seconds of a batch, seconds of all timed replays if ``iters`` is None, and largest number of calls of a batch."""
 REPLAYS_S = 0.002
 """Least seconds of the replays between two events, so that the first launch does not count."""
 
@@ -41,7 +41,7 @@ LEAST_S = 1e-6
 
 @dataclass(frozen=True)
 class Effort:
-    """How often calls are timed, and whether launches are counted.
+    """Numbers of timed and warm-up calls, and whether launches are counted.
 
     Attributes:
         iters: timed samples; None chooses them by time.
@@ -54,7 +54,7 @@ class Effort:
     launches: bool = False
 
     def samples(self, seconds: float) -> int:
-        """Return how many samples to take of something that takes ``seconds``."""
+        """Return the number of samples of a call that takes ``seconds``."""
         return self.iters or max(5, min(100, int(BUDGET_S / max(seconds, 1e-9))))
 
 
@@ -100,7 +100,7 @@ class Clock(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """Calls that take turns with others: one for each copy of the inputs, and the context manager of a batch."""
+    """Calls that take turns with other calls: one for each copy of the inputs, and the context manager of a batch."""
 
     runs: Sequence[Run]
     around: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -121,9 +121,9 @@ class Ceilings:
 
     Attributes:
         bytes_per_s: bytes read and written per second by a large copy.
-        flops_per_s: of a large matrix product.
-        copy: what was copied.
-        product: what was multiplied.
+        flops_per_s: floating-point operations per second of a large matrix product.
+        copy: description of the copy.
+        product: description of the product.
     """
 
     bytes_per_s: float
@@ -140,7 +140,7 @@ def measure(
     captured: bool = True,
     beside: Clock | None = None,
 ) -> Measurement:
-    """Time calls on different copies of the inputs, in turn with those of ``beside``.
+    """Time calls on different copies of the inputs, in turn with the calls of ``beside``.
 
     ``captured=False`` does not try to capture a CUDA graph: a failed capture keeps its memory.
     """
@@ -206,7 +206,7 @@ def call_seconds(sides: Sequence[Calls], device: torch.device, effort: Effort) -
             return (time.perf_counter() - start) / count
 
     def fitting(calls: Calls, count: int) -> int:
-        """Return how many calls fit into a batch, by the time of ``count`` calls."""
+        """Return the number of calls that fit into a batch, from the time of ``count`` calls."""
         return max(1, min(MOST_CALLS, int(BATCH_S / max(batch(calls, count), 1e-9))))
 
     # The first call is slower than others, so measure again with the number of calls that seemed to fit.

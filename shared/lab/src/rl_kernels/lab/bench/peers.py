@@ -1,4 +1,4 @@
-"""Run peers: make them, compare them roughly with our result, or say in one line why one is skipped."""
+"""Load peers, compare them roughly with our result, and turn errors into one-line reasons for skipping."""
 
 from __future__ import annotations
 

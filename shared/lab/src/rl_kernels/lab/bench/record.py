@@ -63,11 +63,11 @@ class Record:
         dtype: dtype of the inputs.
         implementation: ``rl-kernels``, or a peer.
         backend: the backend that ran, for ours.
-        note: what a reader must know.
-        passes: name -> what was measured.
-        checked: how the result was checked, and how far it was off.
-        skipped: pass (or empty for all) -> why there is no time.
-        wrong: what is wrong with the result; there is no time then either.
+        note: remark for a reader of the table.
+        passes: name of the pass -> its measurement.
+        checked: passes -> the reference that the result was compared with, and its error.
+        skipped: pass (or empty for all) -> reason why there is no time.
+        wrong: error of a wrong result, which has no time either; empty if it is right.
         options: numeric options of the operator that were given on the command line.
         tokens: number of tokens, if the benchmark counts them.
     """
@@ -112,7 +112,7 @@ class Document:
         return [record for record in self.records if record.ours and record.wrong]
 
     def write(self, path: Path) -> None:
-        """Write it as strict JSON, one record a line."""
+        """Write the document as strict JSON, one record a line."""
         write_json(path, {"version": VERSION, **_finite(asdict(self))})
 
 

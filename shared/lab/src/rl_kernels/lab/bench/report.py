@@ -15,7 +15,7 @@ Rows = list[tuple[str, ...]]
 
 RATIO = "ours / theirs"
 RATE, RATE_AND_TOKENS = "rate", "rate, G tokens/s"
-"""Heads of the column of rates; the second one where the records say how many tokens they are about."""
+"""Heads of the column of rates; the second one where the records have a number of tokens."""
 COLUMNS = ("shape", "implementation", "ms", RATE, "floor", RATIO, "extra MiB", "call us", f"call, {RATIO}")
 COUNTED = "launches, waits"
 """A column that appears only if they were counted."""
@@ -49,7 +49,7 @@ FORMATS: dict[str, Callable[[Document], None]] = {"text": text, "md": markdown}
 
 
 def as_markdown(document: Document) -> str:
-    """Return the tables, what was left out, and where it ran."""
+    """Return the tables, the remarks, and the environment."""
     parts = [f"{title}\n\n{as_table(rows)}" for title, rows in tables(document)]
     return "\n\n".join([*parts, as_list(document)])
 
@@ -115,7 +115,7 @@ def digits(value: float) -> str:
 
 
 def quotient(ratio: float | None) -> str:
-    """Return a ratio with two decimals, or three where it is small; nothing for None."""
+    """Return a ratio with two decimals, or three where it is small; an empty string for None."""
     return "" if ratio is None else f"{ratio:.{2 if ratio >= 0.1 else 3}f}"
 
 
@@ -169,7 +169,7 @@ def _clocks(records: Sequence[Record]) -> Iterator[str]:
 
 
 def facts(document: Document) -> Iterator[str]:
-    """Yield where it ran, and the measured ceilings of the device."""
+    """Yield the environment, and the measured ceilings of the device."""
     yield "ran on " + ", ".join(f"{name} {value}" for name, value in document.environment.items())
     for dtype, ceilings in document.ceilings.items():
         copied, product = digits(ceilings.bytes_per_s * 1e-12), digits(ceilings.flops_per_s * 1e-12)

@@ -37,14 +37,14 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Ours:
-    """A public function that takes the inputs of a case, which give the members of a group one by one."""
+    """A public function, called with the inputs of a case: members of a group are separate arguments there."""
 
     public: Function
     groups: Mapping[str, type]
     always: Inputs
 
     def __call__(self, **inputs: Any) -> Any:
-        """Call it."""
+        """Call the public function."""
         return self.with_(inputs)()
 
     def with_(self, inputs: Inputs) -> Run:
@@ -72,7 +72,7 @@ class Job:
     """Options given on the command line; the shape has them already."""
 
     def passes(self) -> dict[str, Pass]:
-        """Return what is timed."""
+        """Return the timed passes by name."""
         return dict(self.benchmark.passes(self.shape, DTYPES[self.dtype].itemsize))
 
     def arena(self, case: Case) -> Arena:
@@ -175,7 +175,7 @@ def _run_ours(round_: Round, record: Record) -> None:
 
 
 def _verify(round_: Round, function: Function, record: Record) -> None:
-    """Check our result against the contract, and keep it."""
+    """Check our result against the contract, and store it in the round."""
     arena = round_.arena
     with record_dispatch() as log:
         with torch.set_grad_enabled(round_.has_backward):
@@ -246,7 +246,7 @@ def _both(round_: Round, function: Function, inputs: Inputs, upstream: Results) 
 
 
 def _is_captured() -> bool:
-    """Say whether a CUDA graph is being captured; it runs the same kernels, and keeps their results."""
+    """Return whether a CUDA graph is being captured; it runs the same kernels, and keeps their results."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
@@ -258,7 +258,7 @@ def _take_gradient(name: str, leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _run_peer(round_: Round, peer: Peer, record: Record) -> None:
-    """Time a peer on its passes; its record says what stopped it, if anything did."""
+    """Time a peer on its passes; the record has the reason if it could not run."""
     passes = {name: pass_ for name, pass_ in round_.passes.items() if name in (peer.passes or round_.passes)}
     if record.skipped.get("") or record.wrong or not passes:
         return

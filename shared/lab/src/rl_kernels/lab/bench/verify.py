@@ -1,6 +1,6 @@
 """Check a result against the definition in FP64 under the tolerance contract, one block of rows at a time.
 
-The two rules are those of ``check.compare.accuracy``, applied to blocks: the whole gold of a large call would not fit
+The two rules of ``check.compare.accuracy`` are applied to blocks: the whole gold of a large call would not fit
 into memory. Results with rows are compared block by block; gradients that are sums over rows are summed over the
 blocks, then compared.
 """

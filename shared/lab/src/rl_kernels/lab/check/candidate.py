@@ -1,4 +1,4 @@
-"""What can be checked: our backends, the definition itself, or an implementation in its own process."""
+"""Candidates of the checker: our backends, the definition itself, or an implementation in its own process."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Candidate:
         return answer["first"], answer["other"], answer["number"]
 
     def threads(self, function: str, output: str, inputs: Sequence[Inputs], calls: int) -> list[Results]:
-        """Call on each of the inputs in its own thread; return the expected and the found result of each, in turn.
+        """Call on each of the inputs in its own thread; return the expected and the actual result of each, in turn.
 
         Raises:
             Misbehaved: a call gave no valid result.
@@ -86,18 +86,18 @@ class Candidate:
         return call_in_threads(lambda kwargs: self.call(function, kwargs), output, inputs, calls)
 
     def is_slow(self, device_type: str) -> bool:
-        """Say whether calls take a thousand times longer than usual, in Triton's interpreter."""
+        """Return whether calls run in Triton's interpreter, a thousand times slower than usual."""
         return self.backend == "triton" and device_type == "cpu"
 
     def exemption(self, relation: str) -> str | None:
-        """Return why a relation is not checked, or None."""
+        """Return the reason why a relation is not checked, or None."""
         if self.judged_on and relation not in self.judged_on:
             return f"{self.name} is judged on {', '.join(self.judged_on)} only"
         return self.exempt.get(relation)
 
 
 def backend_candidate(operator: Operator, name: str, backend: str, device_type: str) -> Candidate:
-    """Return the public functions of an operator on a backend (or ``auto``), exempt from what it does not promise."""
+    """Return an operator's functions on a backend (or ``auto``), exempt from relations that it does not promise."""
 
     def call(function: str, inputs: Inputs) -> Any:
         return function_of(operator, function)(**{"backend": backend, **inputs})

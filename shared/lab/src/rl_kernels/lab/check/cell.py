@@ -26,7 +26,7 @@ Choice = TypeVar("Choice")
 LARGE = 1 << 20
 """Elements of all arguments of a case above which a call takes long."""
 LARGE_SLOW = 1 << 14
-"""The same in Triton's interpreter."""
+"""``LARGE`` in Triton's interpreter."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Cell:
 
     @property
     def is_richest(self) -> bool:
-        """Whether the case has the most options among those of its function."""
+        """Whether the case has the most options of all cases of its function."""
         return self.case.name == self.spec.richest_of(self.case.function).name
 
     @property
@@ -82,14 +82,14 @@ class Cell:
         return self.candidate.is_slow(self.setting.device.type)
 
     def some(self, of: Sequence[Choice]) -> Sequence[Choice]:
-        """Return all of them; where calls are slow, only one, which depends on the case's name."""
+        """Return all choices; where calls are slow, only one, which depends on the case's name."""
         if not (of and self.is_slow):
             return of
         return [of[zlib.crc32(self.case.name.encode()) % len(of)]]
 
     @property
     def is_brief(self) -> bool:
-        """Whether one of the other kinds of upstream gradient is enough: for generated and for large cases."""
+        """Whether only one more kind of upstream gradient is checked: for generated and for large cases."""
         tensors = (value for value in self.inputs.values() if isinstance(value, torch.Tensor))
         most = LARGE_SLOW if self.is_slow else LARGE
         return bool(self.case.relations) or sum(value.numel() for value in tensors) > most
@@ -128,7 +128,7 @@ class Cell:
         return f"{self.candidate.operator.name} {self.candidate.name} {self.setting.dtype} {self.case.name}"
 
     def case_id(self, relation: str) -> str:
-        """Return what ``--replay`` takes to run a relation on this cell again."""
+        """Return the id with which ``--replay`` runs a relation on this cell again."""
         candidate = self.candidate
         return str(CaseId(candidate.operator.name, candidate.name, self.setting.dtype, relation, self.case.name))
 
@@ -137,11 +137,11 @@ class Cell:
         return replace(self, setting=replace(self.setting, seed=self.setting.seed + 1))
 
     def takes(self, argument: str) -> bool:
-        """Say whether the candidate takes an argument."""
+        """Return whether the candidate takes an argument."""
         return self.candidate.takes(self.case.function, argument)
 
     def missing(self, inputs: Inputs | None = None) -> str | None:
-        """Return why the candidate does not take a call (its function, or an optional argument), or None."""
+        """Return why the candidate cannot run a call (its function, or an optional argument), or None."""
         implements = self.candidate.implements
         if implements not in (None, self.case.function):
             return f"it does not implement {self.case.function or self.candidate.operator.name}"

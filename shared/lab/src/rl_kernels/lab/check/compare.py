@@ -13,9 +13,9 @@ from rl_kernels.core.testing import bits_of
 FACTORS = {"forward": 2.0, "gradient": 3.0}
 """Largest error of a candidate, in errors of plain eager PyTorch (the relative rule)."""
 ROUNDING = 4 * 2.0**-24
-"""How far FP32 rounding may move a sum, as a share of the sum of its terms' magnitudes."""
+"""Allowed error of a sum by FP32 rounding, as a share of the sum of its terms' magnitudes."""
 ROUNDING_FP64 = 64 * 2.0**-53
-"""The same for FP64 results. The gold is rounded too then: it sums thousands of terms in another order."""
+"""``ROUNDING`` of FP64 results. The gold is rounded too then: it sums thousands of terms in another order."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Comparison:
         max_abs: largest absolute error; NaN where nothing was measured.
         mean_abs: mean absolute error.
         max_rel: largest relative error.
-        message: what is wrong; empty if it passed.
-        share: how much of the fence the result needs, beyond what rounding may do; NaN where there is no fence.
+        message: description of the error; empty if it passed.
+        share: share of the fence that the result needs, beyond the allowed rounding; NaN where there is no fence.
         worst: the element with the largest error, or the first that differs in bits.
-        traceback: of the exception that the candidate raised, if it did.
+        traceback: traceback of the exception that the candidate raised, if it did.
     """
 
     passed: bool
@@ -77,7 +77,7 @@ def accuracy(
         magnitude: for each element, the FP64 sum of the magnitudes of its terms.
         tolerance: the contract's row.
         direction: ``forward`` or ``gradient``.
-        rounding: how far rounding may move a result, as a share of ``magnitude``.
+        rounding: allowed rounding error of a result, as a share of ``magnitude``.
         calibrated: whether plain PyTorch is known to stay inside the fence; if not, the fence is widened to allow for
             its error.
         row: the tolerance that ``share`` is measured by, if not the one that applies.
@@ -127,7 +127,7 @@ def accuracy(
 
 
 def fence_of(tolerance: Tolerance, gold: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:
-    """Return how far a result may be from the gold; ``slack`` is an ulp and what rounding may do.
+    """Return the allowed distance of a result from the gold; ``slack`` is an ulp plus the allowed rounding.
 
     A row of the contract is absolute, but rounding of unusually large terms can exceed it.
     """
@@ -190,6 +190,6 @@ def bits(candidate: torch.Tensor, expected: torch.Tensor) -> Comparison:
 
 
 def _at(mask: torch.Tensor, candidate: torch.Tensor, expected: torch.Tensor) -> str:
-    """Return the index and both values of the first element where ``where`` is True."""
+    """Return the index and both values of the first element where ``mask`` is True."""
     index = tuple(int(i) for i in mask.nonzero()[0])
     return f"at {list(index)} got {float(candidate[index]):.9g}, expected {float(expected[index]):.9g}"

@@ -45,7 +45,7 @@ from rl_kernels.lab.check.run import Run
 CHECKED = {"fp32": tuple(RELATIONS), "bf16": ("accuracy", "gradients", "invariance"), "fp16": ("accuracy", "gradients")}
 """Relations by dtype; the CPU computes every dtype in FP32, so bits are not checked in a third dtype."""
 SMALL, SHORT = 5000, 40
-"""Limits of generated cases in Triton's interpreter: of the product of the sizes, and of each size but the last."""
+"""Largest product of the sizes, and largest size (except the last), of generated cases in Triton's interpreter."""
 
 
 def device() -> torch.device:
@@ -141,7 +141,7 @@ class Conformance:
         return cell(self.operator, case, "bf16", backend)
 
     def test_planted_bugs_replace_a_text_that_stands_once(self) -> None:
-        """Many are planted on a GPU alone, where a text that is gone would be noticed too late."""
+        """The text that a planted bug replaces occurs exactly once, also for bugs that are planted only on a GPU."""
         bugs = [(mutants, bug) for mutants in self.planted for bug in mutants.bugs]
         assert not [bug for mutants, bug in bugs if places(mutants.modules, bug) != 1]
 
@@ -236,7 +236,7 @@ class Conformance:
                     assert not log
 
     def test_the_canary_is_repeatable_and_whole(self) -> None:
-        """Each dtype has bits of its own, the same in every run; a record has all of them for each backend."""
+        """The canary's bits differ between dtypes and repeat in every run; records have all dtypes of each backend."""
         if not self.operator.canary:
             pytest.skip("it has no canary")
         runs = [_bits(self.operator, "native", device()) for _ in range(2)]
@@ -259,7 +259,7 @@ class Conformance:
         assert {name: _bits(self.operator, name, device()) for name in record} == record
 
     def test_registry(self) -> None:
-        """The registry gives this operator's function by name and by alias, and its package's others by their names."""
+        """The registry returns the operator's function by name and alias, and the package's other functions by name."""
         for name in (self.operator.name, *self.operator.aliases):
             assert kernel_registry.get_op(name) is self.operator.function()
         package = importlib.import_module(self.operator.package)
@@ -304,12 +304,12 @@ def _accelerated(operator: Operator) -> list[str]:
 
 
 def _interpreted(backend: str) -> bool:
-    """Say whether a backend's kernels run in Triton's interpreter, whose BF16 is not that of a GPU."""
+    """Return whether a backend's kernels run in Triton's interpreter, whose BF16 differs from a GPU's."""
     return backend == "triton" and device().type == "cpu"
 
 
 def _is_interpreted(spec: Spec, planted: Sequence[Mutants], case: Case, relation: str, dtype: str) -> bool:
-    """Say whether a case runs in Triton's interpreter; a GPU runs all cases.
+    """Return whether a case runs in Triton's interpreter; a GPU runs all cases.
 
     Hygiene and parity run on the first case and on the cases that catch the planted bugs. In FP16 a case with gradients
     checks either its outputs or its gradients. A generated case checks one of the two, in one dtype.

@@ -26,7 +26,7 @@ class Misbehaved(Exception):
 
 
 def equal(result: torch.Tensor | None, expected: torch.Tensor) -> bool:
-    """Say whether a result exists and has the expected numbers; all NaNs are equal."""
+    """Return whether a result exists and has the expected numbers; all NaNs are equal."""
     return result is not None and torch.equal(result.nan_to_num(), expected.nan_to_num())
 
 
@@ -38,7 +38,7 @@ def as_found(phase: str, before: dict[str, Any]) -> None:
 
 
 def or_refused(run: Callable[[], Any]) -> Any:
-    """Return what ``run`` returns, or the message of its error."""
+    """Return the result of ``run``, or the message of its error."""
     try:
         return run()
     except Misbehaved as error:
@@ -63,7 +63,7 @@ def named(result: Any, single: str) -> Results:
 
 
 def guarded(phase: str, run: Callable[[], Any]) -> Any:
-    """Return what ``run`` returns; whatever it raises becomes ``Misbehaved``, with the traceback.
+    """Return the result of ``run``; whatever it raises becomes ``Misbehaved``, with the traceback.
 
     Two exceptions pass through: ``BackendUnavailable``, because a backend may refuse a call, and Ctrl-C, which is meant
     for the checker. A user's candidate that raises one of them runs in its own process (``worker.py``).

@@ -1,4 +1,4 @@
-"""See what runs while a backend is checked: which backends were chosen, and which kernels were launched."""
+"""Record the backends that are chosen and the kernels that are launched while a backend is checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNSEEN = ("parity",)
 
 
 def check_relations(cell: Cell, relations: Sequence[str]) -> Iterator[Record | Launches]:
-    """Check relations on a cell; yield their records, then what ran if the candidate is a backend that ran."""
+    """Check relations on a cell; yield their records, then the launches if the candidate is a backend that ran."""
     if cell.candidate.backend is None:
         for relation in relations:
             yield from check_relation(cell, relation)

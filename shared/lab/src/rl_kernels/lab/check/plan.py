@@ -32,7 +32,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run; all of it is validated before anything runs."""
+    """The candidates, relations and cases to run; all are validated before anything runs."""
 
     parts: Sequence[Part]
     relations: Sequence[str]
@@ -47,7 +47,7 @@ class Plan:
 
     @property
     def setting(self) -> Setting:
-        """The setting of the first part; the others differ from it by dtype only."""
+        """The setting of the first part; other parts differ from it by dtype only."""
         return self.parts[0].setting
 
     @property

@@ -42,13 +42,13 @@ class OtherStream:
 
     @property
     def is_busy(self) -> bool:
-        """Say whether queued work is pending."""
+        """Whether queued work is pending."""
         return self._stream is None or not all(end.query() for end in self._ends)
 
 
 @cache
 def other_stream(device: torch.device) -> OtherStream:
-    """Return the other stream of a device, made at first use."""
+    """Return the other stream of a device, created at first use."""
     return OtherStream(device)
 
 

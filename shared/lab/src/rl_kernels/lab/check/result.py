@@ -10,7 +10,7 @@ from rl_kernels.lab.check.compare import Comparison
 
 
 class CaseId(NamedTuple):
-    """Names one relation on one case: ``operator/candidate/dtype/relation/case``."""
+    """Id of one relation on one case: ``operator/candidate/dtype/relation/case``."""
 
     operator: str
     candidate: str
@@ -55,13 +55,13 @@ class Check:
 
     @property
     def case_id(self) -> str:
-        """What ``--replay`` takes to run this relation on this case again."""
+        """The id with which ``--replay`` runs this relation on this case again."""
         return str(CaseId(self.operator, self.candidate, self.dtype, self.relation, self.case))
 
 
 @dataclass(frozen=True)
 class Skip:
-    """Something that did not run, and why; never counted as passed."""
+    """A check that did not run, and the reason; never counted as passed."""
 
     operator: str
     candidate: str
@@ -73,7 +73,7 @@ class Skip:
 
 @dataclass(frozen=True)
 class Launches:
-    """What ran when a backend was checked on a case.
+    """Backends and kernels that ran when a backend was checked on a case.
 
     Attributes:
         operator: the operator.
@@ -82,7 +82,7 @@ class Launches:
         case: name of the case.
         backends: the backends that were chosen; ``auto`` may choose several.
         kernels: the kernels that were launched, none of them a peer's.
-        own: those that are the named backend's own; None for ``auto``, and for a backend made of PyTorch's ops.
+        own: the kernels that belong to the named backend; None for ``auto``, and for a backend made of PyTorch's ops.
     """
 
     operator: str
@@ -96,4 +96,4 @@ class Launches:
 
 Record = Check | Skip
 Outcome = Check | Skip | Launches
-"""What a task of a run yields."""
+"""A record that a task of a run yields."""

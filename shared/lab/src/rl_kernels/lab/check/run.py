@@ -1,4 +1,4 @@
-"""Call an implementation on copies of the inputs, then do what a trainer may do: backward, again, after a write."""
+"""Call an implementation on copies of the inputs, then use it as a trainer may: backward, again, after a write."""
 
 from __future__ import annotations
 
@@ -223,5 +223,5 @@ class Run:
         return result
 
     def _refused_or(self, phase: str, run: Callable[[], Any]) -> Any:
-        """Return what ``run`` returns, or the message of its error; raise if global state was changed."""
+        """Return the result of ``run``, or the message of its error; raise if global state was changed."""
         return self._watched(phase, lambda: or_refused(lambda: guarded(phase, run)))

@@ -24,9 +24,9 @@ class Report:
     plan: Plan
     records: tuple[Record, ...]
     interrupted: str = ""
-    """What stopped the run early, if anything did."""
+    """Reason why the run stopped early; empty if it did not."""
     launches: tuple[Launches, ...] = ()
-    """What ran in each case that a backend was checked on."""
+    """Backends and kernels that ran, for each case that a backend was checked on."""
 
     @property
     def checks(self) -> list[Check]:
@@ -35,7 +35,7 @@ class Report:
 
     @property
     def skips(self) -> list[Skip]:
-        """What did not run."""
+        """The checks that did not run."""
         return [record for record in self.records if isinstance(record, Skip)]
 
     @property
@@ -52,7 +52,7 @@ class Report:
     def unlaunched(self) -> set[tuple[str, str, str]]:
         """Operator, candidate and dtype of the backends that launched none of their own kernels in any case.
 
-        Of the tested dtypes only: a case may have another. A replay is of one case, which need not reach them.
+        Only tested dtypes count: a case may have another one. A replay runs one case, which need not launch them.
         """
         if self.plan.case:
             return set()
@@ -96,8 +96,8 @@ def run(
     Ctrl-C and ``Stopped`` end it early: the report then holds what is known so far.
 
     Args:
-        plan: what to run.
-        skips: what was left out of the plan, and why.
+        plan: the plan to run.
+        skips: records of candidates that are not in the plan.
         progress: called with the name of each task.
         results: returns the names and records of the tasks, in the plan's order; by default the tasks run one after
             the other in this process.

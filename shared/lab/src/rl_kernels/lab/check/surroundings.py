@@ -28,17 +28,17 @@ class Surroundings:
     Attributes:
         threads: number of CPU threads.
         poisoned: whether fresh memory holds NaN.
-        default_dtype: of ``torch.set_default_dtype``.
-        default_device: of ``torch.set_default_device``.
+        default_dtype: argument of ``torch.set_default_dtype``.
+        default_device: argument of ``torch.set_default_device``.
         autocast: the dtype of ``torch.autocast``, on the device of the inputs.
         inference: whether inference mode is on.
-        matmul_precision: of ``torch.set_float32_matmul_precision``.
+        matmul_precision: argument of ``torch.set_float32_matmul_precision``.
         checkpointed: whether the call is recomputed in the backward pass.
         computed: whether arguments that require grad are computed from the leaves, not leaves themselves.
         recording: whether gradients are recorded.
         parameters: arguments that are parameters of a module.
         same: two arguments that both get the tensor of the first.
-        forward_only: whether backward runs outside of them, as after a ``with`` block.
+        forward_only: whether backward runs without these settings, as after a ``with`` block.
     """
 
     threads: int | None = None
@@ -57,7 +57,7 @@ class Surroundings:
 
     @contextmanager
     def entered(self, device_type: str) -> Iterator[None]:
-        """Set them inside the block, and restore what was set before."""
+        """Apply the settings inside the block, and restore the previous ones at its end."""
         with ExitStack() as stack:
             if self.threads is not None:
                 stack.enter_context(torch_threads(self.threads))

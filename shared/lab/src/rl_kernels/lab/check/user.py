@@ -14,7 +14,7 @@ from rl_kernels.lab.check.guard import Misbehaved
 from rl_kernels.lab.check.isolation.remote import TIMEOUT, Worker
 
 JUDGED_ON = ("accuracy", "gradients", "repeatability", "invariance", "hygiene")
-"""Relations about results; the others check error messages and other rules of this project."""
+"""Relations about results; other relations check error messages and further rules of this project."""
 _REQUIRED = inspect.Parameter.empty
 
 

@@ -1,4 +1,4 @@
-"""Compile Triton kernels for a GPU that is not there, and read what they use.
+"""Compile Triton kernels for a GPU that this machine lacks, and read the resources that they use.
 
 Inside ``compiling(target)`` tensors of PyTorch's device ``meta``, which have no data, count as tensors of such a GPU. A
 launch with them compiles the kernel and does nothing more. Triton keeps what it compiles in its own cache, where a
@@ -22,22 +22,22 @@ from rl_kernels.core.triton_lib import launch, schedule
 from rl_kernels.core.triton_lib.targets import NVIDIA, Target
 
 SIZED, REGISTERS, FRAME = 4, 0x2F, 0x11
-"""Of the section .nv.info of a cubin: entries that hold (symbol, value), the registers and the stack of a function."""
+"""Codes in section .nv.info of a cubin: format of entries (symbol, value), and the entries of registers and stack."""
 
 
 @dataclass(frozen=True)
 class Used:
-    """A compiled kernel and what a thread or program of it uses.
+    """A compiled kernel and the resources that it uses.
 
     Attributes:
         kernel: its name.
         constants: values of its ``tl.constexpr`` parameters.
-        dtype: of its first tensor.
-        warps: of a program.
-        stages: loads in flight.
-        registers: of a thread.
-        shared: bytes of a program.
-        spills: bytes of a thread in memory: spilled registers, and a stack.
+        dtype: dtype of its first tensor.
+        warps: number of warps of a program.
+        stages: number of loads in flight.
+        registers: number of registers of a thread.
+        shared: bytes of shared memory of a program.
+        spills: bytes of local memory of a thread: spilled registers and the stack.
     """
 
     kernel: str
@@ -57,7 +57,7 @@ class Used:
 
 @contextmanager
 def compiling(target: Target) -> Iterator[list[Used]]:
-    """Compile what is launched on tensors of device ``meta``; the list grows with each kernel that is new."""
+    """Compile kernels that are launched on tensors of device ``meta``; each new kernel is appended to the list."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -81,7 +81,7 @@ def compiling(target: Target) -> Iterator[list[Used]]:
 
 
 class _Driver:
-    """Stands in for the driver of a GPU, as far as Triton's compiler asks it."""
+    """Stands in for the driver of a GPU, as far as Triton's compiler uses it."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -116,9 +116,9 @@ def _used(kernel: Any, binary: Any) -> Used:
 
 
 def _nvidia_resources(cubin: bytes) -> tuple[int, int]:
-    """Return (registers, bytes of a thread in memory), as ``cuobjdump -res-usage`` reads them, which takes 0.2 s."""
+    """Return (registers, bytes of local memory) of a thread, without the 0.2 s of ``cuobjdump -res-usage``."""
     offset, (size, count, names) = struct.unpack_from("<Q", cubin, 40)[0], struct.unpack_from("<HHH", cubin, 58)
-    # Of an ELF section: name, type, flags, address, offset, size.
+    # Fields of an ELF section: name, type, flags, address, offset, size.
     sections = [struct.unpack_from("<IIQQQQ", cubin, offset + place * size) for place in range(count)]
     values: dict[int, list[int]] = {REGISTERS: [], FRAME: []}
     for name, _, _, _, start, length in sections:
@@ -135,7 +135,7 @@ def _nvidia_resources(cubin: bytes) -> tuple[int, int]:
 
 
 def _amd_resources(assembly: str) -> tuple[int, int]:
-    """Return (registers, bytes of a thread in memory)."""
+    """Return (registers, bytes of local memory) of a thread."""
     return _number(".vgpr_count", assembly), _number(".private_segment_fixed_size", assembly)
 
 

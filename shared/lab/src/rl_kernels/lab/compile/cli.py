@@ -1,7 +1,7 @@
 """``rl-kernels compile``: compile the kernels of the installed operators before they are needed.
 
 Exit status 0: every kernel was compiled, and those in CUDA saved, without a warning, products that wait for each other,
-a spilled register or a stack; those of Triton fit into the GPU. 1: one was not, or does not fit. 2: bad arguments,
+a spilled register or a stack; Triton kernels fit into the GPU. 1: one was not, or does not fit. 2: bad arguments,
 nothing to compile, no compiler, or a folder that cannot be used, reported before anything is compiled. It needs no GPU.
 """
 
@@ -46,7 +46,8 @@ def parser() -> Parser:
         "--backend",
         choices=("cuda", triton.NAME),
         default="cuda",
-        help="cuda: compile what will be run; triton: compile every configuration, and hold it to the GPU's limits",
+        help="cuda: compile what will be run; triton: compile every configuration, and check its shared memory against"
+        " the GPU's limit",
     )
     shown = command.add_mutually_exclusive_group()
     shown.add_argument("--verbose", action="store_true", help="with triton: print a row for each kernel")
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compile_all(programs: Sequence[tuple[str, Program]], out: Path | None) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Compile on all cores and write in order; return a row for each kernel, and what is wrong."""
+    """Compile on all cores and write in order; return a row for each kernel, and the faults."""
     rows: list[tuple[str, ...]] = []
     faults: list[str] = []
     # Threads suffice: NVRTC runs outside of Python's lock.
@@ -165,7 +166,7 @@ def _archs(requested: Sequence[str] | None) -> list[str]:
 
 
 def _programs(args: argparse.Namespace) -> list[tuple[str, Program]]:
-    """Return what to compile, each with the name of its operator."""
+    """Return the programs to compile, each with the name of its operator."""
     operators = [kernel_registry.load(name) for name in args.op or kernel_registry.names()]
     backends = {operator.name: [b for b in operator.backends if b.name.startswith(PREFIX)] for operator in operators}
     without = [name for name, its in backends.items() if not its]
@@ -201,7 +202,7 @@ def _programs(args: argparse.Namespace) -> list[tuple[str, Program]]:
 
 
 def _has_dtype(program: Program, dtypes: Sequence[str]) -> bool:
-    """Say whether a program is of one of these dtypes, or of none."""
+    """Return whether a program has one of these dtypes, or no dtype."""
     code = dict(program.defines).get("DTYPE")
     return code is None or code in [DTYPES[name] for name in dtypes]
 

@@ -1,7 +1,7 @@
-"""``rl-kernels compile --backend triton``: compile Triton's kernels for GPUs that are not there.
+"""``rl-kernels compile --backend triton``: compile Triton's kernels for GPUs that this machine lacks.
 
 A backend's module ``ahead`` yields calls on tensors without data, which launch every kernel in every configuration.
-What they compile is held to the shared memory of the GPU.
+The shared memory of a compiled kernel is checked against the GPU's limit.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rl_kernels.lab.compile import ahead
 
 NAME = "triton"
 COMPILED = ("bf16", "fp32")
-"""Dtypes of the calls: kernels of FP16 use what those of BF16 use."""
+"""Dtypes of the calls. FP16 is omitted: its kernels use the same resources as BF16 kernels."""
 HEADER = ("operator", "arch", "kernels", "registers", "spills", "shared", "of")
 DETAILS = ("operator", "arch", "kernel", "dtype", "configuration", "warps", "stages", "registers", "spills", "shared")
 
 
 class Task(NamedTuple):
-    """What one process compiles: an operator's calls of a dtype, for a target."""
+    """A unit of compilation for one process: an operator's calls in one dtype, for one target."""
 
     operator: str
     target: str
@@ -39,7 +39,7 @@ class Task(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What the kernels of a task use, and the calls that failed."""
+    """Resources that the kernels of a task use, and the calls that failed."""
 
     task: Task
     used: Sequence[ahead.Used]
@@ -47,14 +47,14 @@ class Compiled(NamedTuple):
 
 
 def why_not() -> str | None:
-    """Say why Triton cannot compile here, or return None."""
+    """Return why Triton cannot compile here, or None."""
     if not INSTALLED:
         return "Triton is not installed: pip install triton"
     return "Triton interprets: unset TRITON_INTERPRET" if INTERPRETED else None
 
 
 def tasks(names: Sequence[str], archs: Sequence[str], dtypes: Sequence[str] = COMPILED) -> list[Task]:
-    """Return what to compile for operators, targets and dtypes.
+    """Return the tasks for operators, targets and dtypes.
 
     Raises:
         ValueError: an operator has no Triton backend, or nothing is compiled for a target.
@@ -72,14 +72,14 @@ def tasks(names: Sequence[str], archs: Sequence[str], dtypes: Sequence[str] = CO
 
 
 def compile_all(pending: Sequence[Task]) -> Iterator[Compiled]:
-    """Compile, on all cores."""
+    """Compile tasks on all cores."""
     jobs = min(len(pending), os.cpu_count() or 1)
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         yield from pool.map(compiled, pending)
 
 
 def compiled(task: Task) -> Compiled:
-    """Compile what the calls of a task launch."""
+    """Compile the kernels that the calls of a task launch."""
     folder = kernel_registry.load(task.operator).backend(NAME).module.rpartition(".")[0]
     try:
         calls = importlib.import_module(f"{folder}.ahead").calls
@@ -96,7 +96,7 @@ def compiled(task: Task) -> Compiled:
 
 
 def summary(results: Sequence[Compiled]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each operator and target: how many kernels, and the most that one of them uses."""
+    """Yield a row for each operator and target: number of kernels, and the largest use of each resource."""
     for name, arch in dict.fromkeys((result.task.operator, result.task.target) for result in results):
         used = [kernel for result in results if result.task[:2] == (name, arch) for kernel in result.used]
         most = (max((getattr(kernel, of) for kernel in used), default=0) for of in ("registers", "spills", "shared"))
@@ -104,7 +104,7 @@ def summary(results: Sequence[Compiled]) -> Iterator[tuple[str, ...]]:
 
 
 def document(results: Sequence[Compiled]) -> dict[str, Any]:
-    """Return the summary, with what made it, as JSON takes it."""
+    """Return the summary and the versions of Triton and PyTorch, as plain values for JSON."""
     rows = [dict(zip(HEADER, (*row[:2], *map(int, row[2:])), strict=True)) for row in summary(results)]
     # Builds for ROCm have another name as a package.
     triton = importlib.import_module("triton").__version__
@@ -120,7 +120,7 @@ def details(results: Sequence[Compiled]) -> Iterator[tuple[str, ...]]:
 
 
 def faults(results: Sequence[Compiled]) -> Iterator[str]:
-    """Yield what failed, and the kernels that do not fit."""
+    """Yield a message for each call that failed and each kernel that does not fit."""
     for task, used, failed in results:
         yield from failed
         room = TARGETS[task.target].shared

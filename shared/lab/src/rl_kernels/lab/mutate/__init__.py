@@ -1,1 +1,1 @@
-"""Bugs made by a machine, which knows no test: one edit of a module's syntax tree, drawn by a seed."""
+"""Mutation testing: edits of a module's syntax tree, drawn at random by a seed."""

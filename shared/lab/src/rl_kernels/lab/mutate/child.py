@@ -47,12 +47,12 @@ class Mutated(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class First:
-    """A plugin that keeps the first failure."""
+    """A pytest plugin that stores the first failure."""
 
     failure: dict[str, str] | None = None
 
     def pytest_exception_interact(self, node: pytest.Item, call: pytest.CallInfo[Any]) -> None:
-        """Keep it."""
+        """Store the first failure."""
         if self.failure is None and call.excinfo is not None:
             message = str(call.excinfo.value)[:2000]
             self.failure = {"where": node.nodeid, "type": call.excinfo.typename, "message": message}

@@ -1,4 +1,4 @@
-"""Say of a mutant whether the tests catch it: each stage of them runs in a fresh process, until one fails."""
+"""Run the tests on a mutant, one stage after the other, each in a fresh process, until one fails."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rl_kernels.lab.mutate.edits import Edit
 CAUGHT, TIMEOUT, SURVIVED, INVALID = "caught", "timeout", "survived", "invalid"
 CRASHES = ("TypeError", "NameError", "UnboundLocalError", "SyntaxError", "AttributeError", "ImportError")
 CRASHED = re.compile(rf"\b(?:raised|got) (?:InterpreterError: )?(?:{'|'.join(CRASHES)})\b")
-"""What a check says of an implementation that crashed."""
+"""Matches the message of a check whose implementation crashed."""
 NOTHING_SELECTED = 5
 PATIENCE = 8
-"""Seconds that a stage may take, for each second of a core."""
+"""Wall-clock limit of a stage, as a multiple of its limit of CPU time."""
 
 
 class Stage(NamedTuple):
@@ -35,7 +35,7 @@ class Stage(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What became of a mutant, and which test said so."""
+    """The outcome of a mutant, and the test that caught it."""
 
     state: str
     where: str = ""
@@ -60,7 +60,7 @@ def _run_stage(module: str, edit: Edit | None, stage: Stage) -> Verdict:
         out = Path(folder, "out.json")
         command = [sys.executable, "-m", "rl_kernels.lab.mutate.child", mutant, str(out), *stage.arguments]
         environment = {**os.environ, **stage.environment}
-        # Time of a core, because others may use the cores too; a process that only waits takes none.
+        # Limit CPU time, because other processes may use the cores too; a process that only waits uses none.
         limit = partial(resource.setrlimit, resource.RLIMIT_CPU, (stage.seconds, stage.seconds))
         options: dict[str, Any] = {"env": environment, "capture_output": True, "timeout": PATIENCE * stage.seconds}
         try:

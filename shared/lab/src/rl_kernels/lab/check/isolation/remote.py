@@ -25,7 +25,7 @@ from rl_kernels.lab.check.surroundings import Surroundings
 TIMEOUT = 60.0
 """Default limit in seconds for an answer; loading the candidate gets at least this. A hang is a failed check."""
 LIVES = 3
-"""How often a candidate's process may end; after that every check fails at once."""
+"""Number of times that a candidate's process may end; after that every check fails at once."""
 CHUNK = 1 << 20
 
 

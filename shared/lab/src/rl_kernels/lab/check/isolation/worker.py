@@ -1,7 +1,7 @@
 """The candidate's process: loads the candidate, calls it on request, and answers with tensors.
 
 Nothing is compared here, because a candidate may change any function of this process. Before the candidate is loaded,
-the functions that others rely on are recorded; on request the process reports which of them the candidate has replaced.
+public functions of other packages are recorded; on request the process reports which ones the candidate replaced.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ BY_TORCH = ("torch.manual_seed", "torch.random.manual_seed")
 
 
 def _functions() -> dict[str, Any]:
-    """Return the public functions and classes that others rely on, by full name."""
+    """Return the public functions and classes that a candidate must not replace, by full name."""
     own = [name for name in sys.modules if name.startswith(("rl_kernels.core", "rl_kernels.lab"))]
     modules = [sys.modules[name] for name in (*WATCHED, *own) if name in sys.modules]
     # Go from base to subclass: a replaced method hides the one of the base class.

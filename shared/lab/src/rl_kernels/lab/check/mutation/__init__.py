@@ -1,4 +1,4 @@
-"""Test the checks themselves: each planted bug must fail one that the honest implementation passes."""
+"""Test the checks themselves: each planted bug must fail a check that the unmodified implementation passes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Plant = Callable[[], AbstractContextManager[None]]
 
 
 class Baseline:
-    """An unchanged implementation, with which spoilt ones are compared."""
+    """An unmodified implementation, with which modified ones are compared."""
 
     def __init__(self, candidate: Candidate, cells: Iterable[Cell]) -> None:
         self.candidate = candidate
@@ -30,7 +30,7 @@ class Baseline:
         self._passes: dict[tuple[str, str], bool] = {}
 
     def spoilt(self, call: Call, relation: str) -> Check | None:
-        """Return the first check of a relation that fails for the spoilt call and not for the honest one."""
+        """Return the first check of a relation that fails for a modified call and not for the original one."""
         return next(self._caught(replace(self.candidate, call=call), nullcontext, [relation]), None)
 
     def planted(self, modules: Sequence[str], bug: Bug) -> Check | None:

@@ -1,6 +1,6 @@
-"""Negative controls: an honest implementation spoilt from outside, in ways in which any operator can go wrong.
+"""Negative controls: a correct implementation with an error added from outside, of kinds that any operator can have.
 
-A control takes the honest call and returns a spoilt one, or None if it does not apply to the operator.
+A control takes the correct call and returns a wrong one, or None if it does not apply to the operator.
 """
 
 from __future__ import annotations

@@ -29,11 +29,11 @@ RELATIONS: dict[str, Callable[[Cell], Iterator[Record]]] = {
     "hygiene": hygiene,
     "torch": integration,
 }
-"""Each turns a cell into records; a candidate that misbehaves gives a failed check, and the suite goes on."""
+"""Relation -> function from a cell to records. A candidate that misbehaves gives a failed check; the run continues."""
 
 
 def check_relation(cell: Cell, relation: str) -> Iterator[Record]:
-    """Check a relation on a cell; yield its records, or why it was skipped."""
+    """Check a relation on a cell; yield its records, or the reason for skipping it."""
     if not concerns(cell, relation):
         return
     device = cell.setting.device
@@ -58,12 +58,12 @@ def check_relation(cell: Cell, relation: str) -> Iterator[Record]:
 
 
 def concerns(cell: Cell, relation: str) -> bool:
-    """Say whether a case checks a relation."""
+    """Return whether a case checks a relation."""
     return not cell.case.relations or relation in cell.case.relations
 
 
 def exempt(cell: Cell, relation: str) -> str | None:
-    """Return why a relation is not checked for a candidate or an operator, or None."""
+    """Return the reason why a relation is not checked for a candidate or an operator, or None."""
     if cell.case.gpu and cell.setting.device.type != "cuda":
         return "so large that it runs on a GPU only"
     if cell.case.dtype == "bf16" and cell.is_slow:

@@ -59,7 +59,7 @@ def gradients(cell: Cell) -> Iterator[Record]:
 
 
 def _without_one(cell: Cell, upstream: Results, eager: Ran, gold: Ran) -> Iterator[Record]:
-    """Leave out one output and one argument, which depend on the case, if that leaves more than one of each."""
+    """Omit one output and one argument, chosen by the case, where there are more than two."""
     draw = cell.draw(salt=3)
 
     def but_one(names: list[str]) -> list[str]:

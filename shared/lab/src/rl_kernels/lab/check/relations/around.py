@@ -26,7 +26,7 @@ AROUND = {
     "checkpointed": Surroundings(checkpointed=True),
 }
 CASTS = (torch.bfloat16, torch.float16)
-"""Dtypes of autocast; the second only for the plainest case of each function."""
+"""Dtypes of autocast; the second is used only for the plainest case of a function."""
 
 
 def as_found(cell: Cell) -> Iterator[Record]:
@@ -119,7 +119,7 @@ def _same_tensor(cell: Cell, upstream: Results) -> Iterator[Record]:
 
 
 def _refused(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
-    """After calls that must be refused, the global state is unchanged, and a good call gives the same bits."""
+    """Check that refused calls leave the global state unchanged, and that a good call then gives the same bits."""
     spec, item = cell.spec, "after refused calls"
     bad = [call for call in spec.illegal if cell.case.name == (call.case or spec.case().name)]
     for call in [call for call in bad if call.error is ValueError][:REFUSED]:

@@ -21,7 +21,7 @@ ALLOWED = {"fp64": 1e-6, "fp32": 1e-2, "bf16": 0.2, "fp16": 0.1}
 
 
 def derivatives(cell: Cell) -> Iterator[Record]:
-    """Double backward and forward mode raise or match the definition; for one case of each function."""
+    """Check that double backward and forward mode raise or match the definition; for one case per function."""
     eager = cell.eager()
     upstream = cell.upstream(eager)
     if not upstream or not cell.is_first:

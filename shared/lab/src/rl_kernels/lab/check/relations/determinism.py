@@ -1,4 +1,4 @@
-"""Relations of bits: the same call again, and the same rows in other layouts."""
+"""Relations of bits: repeated calls, and the same rows in other layouts."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ RUNS, INTERPRETED_RUNS = 20, 3
 CALLS, SECONDS = 50_000, {"quick": 1.0, "full": 8.0}
 """Limits of the calls of a function's plainest case: corrupted state or a rare error shows only after many calls."""
 AT_ONCE = 60
-"""Calls of each of two threads."""
+"""Number of calls per thread, where two threads call at once."""
 THREADS = (1, 2, 3, 8, 12)
 """Numbers of CPU threads between which no bit may change."""
 PRODUCTS = 4
-"""On a GPU, products queued on another stream at the start of each call."""
+"""Number of products queued on another stream of a GPU at the start of each call."""
 MISSING = Comparison(False, message="this result is missing in another run of the same call")
 
 

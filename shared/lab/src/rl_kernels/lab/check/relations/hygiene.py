@@ -1,4 +1,4 @@
-"""The relation of memory: what a call reads, what it writes, and what it must leave alone."""
+"""The relation of memory: a call reads only its inputs, writes all its outputs, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _expanded(cell: Cell) -> Iterator[Record]:
 
 
 def _empty(cell: Cell) -> Iterator[Record]:
-    """Call on empty tensors: shapes, dtypes and zeros (sums of no terms) must be those of the definition."""
+    """Call on empty tensors: shapes, dtypes and zeros (sums of no terms) must equal the definition's."""
     for case in (case for case in cell.spec.empty if case.function == cell.case.function):
         here = replace(cell, case=case)
         item = f"empty: {case.name}"

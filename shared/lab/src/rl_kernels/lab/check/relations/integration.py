@@ -1,4 +1,4 @@
-"""The relation of PyTorch: what its compiler, fake tensors, opcheck and CUDA graphs require of an operator."""
+"""The relation of PyTorch: requirements of its compiler, fake tensors, opcheck and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _same(cell: Cell, label: str, results: Results, expected: Results) -> Iterat
 
 
 def _no_sync(cell: Cell) -> Iterator[Record]:
-    """Forward and backward without waiting for the device; checks of values, which must wait, are off."""
+    """Check that forward and backward do not wait for the device; validation of values, which must wait, is off."""
     inputs = _unchecked(cell)
     why = cell.spec.waits(inputs, cell.candidate.backend)
     if why is not None:
@@ -233,14 +233,14 @@ def _graph(cell: Cell) -> Iterator[Record]:
 
 
 def _unseen(cell: Cell, inputs: Inputs, upstream: Results) -> Results:
-    """Call the backend without looking at values, which would wait for the device and cannot be captured."""
+    """Call the backend without reading values on the host, which would wait for the device and cannot be captured."""
     call = cell.candidate.call
     run = Run(lambda arguments: call(cell.case.function, arguments), cell.spec.output, inputs, cell.allowed_leaves)
     return run.results(upstream, looks=False)
 
 
 def _unchecked(cell: Cell) -> Inputs:
-    """Return the arguments of a call that does not look at values."""
+    """Return the arguments of a call that does not validate values."""
     function = cell.candidate.operator.function(cell.case.function)
     takes_it = "validate" in inspect.signature(function).parameters
     return {**cell.inputs, "validate": False} if takes_it else cell.inputs

@@ -1,4 +1,4 @@
-"""Lifetimes across calls: results of a call, tensors saved for backward, and what was cached of its arguments."""
+"""Lifetimes across calls: results of a call, tensors saved for backward, and values cached from its arguments."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _again(cell: Cell, upstream: Results) -> Iterator[Record]:
 
 
 def _refused_again(cell: Cell, upstream: Results) -> Check:
-    """A second backward pass must raise if the first has overwritten what it needs."""
+    """Check that a second backward pass raises if the first has overwritten a tensor that it needs."""
     try:
         run = cell.run()
         run.gradients(upstream, again=True)
@@ -166,7 +166,7 @@ def _written(cell: Cell, expected: Results, upstream: Results) -> Iterator[Recor
 
 
 def _mixed(cell: Cell, fresh: Inputs) -> Inputs:
-    """Return the inputs with one number of each floating tensor from ``others``: sampling a few numbers misses it."""
+    """Return the inputs with one number of each floating tensor from ``fresh``: sampling a few numbers misses it."""
     mixed, draw = dict(cell.inputs), cell.draw(salt=2)
     for name, value in cell.inputs.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
@@ -197,7 +197,7 @@ def _permuted(cell: Cell) -> Inputs:
 
 
 def _alike(inputs: Inputs, other: Inputs) -> bool:
-    """Say whether the values of one call can be written into the tensors of another."""
+    """Return whether the values of one call can be written into the tensors of another."""
 
     def shapes(arguments: Inputs) -> dict[str, object]:
         return {name: value.shape for name, value in arguments.items() if isinstance(value, torch.Tensor)}

@@ -22,7 +22,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def main_grad(cell: Cell, upstream: Results) -> Iterator[Record]:
-    """Two calls, then both backward passes: gradients add up in the buffer, whatever its strides and the other leaves.
+    """Check two calls, then both backward passes: gradients accumulate in the buffer, for all strides and leaves.
 
     A user's implementation may ignore the buffer and return a gradient, but then it must always do so.
     """
@@ -56,7 +56,7 @@ def main_grad(cell: Cell, upstream: Results) -> Iterator[Record]:
 
 
 def _unrounded(cell: Cell, name: str, upstream: Results) -> Check:
-    """What is added to an FP32 buffer must not be rounded to the parameter's dtype."""
+    """Check that a gradient is not rounded to the parameter's dtype before it is added to an FP32 buffer."""
     item = f"gradient:{name} in main_grad, digits"
     inputs = _with_buffer(cell, name, False)
     # Products with whole numbers may have few digits of their own.
@@ -73,7 +73,7 @@ def _unrounded(cell: Cell, name: str, upstream: Results) -> Check:
 
 
 def _frozen(cell: Cell, name: str, upstream: Results) -> Check:
-    """A parameter that requires no gradient gets none, even if it has a buffer."""
+    """Check that a parameter that requires no gradient gets none, even if it has a buffer."""
     item = f"gradient:{name} in main_grad, frozen"
     try:
         run = cell.run(_with_buffer(cell, name, False), leaves=[leaf for leaf in cell.leaves if leaf != name])
@@ -86,7 +86,7 @@ def _frozen(cell: Cell, name: str, upstream: Results) -> Check:
 
 
 def _renewed(cell: Cell, name: str, upstream: Results) -> Check:
-    """Assign a new buffer after a first step: the second step must add to it what the first would have."""
+    """Assign a new buffer after a first step, and check that the second step adds its gradient to the new buffer."""
     item, inputs = f"gradient:{name} in another main_grad", _with_buffer(cell, name, False)
     try:
         run = cell.run(inputs)
@@ -99,7 +99,7 @@ def _renewed(cell: Cell, name: str, upstream: Results) -> Check:
 
 
 def _cast(cell: Cell, name: str, upstream: Results) -> Check:
-    """Under autocast, which replaces the parameter by a cast copy, gradients must still be added to the buffer."""
+    """Check that autocast, which replaces the parameter by a cast copy, still adds gradients to the buffer."""
     item = f"gradient:{name} in main_grad, autocast"
     try:
         cast = Surroundings(autocast=torch.bfloat16, forward_only=True)

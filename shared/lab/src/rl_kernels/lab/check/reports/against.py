@@ -14,21 +14,21 @@ GROWN = 2.0
 
 @dataclass
 class Changes:
-    """What differs between two reports, each entry in words.
+    """The differences between two reports, each in words.
 
-    The first two are regressions. A check is known by its case id and output, a backend's kernels by its dtype.
+    The first two are regressions. Checks are matched by case id and output, a backend's kernels by dtype.
     """
 
     failed: list[str] = field(default_factory=list)
-    """Passed then, fails now; or is new and fails."""
+    """Checks that passed then and fail now, or are new and fail."""
     vanished: list[str] = field(default_factory=list)
-    """Ran then, and does not run now."""
+    """Checks that ran then and do not run now."""
     fixed: list[str] = field(default_factory=list)
-    """Failed then, passes now."""
+    """Checks that failed then and pass now."""
     new: list[str] = field(default_factory=list)
-    """Did not run then, and passes now."""
+    """Checks that did not run then and pass now."""
     grown: list[str] = field(default_factory=list)
-    """Passes with an error of more than twice the earlier one."""
+    """Checks that pass with an error of more than twice the earlier one."""
     settings: list[str] = field(default_factory=list)
     """Settings of the runs that differ, such as seeds and versions."""
 

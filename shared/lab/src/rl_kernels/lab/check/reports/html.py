@@ -70,7 +70,7 @@ class Square:
 
     @cached_property
     def skips(self) -> list[Skip]:
-        """What did not run."""
+        """The checks that did not run."""
         return [record for record in self.records if isinstance(record, Skip)]
 
     @property
@@ -99,7 +99,7 @@ class Square:
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Why something did not run, and how often."""
+        """Reason for skipping -> number of checks."""
         return {reason: len(skips) for reason, skips in summary.grouped(self.skips, lambda skip: skip.reason).items()}
 
     @property
@@ -127,7 +127,7 @@ class Page:
 
     @property
     def rows(self) -> dict[str, list[str]]:
-        """The candidates by operator, those that could not run last."""
+        """The candidates by operator; candidates that could not run come last."""
         ran_first = sorted(self._squares.values(), key=lambda square: not square.checks)
         pairs = dict.fromkeys((square.operator, square.candidate) for square in ran_first)
         return {

@@ -39,7 +39,7 @@ def percent(part: int, whole: int) -> str:
 
 
 def held(checks: Iterable[Check]) -> int:
-    """Return how many checks passed."""
+    """Return the number of checks that passed."""
     return sum(check.passed for check in checks)
 
 
@@ -50,7 +50,7 @@ def checks_said(report: Report) -> str:
 
 
 def place(check: Check) -> str:
-    """Say which check of a candidate this is."""
+    """Return relation, case and item of a check, in words."""
     return f"{check.relation} {check.case}: {check.item}"
 
 
@@ -83,7 +83,7 @@ def by_reason(report: Report) -> dict[tuple[str, str, str, str], list[Skip]]:
 
 
 class LaunchSummary(NamedTuple):
-    """What ran when a candidate was checked in one dtype."""
+    """Backends and kernels that ran when a candidate was checked in one dtype."""
 
     operator: str
     candidate: str
@@ -104,7 +104,7 @@ class LaunchSummary(NamedTuple):
 
     @property
     def fault(self) -> str:
-        """What is wrong, if something is."""
+        """The error message; empty if there is none."""
         return f"none of its own kernels was launched in {self.cases} {self.dtype} cases" if self.failed else ""
 
     @property
@@ -120,7 +120,7 @@ class LaunchSummary(NamedTuple):
 
 
 def launch_summaries(report: Report) -> list[LaunchSummary]:
-    """Return what ran, by operator, candidate and dtype."""
+    """Return the backends and kernels that ran, by operator, candidate and dtype."""
     groups = grouped(report.launches, lambda record: (record.operator, record.candidate, record.dtype))
     summaries = []
     for key, cases in groups.items():
@@ -147,7 +147,7 @@ def seeds(report: Report) -> dict[str, int]:
 
 
 def chosen(report: Report) -> dict[str, str | int]:
-    """Return what replaces a default: sizes of cases, the kind of upstream gradients and the contract's file."""
+    """Return the settings that replace a default: sizes of cases, upstream gradients and the contract's file."""
     setting = report.plan.setting
     replaced: dict[str, str | int] = dict(report.plan.sizes)
     if setting.grad_mode != "random":

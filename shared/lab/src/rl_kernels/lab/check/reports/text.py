@@ -18,7 +18,7 @@ def text(report: Report, *, verbose: bool = False, changes: Changes | None = Non
     Args:
         report: the report of the run.
         verbose: also yield every check that passed.
-        changes: what differs from an earlier report, if it was compared with one.
+        changes: differences from an earlier report, if it was compared with one.
     """
     groups = summary.grouped(summary.launch_summaries(report), lambda entry: (entry.operator, entry.candidate))
     for (operator, candidate), checks in summary.by_candidate(report).items():
