@@ -162,9 +162,9 @@ def test_what_is_timed_is_the_call_that_a_user_makes():
         return x, options, backend, validate
 
     ours = runner.Ours(scaled, {"options": Options}, {"backend": "native", "validate": False})
-    call = ours.with_({"x": 2, "scale": 3.0})
+    call = ours.bind({"x": 2, "scale": 3.0})
     assert call.func is scaled
-    assert call.keywords["options"] is ours.with_({"x": 5, "scale": 3.0}).keywords["options"]
+    assert call.keywords["options"] is ours.bind({"x": 5, "scale": 3.0}).keywords["options"]
     assert call() == ours(x=2, scale=3.0) == (2, Options(3.0), "native", False)
     assert ours(x=2, validate=True) == (2, None, "native", True)
 

@@ -154,7 +154,7 @@ def honest(call=None):
 
 
 def spoilt(found, relation, name):
-    return found.spoilt(CONTROLS[relation][name](found.candidate.call, SPEC), relation)
+    return found.modified(CONTROLS[relation][name](found.candidate.call, SPEC), relation)
 
 
 @pytest.mark.smoke
@@ -170,7 +170,7 @@ def test_a_negative_control_is_caught_by_its_relation(relation, name):
 def test_what_is_no_bug_or_fails_without_it_is_not_caught():
     for name in ("shifted ids", "mask off by one"):
         assert CONTROLS["accuracy"][name](lambda *_: None, replace(SPEC, ids=(), masks=())) is None
-    assert honest().spoilt(honest().candidate.call, "accuracy") is None
+    assert honest().modified(honest().candidate.call, "accuracy") is None
     assert spoilt(honest(lambda function, inputs: definition(**inputs) + 1), "accuracy", "all zeros") is None
 
 

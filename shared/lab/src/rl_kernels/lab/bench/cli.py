@@ -59,7 +59,7 @@ def parser(benches: Benches) -> Parser:
     command.add_argument("--format", choices=FORMATS, default="text", help="format of the tables (default: text)")
     command.add_argument("--json", type=writable, metavar="FILE", help="also write every record as JSON")
     command.add_argument(
-        "--plot", type=_picture, metavar="FILE", help="also plot shares of the floor (needs matplotlib)"
+        "--plot", type=_plot_path, metavar="FILE", help="also plot shares of the floor (needs matplotlib)"
     )
     add_options(command, benches)
     return command
@@ -101,7 +101,7 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
         yield lambda what: bar.update(task, advance=1, description=what)
 
 
-def _picture(text: str) -> Path:
+def _plot_path(text: str) -> Path:
     path = writable(text)
     if find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("matplotlib is not installed: pip install matplotlib")
@@ -132,7 +132,7 @@ def _plan(
         raise ValueError(f"--device: {arch} is not in the tolerance contract, so no result could be verified")
     if args.shapes and (args.set or len(benches) > 1):
         raise ValueError("--shapes: give one operator with --op, and no --set")
-    peer_names = _peers(args.compare or ALL, list(benches.values()))
+    peer_names = _peer_names(args.compare or ALL, list(benches.values()))
     jobs, reasons = [], {}
     for operator, bench in benches.values():
         mine, reasons[operator.name] = _jobs(operator, bench, args, device, peer_names, options)
@@ -164,7 +164,7 @@ def _jobs(
         check_options(operator, bench, shapes)
     jobs = []
     for dtype in dict.fromkeys(args.dtype or [default]):
-        reason = _why_not(operator, args.backend, Setting(dtype, device, arch_of(device.type, device.index)))
+        reason = _unavailable_reason(operator, args.backend, Setting(dtype, device, arch_of(device.type, device.index)))
         if reason:
             return [], reason
         for shape in shapes:
@@ -181,7 +181,7 @@ def _jobs(
     return jobs, ""
 
 
-def _why_not(operator: Operator, backend: str, setting: Setting) -> str:
+def _unavailable_reason(operator: Operator, backend: str, setting: Setting) -> str:
     if backend == AUTO:
         return ""
     try:
@@ -192,7 +192,7 @@ def _why_not(operator: Operator, backend: str, setting: Setting) -> str:
     return f"--backend {backend}: {reason}" if reason else ""
 
 
-def _peers(text: str, benches: Sequence[tuple[Operator, Benchmark]]) -> list[str]:
+def _peer_names(text: str, benches: Sequence[tuple[Operator, Benchmark]]) -> list[str]:
     if text == "none":
         return []
     names = [

@@ -34,7 +34,7 @@ def function_from(peer: Peer) -> Callable[..., Any]:
 
 
 @contextmanager
-def named_if_it_fails() -> Iterator[None]:
+def skipped_on_error() -> Iterator[None]:
     """Turn whatever a peer raises, running out of memory included, into ``Skipped``."""
     try:
         yield

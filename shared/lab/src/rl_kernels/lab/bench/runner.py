@@ -27,7 +27,7 @@ from rl_kernels.lab.bench.measure import (
     call_seconds,
     measure,
 )
-from rl_kernels.lab.bench.peers import LOOSE, Skipped, difference, function_from, named_if_it_fails, one_line
+from rl_kernels.lab.bench.peers import LOOSE, Skipped, difference, function_from, one_line, skipped_on_error
 from rl_kernels.lab.bench.record import OURS, Measured, Record
 from rl_kernels.lab.bench.verify import Wrong, call, verify
 from rl_kernels.lab.check.guard import Misbehaved, Results, named
@@ -45,15 +45,15 @@ class Ours:
 
     def __call__(self, **inputs: Any) -> Any:
         """Call the public function."""
-        return self.with_(inputs)()
+        return self.bind(inputs)()
 
-    def with_(self, inputs: Inputs) -> Run:
+    def bind(self, inputs: Inputs) -> Run:
         """Return the call that a user makes with these inputs, without the work of grouping arguments."""
         return functools.partial(self.public, **grouped(own_parameters(self.public), self.groups, self.always | inputs))
 
 
-def _with(function: Function, inputs: Inputs) -> Run:
-    return function.with_(inputs) if isinstance(function, Ours) else functools.partial(function, **inputs)
+def _bind(function: Function, inputs: Inputs) -> Run:
+    return function.bind(inputs) if isinstance(function, Ours) else functools.partial(function, **inputs)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Round:
         return any(pass_.backward for pass_ in self.passes.values())
 
     @functools.cached_property
-    def under_ones(self) -> Results:
+    def results_for_ones(self) -> Results:
         """Our result for an upstream gradient of ones, which a peer that returns a sum is compared with."""
         assert self.function is not None
         ones = {name: torch.ones_like(value) for name, value in self.upstream.items()}
@@ -120,7 +120,7 @@ class Round:
         arch = arch_of(device.type, device.index)
         return verify(self.arena, layouts.get(self.arena.case.function), results, upstream, arch)
 
-    def through(self, backend: str) -> Ours:
+    def on_backend(self, backend: str) -> Ours:
         """Return our function on a backend, without validation: the inputs are known to be right."""
         unchecked = {"validate": False} if "validate" in self.arena.spec.unread else {}
         public = self.job.operator.function(self.arena.case.function)
@@ -156,12 +156,12 @@ def run(job: Job, ceilings: Ceilings) -> list[Record]:
 
 def _run_ours(round_: Round, record: Record) -> None:
     arena = round_.arena
-    function = round_.through(round_.job.backend)
+    function = round_.on_backend(round_.job.backend)
     try:
         _verify(round_, function, record)
         for name, pass_ in round_.passes.items():
-            measurement = _timed(round_, function, pass_, arena.copies, round_.upstream)
-            _same(round_, pass_, measurement.result)
+            measurement = _time_pass(round_, function, pass_, arena.copies, round_.upstream)
+            _check_bits(round_, pass_, measurement.result)
             round_.measured[name] = measurement
             record.passes[name] = Measured.of(measurement.timing, pass_.work, round_.ceilings, None)
     except BackendUnavailable as error:
@@ -194,7 +194,7 @@ def _verify(round_: Round, function: Function, record: Record) -> None:
     record.checked[", ".join(round_.passes)] = f"FP64 definition, {share:.2g} of the contract's fence"
 
 
-def _same(round_: Round, pass_: Pass, last: Any) -> None:
+def _check_bits(round_: Round, pass_: Pass, last: Any) -> None:
     """Check that the last timed call gave the verified bits, or else verify its result too."""
     results = _results(round_, pass_, last)
     before = {name: value for name, value in round_.ours.items() if name in results}
@@ -211,7 +211,7 @@ def _results(round_: Round, pass_: Pass, result: Any) -> Results:
     return {f"gradient:{name}": grad for name, grad in zip(round_.arena.leaves, result, strict=True)}
 
 
-def _timed(
+def _time_pass(
     round_: Round,
     function: Function,
     pass_: Pass,
@@ -222,15 +222,16 @@ def _timed(
     beside: Clock | None = None,
 ) -> Measurement:
     runs = [
-        _both(round_, function, inputs, upstream) if pass_.backward else _with(function, inputs) for inputs in copies
+        _forward_and_backward(round_, function, inputs, upstream) if pass_.backward else _bind(function, inputs)
+        for inputs in copies
     ]
     with torch.set_grad_enabled(pass_.backward):
         return measure(runs, round_.job.device, round_.job.effort, captured=captured, beside=beside)
 
 
-def _both(round_: Round, function: Function, inputs: Inputs, upstream: Results) -> Run:
+def _forward_and_backward(round_: Round, function: Function, inputs: Inputs, upstream: Results) -> Run:
     attached = {name: inputs[name].detach().requires_grad_() for name in round_.arena.leaves}
-    forward, leaves, above = _with(function, {**inputs, **attached}), list(attached.values()), list(upstream.values())
+    forward, leaves, above = _bind(function, {**inputs, **attached}), list(attached.values()), list(upstream.values())
     names, output = list(upstream), round_.arena.spec.output
 
     def run() -> Any:
@@ -263,12 +264,12 @@ def _run_peer(round_: Round, peer: Peer, record: Record) -> None:
     if record.skipped.get("") or record.wrong or not passes:
         return
     try:
-        function = round_.through(peer.backend) if peer.backend else function_from(peer)
+        function = round_.on_backend(peer.backend) if peer.backend else function_from(peer)
     except Skipped as error:
         record.skipped[""] = str(error)
         return
     try:
-        with named_if_it_fails():
+        with skipped_on_error():
             with peer.around():
                 upstream = _check_peer(round_, peer, function, record, any(pass_.backward for pass_ in passes.values()))
             copies = round_.arena.copies
@@ -279,16 +280,18 @@ def _run_peer(round_: Round, peer: Peer, record: Record) -> None:
                 # Our plain calls would run under the settings of the peer; a captured graph is not affected.
                 beside = ours.clock if ours and ours.clock and ours.clock.how == GRAPH else None
                 with peer.around():
-                    measurement = _timed(
+                    measurement = _time_pass(
                         round_, function, pass_, copies, upstream, captured=not peer.waits, beside=beside
                     )
-                record.passes[name] = _beside(round_, pass_, measurement, peer, ours)
+                record.passes[name] = _measured_beside(round_, pass_, measurement, peer, ours)
     except Skipped as error:
         record.skipped[", ".join(name for name in passes if name not in record.passes)] = str(error)
     _release(round_.job.device)
 
 
-def _beside(round_: Round, pass_: Pass, measurement: Measurement, peer: Peer, ours: Measurement | None) -> Measured:
+def _measured_beside(
+    round_: Round, pass_: Pass, measurement: Measurement, peer: Peer, ours: Measurement | None
+) -> Measured:
     """Return the measurement of a peer, with its real calls timed again in turn with ours."""
     if ours is None:
         return Measured.of(measurement.timing, pass_.work, round_.ceilings, None)
@@ -306,7 +309,7 @@ def _check_peer(round_: Round, peer: Peer, function: Function, record: Record, b
         return upstream
     if peer.scalar:
         upstream = {name: value.new_ones(()) for name, value in upstream.items()}
-        ours = round_.under_ones
+        ours = round_.results_for_ones
     inputs = _cloned(round_.arena.inputs) if peer.overwrites else round_.arena.inputs
     results = round_.result(function, inputs, upstream)
     name, share = difference(results, ours)

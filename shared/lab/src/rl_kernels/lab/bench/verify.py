@@ -112,7 +112,7 @@ def verify(
                 terms = (eager[item], gold[item], magnitudes[item])
                 sums[item].add(*terms) if item in sums else sums.update({item: Sums(*terms)})
                 continue
-            mine = value if rows is None else _flat(value, gold[item])[rows]
+            mine = value if rows is None else _flat_rows(value, gold[item])[rows]
             rules[item].feed(mine, eager[item].to(value.dtype), gold[item], magnitudes[item])
     for item, total in sums.items():
         rules[item].feed(results[item], total.eager.to(results[item].dtype), total.gold, total.magnitude)
@@ -121,7 +121,7 @@ def verify(
     return max(rule.share for rule in rules.values())
 
 
-def _flat(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _flat_rows(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return the rows of a result; a result of another width stays as it is, so that its shape is found wrong."""
     row = like.shape[1:]
     return value.reshape(-1, *row) if value.shape[value.ndim - len(row) :] == row else value
@@ -140,33 +140,37 @@ Block = tuple[slice | None, Results, Results, Mapping[str, torch.Tensor]]
 
 def _blocks(arena: Arena, layout: RowLayout | None, upstream: Results, block: int) -> Iterator[Block]:
     """Yield, for each block of rows, its position, the definition in FP64 and in FP32, and the magnitudes."""
-    spec, inputs = arena.spec, _readable(arena)
+    spec, inputs = arena.spec, _definition_inputs(arena)
     rows = None if layout is None else Rows(layout, inputs)
     shared = {name: value for name, value in inputs.items() if rows is not None and name not in rows.flat}
     # Inputs shared by all blocks, such as a weight, are cast once.
-    wide, plain = (_floats(shared, dtype) for dtype in (torch.float64, torch.float32))
-    for position, part, above in [(None, inputs, upstream)] if rows is None else _cut(arena, rows, upstream, block):
-        golden, up = {**wide, **_floats(part, torch.float64)}, _floats(above, torch.float64)
-        eager = _define(arena, {**plain, **_floats(part, torch.float32)}, _floats(above, torch.float32))
-        yield position, _define(arena, golden, up), eager, spec.magnitudes(arena.case, golden, up)
+    wide, plain = (_cast_floats(shared, dtype) for dtype in (torch.float64, torch.float32))
+    for position, part, above in (
+        [(None, inputs, upstream)] if rows is None else _row_blocks(arena, rows, upstream, block)
+    ):
+        golden, up = {**wide, **_cast_floats(part, torch.float64)}, _cast_floats(above, torch.float64)
+        eager = _run_definition(
+            arena, {**plain, **_cast_floats(part, torch.float32)}, _cast_floats(above, torch.float32)
+        )
+        yield position, _run_definition(arena, golden, up), eager, spec.magnitudes(arena.case, golden, up)
 
 
-def _readable(arena: Arena) -> Inputs:
+def _definition_inputs(arena: Arena) -> Inputs:
     """Return the definition's arguments without output dtypes: neither gold nor eager is rounded here."""
     inputs = readable(arena.spec, arena.inputs)
     return {name: value for name, value in inputs.items() if not isinstance(value, torch.dtype)}
 
 
-def _floats(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+def _cast_floats(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     return {
         name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
         for name, value in inputs.items()
     }
 
 
-def _cut(arena: Arena, rows: Rows, upstream: Results, block: int) -> Iterator[tuple[slice, Inputs, Results]]:
+def _row_blocks(arena: Arena, rows: Rows, upstream: Results, block: int) -> Iterator[tuple[slice, Inputs, Results]]:
     """Yield blocks of rows, and of the upstream gradients that belong to them."""
-    above = {name: value.reshape(rows.count, *value.shape[_leading(rows) :]) for name, value in upstream.items()}
+    above = {name: value.reshape(rows.count, *value.shape[_leading_dims(rows) :]) for name, value in upstream.items()}
     step = max(1, block // max(arena.case.sizes.values()))
     for start in range(0, rows.count, step):
         block_rows = slice(start, min(start + step, rows.count))
@@ -177,12 +181,12 @@ def _cut(arena: Arena, rows: Rows, upstream: Results, block: int) -> Iterator[tu
         )
 
 
-def _leading(rows: Rows) -> int:
+def _leading_dims(rows: Rows) -> int:
     name = next(iter(rows.flat))
     return rows.inputs[name].ndim - rows.layout.arguments[name]
 
 
-def _define(arena: Arena, inputs: Inputs, upstream: Results) -> Results:
+def _run_definition(arena: Arena, inputs: Inputs, upstream: Results) -> Results:
     """Return outputs and gradients of the definition."""
     reference: Callable[..., Any] = arena.spec.references[arena.case.function]
     return call(reference, arena.spec.output, inputs, arena.leaves if upstream else [], upstream)

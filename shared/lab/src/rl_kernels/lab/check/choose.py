@@ -66,7 +66,7 @@ def candidates_of(
     for name in names:
         if name != "all":
             candidates.append(
-                _users(operator, name, timeout) if ":" in name else _candidate(operator, spec, name, call)
+                _user_candidate(operator, name, timeout) if ":" in name else _candidate(operator, spec, name, call)
             )
             continue
         for known_name in ("pytorch", AUTO, *(backend.name for backend in operator.backends)):
@@ -85,9 +85,9 @@ def _candidate(operator: Operator, spec: Spec, name: str, call: Call) -> Candida
     elif name == "cuda":
         if call.device.type != "cuda":
             raise CannotRun(f"--candidate cuda: runs on a GPU, but the device is {call.device.type}")
-        verdicts = [_asked_for(backend, call) for backend in operator.backends if backend.name.startswith("cuda-")]
+        verdicts = [_verdict(backend, call) for backend in operator.backends if backend.name.startswith("cuda-")]
     else:
-        verdicts = [_asked_for(backend, call) for backend in operator.backends if backend.name == name]
+        verdicts = [_verdict(backend, call) for backend in operator.backends if backend.name == name]
     if not verdicts:
         known = ", ".join(backend.name for backend in operator.backends)
         raise CannotRun(f"--candidate {name}: {operator.name} has no such backend; it has: {known}")
@@ -98,13 +98,13 @@ def _candidate(operator: Operator, spec: Spec, name: str, call: Call) -> Candida
     raise CannotRun(f"--candidate {name}: {operator.name} cannot run it here: {reasons}")
 
 
-def _users(operator: Operator, name: str, timeout: float) -> Candidate:
+def _user_candidate(operator: Operator, name: str, timeout: float) -> Candidate:
     try:
         return user_candidate(operator, name, timeout)
     except ValueError as error:
         raise CannotRun(f"--candidate {name}: {error}") from error
 
 
-def _asked_for(backend: Backend, call: Call) -> Verdict:
+def _verdict(backend: Backend, call: Call) -> Verdict:
     reason = backend.why_not(call)
     return Verdict(backend.name, reason, chosen=reason is None)

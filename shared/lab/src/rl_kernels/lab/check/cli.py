@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(as_json(document if changes is None else {**document, "against": changes.document()}), flush=True)
     else:
         _show(text(report, verbose=args.verbose or bool(args.replay), changes=changes))
-    if not _written(report, args):
+    if not _write_files(report, args):
         return USAGE
     if report.interrupted == CTRL_C:
         return INTERRUPTED
@@ -158,7 +158,7 @@ def _show(lines: Iterator[str]) -> None:
         console.print(shown)
 
 
-def _written(report: Report, args: argparse.Namespace) -> bool:
+def _write_files(report: Report, args: argparse.Namespace) -> bool:
     """Write the requested files, report those that cannot be written, and return whether all were written."""
     done = True
     for flag, write, path in (("--junit", write_junit, args.junit), ("--html", write_html, args.html)):
@@ -217,14 +217,14 @@ def _plan_again(argv: list[str]) -> Plan:
 def _plan(args: argparse.Namespace, operators: Sequence[Operator]) -> tuple[Plan, list[Skip]]:
     case = ""
     if args.replay:
-        case = _replayed(args)
+        case = _apply_replay(args)
     device = device_of(args.device, operators)
     terms = _contract(args.contract)
     arch = _arch(args.arch_key, device, terms)
     sizes = {name.removeprefix("size_"): n for name, n in vars(args).items() if name.startswith("size_") and n}
     constant = (args.constant_value, args.token_value) if args.input_mode == "constant" else None
     names = list(dict.fromkeys(args.candidate or ["auto"]))
-    _one_operator_for_users(names, operators)
+    _check_user_candidates(names, operators)
     suite = args.suite or "quick"
     parts: list[Part] = []
     skips: list[Skip] = []
@@ -244,7 +244,7 @@ def _plan(args: argparse.Namespace, operators: Sequence[Operator]) -> tuple[Plan
     return plan, skips
 
 
-def _replayed(args: argparse.Namespace) -> str:
+def _apply_replay(args: argparse.Namespace) -> str:
     """Set candidate, dtype and relation from the case id; return the case's name."""
     chosen = [name for name in CHOSEN_BY_REPLAY if getattr(args, name)]
     if chosen:
@@ -256,7 +256,7 @@ def _replayed(args: argparse.Namespace) -> str:
     return case_id.case
 
 
-def _one_operator_for_users(names: Sequence[str], operators: Sequence[Operator]) -> None:
+def _check_user_candidates(names: Sequence[str], operators: Sequence[Operator]) -> None:
     for name in names:
         if ":" in name and len(operators) > 1:
             raise ValueError(f"--candidate {name}: say which operator it implements, with --op")

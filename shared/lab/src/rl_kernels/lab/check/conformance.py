@@ -79,10 +79,10 @@ class Conformance:
                 pytest.param(backend, relation, dtype, case, id=f"{backend}-{relation}-{dtype}-{case.name}")
                 for backend in _runnable(cls.operator)
                 for dtype, relations in CHECKED.items()
-                if not (_interpreted(backend) and dtype == "bf16")
+                if not (_runs_interpreted(backend) and dtype == "bf16")
                 for relation in relations
                 for case in cases
-                if not _interpreted(backend) or _is_interpreted(spec, cls.planted, case, relation, dtype)
+                if not _runs_interpreted(backend) or _is_checked_interpreted(spec, cls.planted, case, relation, dtype)
                 if not case.relations or relation in case.relations
                 # A case with its own dtype is the same in every run.
                 if not case.dtype or dtype == next(iter(CHECKED))
@@ -101,13 +101,13 @@ class Conformance:
             bugs = [
                 pytest.param(mutants, bug, id=f"{mutants.backend}-{bug.name}")
                 for mutants in cls.planted
-                if mutants.backend in _promising(cls.operator)
+                if mutants.backend in _backends_with_all_promises(cls.operator)
                 for bug in mutants.bugs
             ]
             metafunc.parametrize(("mutants", "bug"), bugs)
         elif "control" in metafunc.fixturenames:
             controls = [(relation, name) for relation, names in CONTROLS.items() for name in names]
-            metafunc.parametrize(("catching", "control"), controls if _promising(cls.operator) else [])
+            metafunc.parametrize(("catching", "control"), controls if _backends_with_all_promises(cls.operator) else [])
 
     def test_relation(self, backend: str, relation: str, dtype: str, case: Case) -> None:
         """Rules 3 to 9 and the tolerance contract."""
@@ -155,7 +155,7 @@ class Conformance:
         call = CONTROLS[catching][control](baseline.candidate.call, spec_of(self.operator))
         if call is None:
             pytest.skip("does not apply to this operator")
-        assert baseline.spoilt(call, catching)
+        assert baseline.modified(call, catching)
 
     def test_inductor(self) -> None:
         """Rule 9, for the first call under the default compiler."""
@@ -165,7 +165,7 @@ class Conformance:
         compiled = flat(torch.compile(self.operator.function(), fullgraph=True), spec.groups)
         # At its first use the compiler writes environment variables, which a checked call may not, so call it before.
         compiled(**_inputs(self.operator, case))
-        _same(self.operator, case, _run(self.operator, case, compiled))
+        _check_bits(self.operator, case, _run(self.operator, case, compiled))
 
     def test_double_backward_raises(self) -> None:
         """Rule 9: a second derivative is refused, not silently zero."""
@@ -303,12 +303,12 @@ def _accelerated(operator: Operator) -> list[str]:
     return [name for name in names if name != "native"] or names
 
 
-def _interpreted(backend: str) -> bool:
+def _runs_interpreted(backend: str) -> bool:
     """Return whether a backend's kernels run in Triton's interpreter, whose BF16 differs from a GPU's."""
     return backend == "triton" and device().type == "cpu"
 
 
-def _is_interpreted(spec: Spec, planted: Sequence[Mutants], case: Case, relation: str, dtype: str) -> bool:
+def _is_checked_interpreted(spec: Spec, planted: Sequence[Mutants], case: Case, relation: str, dtype: str) -> bool:
     """Return whether a case runs in Triton's interpreter; a GPU runs all cases.
 
     Hygiene and parity run on the first case and on the cases that catch the planted bugs. In FP16 a case with gradients
@@ -328,7 +328,7 @@ def _is_interpreted(spec: Spec, planted: Sequence[Mutants], case: Case, relation
     return is_small and its_relation and of_dtype == (dtype == "fp16")
 
 
-def _promising(operator: Operator) -> list[str]:
+def _backends_with_all_promises(operator: Operator) -> list[str]:
     """Return the backends that run here and make all promises: a broken promise shows only there."""
     return [name for name in _runnable(operator) if operator.backend(name).promises[device().type] == INVARIANT]
 
@@ -353,7 +353,7 @@ def _run(operator: Operator, case: Case, function: Callable[..., Any] | None = N
     return Run(lambda kwargs: call(**kwargs), spec.output, inputs, leaves)
 
 
-def _same(operator: Operator, case: Case, compiled: Run) -> None:
+def _check_bits(operator: Operator, case: Case, compiled: Run) -> None:
     eager = _run(operator, case)
     upstream = cell(operator, case).upstream(eager)
     expected, results = eager.results(upstream), compiled.results(upstream)

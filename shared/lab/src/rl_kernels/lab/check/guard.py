@@ -13,7 +13,7 @@ from rl_kernels.core.dispatch import BackendUnavailable
 from rl_kernels.lab.check.surroundings import changed
 
 Results = dict[str, torch.Tensor]
-LEFT = "changed global state"
+STATE_CHANGED = "changed global state"
 
 
 class Misbehaved(Exception):
@@ -30,14 +30,14 @@ def equal(result: torch.Tensor | None, expected: torch.Tensor) -> bool:
     return result is not None and torch.equal(result.nan_to_num(), expected.nan_to_num())
 
 
-def as_found(phase: str, before: dict[str, Any]) -> None:
+def check_global_state(phase: str, before: dict[str, Any]) -> None:
     """Raise if the global state has changed."""
     names = changed(before)
     if names:
-        raise Misbehaved(f"{phase} {LEFT}: {', '.join(names)}")
+        raise Misbehaved(f"{phase} {STATE_CHANGED}: {', '.join(names)}")
 
 
-def or_refused(run: Callable[[], Any]) -> Any:
+def result_or_error(run: Callable[[], Any]) -> Any:
     """Return the result of ``run``, or the message of its error."""
     try:
         return run()

@@ -12,7 +12,7 @@ from rl_kernels.lab.check.launched import Launched, owns, record_launches
 from rl_kernels.lab.check.relations import check_relation
 from rl_kernels.lab.check.result import Check, Launches, Record
 
-UNSEEN = ("parity",)
+UNRECORDED = ("parity",)
 """Relations that run other backends too."""
 
 
@@ -27,7 +27,7 @@ def check_relations(cell: Cell, relations: Sequence[str]) -> Iterator[Record | L
     ran = False
     for relation in relations:
         with ExitStack() as stack:
-            recorded = relation not in UNSEEN
+            recorded = relation not in UNRECORDED
             choices = stack.enter_context(record_dispatch(every_call=False)) if recorded else []
             launched = stack.enter_context(record_launches()) if recorded else set()
             for record in check_relation(cell, relation):

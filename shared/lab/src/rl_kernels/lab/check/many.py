@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from rl_kernels.core.testing.spec import Inputs
-from rl_kernels.lab.check.guard import Misbehaved, Results, as_found, equal, guarded, misbehaved, named
+from rl_kernels.lab.check.guard import Misbehaved, Results, check_global_state, equal, guarded, misbehaved, named
 from rl_kernels.lab.check.surroundings import global_state
 
-OTHERS = 5000
+CALLS_ON_OTHERS = 5000
 """Calls on each of the other inputs at the end, as time allows; they must not change the first result."""
 
 
@@ -49,10 +49,10 @@ def call_often(
         # When inputs alternate, a buffer that is reused after an even number of calls always holds the same result.
         for place in range(len(copies) - 1, 0, -1):
             end = time.monotonic() + seconds
-            for _ in range(OTHERS):
+            for _ in range(CALLS_ON_OTHERS):
                 if time.monotonic() < end:
                     bits(place)
-        as_found("forward", before)
+        check_global_state("forward", before)
     return {"first": first[0], "other": expected[0][0], "number": number}
 
 

@@ -70,7 +70,7 @@ def differing(run: Callable[[], Results], runs: int, other: OtherStream) -> dict
         other.top_up(products)
         again = run()
         for name, value in first.items():
-            counts[name] += _unlike(again.get(name), value)
+            counts[name] += _count_unlike(again.get(name), value)
         _wait(first)
         if other.is_busy:
             counted += 1
@@ -79,7 +79,7 @@ def differing(run: Callable[[], Results], runs: int, other: OtherStream) -> dict
     raise RuntimeError(f"the other stream was still busy at the end of only {counted} runs, expected {runs}")
 
 
-def _unlike(result: torch.Tensor | None, expected: torch.Tensor) -> torch.Tensor | int:
+def _count_unlike(result: torch.Tensor | None, expected: torch.Tensor) -> torch.Tensor | int:
     if result is None or (result.shape, result.dtype) != (expected.shape, expected.dtype):
         return max(expected.numel(), 1)
     return (bits_of(result) != bits_of(expected)).sum()

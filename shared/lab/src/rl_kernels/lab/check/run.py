@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from rl_kernels.core.testing.spec import Inputs
-from rl_kernels.lab.check.guard import Misbehaved, Results, as_found, equal, guarded, named, or_refused
+from rl_kernels.lab.check.guard import Misbehaved, Results, check_global_state, equal, guarded, named, result_or_error
 from rl_kernels.lab.check.surroundings import Surroundings, global_state
 
 PLAIN = Surroundings()
@@ -54,9 +54,9 @@ class Run:
                 return named(checkpoint(self._call, arguments, use_reentrant=False), self._output)
             return named(self._call(arguments), self._output)
 
-        return self._watched("forward", call)
+        return self._guarded_call("forward", call)
 
-    def _watched(self, phase: str, run: Callable[[], Any]) -> Any:
+    def _guarded_call(self, phase: str, run: Callable[[], Any]) -> Any:
         around = self._around
         if around.forward_only and phase != "forward":
             around = PLAIN
@@ -66,7 +66,7 @@ class Run:
                 return guarded(phase, run)
             finally:
                 # Also after an error, which may leave global state changed too.
-                as_found(phase, before)
+                check_global_state(phase, before)
 
     def _device_type(self) -> str:
         devices = (value.device.type for value in self.inputs.values() if isinstance(value, torch.Tensor))
@@ -98,7 +98,7 @@ class Run:
             leaves = list(self._leaves.values())
             return torch.autograd.grad(outputs, leaves, list(upstream.values()), retain_graph=again, allow_unused=True)
 
-        grads = dict(zip(self._leaves, self._watched("backward", backward), strict=True))
+        grads = dict(zip(self._leaves, self._guarded_call("backward", backward), strict=True))
         written = [name for name, leaf in self._leaves.items() if leaf.grad is not None]
         if written:
             raise Misbehaved(f"backward wrote .grad of {', '.join(written)}, which autograd does")
@@ -145,9 +145,9 @@ class Run:
         for name, value in self._attached.items():
             if not equal(value.detach(), self.outputs[name]):
                 raise Misbehaved(f"{name} changed with the inputs: it shares their storage")
-        return self._anew(upstream)
+        return self._call_again(upstream)
 
-    def _anew(self, upstream: Mapping[str, torch.Tensor]) -> Results:
+    def _call_again(self, upstream: Mapping[str, torch.Tensor]) -> Results:
         self._attached = self._forward()
         self.outputs = {name: value.detach().clone() for name, value in self._attached.items()}
         return self.results(upstream)
@@ -162,7 +162,7 @@ class Run:
 
         with torch.no_grad():
             guarded("writing into a result", write)
-        return self._anew(upstream)
+        return self._call_again(upstream)
 
     def two_at_once(self, upstream: Mapping[str, torch.Tensor]) -> Results:
         """Call twice before the backward pass of either: the gradients after both."""
@@ -185,7 +185,7 @@ class Run:
         """Write into an argument before the backward pass: the gradients, or the error that refuses them."""
         with torch.no_grad():
             self.inputs[name].copy_(value)
-        return or_refused(lambda: self.gradients(upstream))
+        return result_or_error(lambda: self.gradients(upstream))
 
     def second_order(self, upstream: Mapping[str, torch.Tensor]) -> Results | str:
         """Return the gradients of half the squared norm of the gradients, or the error that refuses them."""
@@ -197,7 +197,7 @@ class Run:
             total = torch.stack([grad.double().square().sum() for grad in first]).sum() / 2
             return torch.autograd.grad(total, leaves, allow_unused=True)
 
-        result = self._refused_or("double backward", twice)
+        result = self._result_or_error("double backward", twice)
         if isinstance(result, str):
             return result
         grads = zip(self._leaves.items(), result, strict=True)
@@ -219,9 +219,9 @@ class Run:
                     for name, pair in pairs.items()
                 }
 
-        result: Results | str = self._refused_or("forward mode", tangents)
+        result: Results | str = self._result_or_error("forward mode", tangents)
         return result
 
-    def _refused_or(self, phase: str, run: Callable[[], Any]) -> Any:
+    def _result_or_error(self, phase: str, run: Callable[[], Any]) -> Any:
         """Return the result of ``run``, or the message of its error; raise if global state was changed."""
-        return self._watched(phase, lambda: or_refused(lambda: guarded(phase, run)))
+        return self._guarded_call(phase, lambda: result_or_error(lambda: guarded(phase, run)))

@@ -100,7 +100,7 @@ def _compile_all(programs: Sequence[tuple[str, Program]], out: Path | None) -> t
     # Threads suffice: NVRTC runs outside of Python's lock.
     pool = ThreadPoolExecutor(os.cpu_count() or 1)
     try:
-        results = pool.map(_tried, (program for _, program in programs))
+        results = pool.map(_try_compile, (program for _, program in programs))
         for number, ((name, program), compiled) in enumerate(zip(programs, results, strict=True), 1):
             if sys.stderr.isatty():
                 print(f"\rcompiled {number} of {len(programs)}", end="", file=sys.stderr, flush=True)
@@ -122,7 +122,7 @@ def _compile_all(programs: Sequence[tuple[str, Program]], out: Path | None) -> t
     return rows, faults
 
 
-def _tried(program: Program) -> Compiled | CompileError:
+def _try_compile(program: Program) -> Compiled | CompileError:
     try:
         return compile_program(program)
     except CompileError as error:

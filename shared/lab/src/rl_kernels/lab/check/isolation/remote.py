@@ -100,11 +100,11 @@ class Worker:
             self._send(request, deadline)
             answer = wire.answer(wire.parse(self._read(deadline)))
         except TimeoutError:
-            raise self._ended(f"{kind}: no answer within {seconds:g} s") from None
+            raise self._record_end(f"{kind}: no answer within {seconds:g} s") from None
         except (EOFError, OSError):
-            raise self._ended(f"{kind}: {self._last_words()}") from None
+            raise self._record_end(f"{kind}: {self._exit_reason()}") from None
         except Exception as error:
-            raise self._ended(f"{kind}: unreadable answer ({type(error).__name__}: {error})") from None
+            raise self._record_end(f"{kind}: unreadable answer ({type(error).__name__}: {error})") from None
         if "unusable" in answer:
             self.stop()
             raise ValueError(answer["unusable"])
@@ -140,7 +140,7 @@ class Worker:
             parts += part
         return bytes(parts)
 
-    def _last_words(self) -> str:
+    def _exit_reason(self) -> str:
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5.0)
@@ -152,7 +152,7 @@ class Worker:
             return f"its process was ended by {known.get(-status, f'signal {-status}')}"
         return f"its process exited with status {status}"
 
-    def _ended(self, reason: str) -> Misbehaved:
+    def _record_end(self, reason: str) -> Misbehaved:
         self.stop()
         self._ends.append(reason)
         return Misbehaved(reason)

@@ -81,60 +81,60 @@ class Host:
             torch.manual_seed(seed)
         run = Run(self._call, output, inputs, leaves, Surroundings(**around))
         self._runs[number] = run
-        return {"outputs": _plain(run.outputs), "attached": sorted(run.attached)}
+        return {"outputs": _plain_copies(run.outputs), "attached": sorted(run.attached)}
 
     def _call(self, inputs: Inputs) -> Any:
         assert self._loaded is not None
         return self._loaded.function(**grouped(self._loaded.takes or frozenset(), self._groups, inputs))
 
     def _do_gradients(self, number: int, upstream: Results, again: bool) -> Results:
-        return _plain(self._runs[number].gradients(upstream, again=again))
+        return _plain_copies(self._runs[number].gradients(upstream, again=again))
 
     def _do_spoil(self, number: int) -> None:
         self._runs[number].spoil()
 
     def _do_scribbled(self, number: int, upstream: Results) -> Results:
-        return _plain(self._runs[number].scribbled(upstream))
+        return _plain_copies(self._runs[number].scribbled(upstream))
 
     def _do_two_at_once(self, number: int, upstream: Results) -> Results:
-        return _plain(self._runs[number].two_at_once(upstream))
+        return _plain_copies(self._runs[number].two_at_once(upstream))
 
     def _do_renewed(self, number: int, upstream: Results) -> Results:
-        return _plain(self._runs[number].renewed(upstream))
+        return _plain_copies(self._runs[number].renewed(upstream))
 
     def _do_written(self, number: int, name: str, value: torch.Tensor, upstream: Results) -> Results | str:
         result = self._runs[number].written(name, value, upstream)
-        return result if isinstance(result, str) else _plain(result)
+        return result if isinstance(result, str) else _plain_copies(result)
 
     def _do_updated(self, number: int, inputs: Inputs, upstream: Results, silently: bool) -> Results:
-        return _plain(self._runs[number].updated(inputs, upstream, silently=silently))
+        return _plain_copies(self._runs[number].updated(inputs, upstream, silently=silently))
 
     def _do_kept(self, number: int) -> Results:
-        return _plain(self._runs[number].kept)
+        return _plain_copies(self._runs[number].kept)
 
     def _do_inputs(self, number: int) -> Inputs:
         return self._runs[number].inputs
 
     def _do_second_order(self, number: int, upstream: Results) -> Results | str:
         result = self._runs[number].second_order(upstream)
-        return result if isinstance(result, str) else _plain(result)
+        return result if isinstance(result, str) else _plain_copies(result)
 
     def _do_forward_mode(self, number: int) -> Results | str:
         result = self._runs[number].forward_mode()
-        return result if isinstance(result, str) else _plain(result)
+        return result if isinstance(result, str) else _plain_copies(result)
 
     def _do_many(self, inputs: list[Inputs], output: str, calls: int, seconds: float) -> dict[str, Any]:
         return call_often(self._call, output, inputs, calls, seconds)
 
     def _do_threads(self, inputs: list[Inputs], output: str, calls: int) -> list[Results]:
-        return [_plain(results) for results in call_in_threads(self._call, output, inputs, calls)]
+        return [_plain_copies(results) for results in call_in_threads(self._call, output, inputs, calls)]
 
     def _do_patched(self) -> list[str]:
         now = _functions()
         return sorted(name for name, value in self._before.items() if now.get(name) is not value)
 
 
-JUDGING = (compare,)
+CHECKER_ONLY = (compare,)
 """Modules that only the checker uses: a candidate that changes them tries to influence the comparison."""
 BY_TORCH = ("torch.manual_seed", "torch.random.manual_seed")
 """Functions that torch's compiler wraps when it is imported."""
@@ -147,7 +147,7 @@ def _functions() -> dict[str, Any]:
     # Go from base to subclass: a replaced method hides the one of the base class.
     bases = reversed(torch.Tensor.__mro__)
     functions = {f"torch.Tensor.{name}": value for base in bases for name, value in vars(base).items()}
-    for module in (builtins, math, *JUDGING, *modules):
+    for module in (builtins, math, *CHECKER_ONLY, *modules):
         functions |= {
             f"{module.__name__}.{name}": value
             for name, value in vars(module).items()
@@ -156,7 +156,7 @@ def _functions() -> dict[str, Any]:
     return {name: value for name, value in functions.items() if name not in BY_TORCH}
 
 
-def _plain(results: Results) -> Results:
+def _plain_copies(results: Results) -> Results:
     """Return contiguous copies that are ordinary tensors."""
     copies = {}
     for name, value in results.items():
@@ -167,7 +167,7 @@ def _plain(results: Results) -> Results:
     return copies
 
 
-def _answered(host: Host, kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _answer(host: Host, kind: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return {"value": host.answer(kind, arguments)}
     except Unusable as error:
@@ -179,14 +179,14 @@ def _answered(host: Host, kind: str, arguments: Mapping[str, Any]) -> dict[str, 
         return {"misbehaved": str(failure), "traceback": failure.traceback}
 
 
-def _end_with(parent: int) -> None:
+def _end_with_parent(parent: int) -> None:
     """End this process when the checker has ended, whatever the candidate is doing."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
 
 
-def _channels() -> tuple[BinaryIO, BinaryIO]:
+def _open_channels() -> tuple[BinaryIO, BinaryIO]:
     """Use stdin and stdout for messages; the candidate's prints go to stderr."""
     source, target = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     devnull = os.open(os.devnull, os.O_RDONLY)
@@ -200,14 +200,14 @@ def _channels() -> tuple[BinaryIO, BinaryIO]:
 
 def main() -> None:
     """Answer requests until the checker closes the connection."""
-    source, target = _channels()
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    source, target = _open_channels()
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     host = Host()
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             kind, arguments, forgotten = wire.read(source)
             host.forget(forgotten)
-            wire.write(target, _answered(host, kind, arguments))
+            wire.write(target, _answer(host, kind, arguments))
 
 
 if __name__ == "__main__":

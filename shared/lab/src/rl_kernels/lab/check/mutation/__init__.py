@@ -29,7 +29,7 @@ class Baseline:
         self._cells = list(cells)
         self._passes: dict[tuple[str, str], bool] = {}
 
-    def spoilt(self, call: Call, relation: str) -> Check | None:
+    def modified(self, call: Call, relation: str) -> Check | None:
         """Return the first check of a relation that fails for a modified call and not for the original one."""
         return next(self._caught(replace(self.candidate, call=call), nullcontext, [relation]), None)
 
@@ -43,10 +43,10 @@ class Baseline:
             cells = [cell for cell in self._cells if bool(cell.case.relations) is generated]
             for relation, cell in product(relations, cells):
                 check = _first_failure(replace(cell, candidate=candidate), relation, plant)
-                if check is not None and self._holds(cell, relation):
+                if check is not None and self._passes_unmodified(cell, relation):
                     yield check
 
-    def _holds(self, cell: Cell, relation: str) -> bool:
+    def _passes_unmodified(self, cell: Cell, relation: str) -> bool:
         key = relation, cell.case.name
         if key not in self._passes:
             self._passes[key] = _first_failure(cell, relation, nullcontext) is None

@@ -25,7 +25,7 @@ def _outputs(edit: Edit) -> Control:
     """Spoil every output."""
 
     def control(call: Call, spec: Spec) -> Call:
-        return lambda function, inputs: _each(call(function, inputs), edit)
+        return lambda function, inputs: _map_tensors(call(function, inputs), edit)
 
     return control
 
@@ -74,7 +74,7 @@ def _result(answer: Callable[[Any], Any]) -> Control:
     return lambda call, spec: lambda function, inputs: answer(call(function, inputs))
 
 
-def _each(result: Any, edit: Edit) -> Any:
+def _map_tensors(result: Any, edit: Edit) -> Any:
     if isinstance(result, torch.Tensor):
         return edit(result)
     return result._replace(**{name: edit(value) for name, value in result._asdict().items()})
@@ -115,7 +115,7 @@ def _size_in_last_bit(call: Call, spec: Spec) -> Call:
     def spoilt(function: str, inputs: Inputs) -> Any:
         size = sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
         # Use the bit length, because the size may be a multiple of 3 for every number of rows.
-        return _each(call(function, inputs), lambda value: _moved(value, size.bit_length() % 3))
+        return _map_tensors(call(function, inputs), lambda value: _moved(value, size.bit_length() % 3))
 
     return spoilt
 
@@ -145,7 +145,7 @@ def _reused_buffer(call: Call, spec: Spec) -> Call:
             result.data = buffer.copy_(value.detach())
             return result
 
-        return _each(call(function, inputs), moved)
+        return _map_tensors(call(function, inputs), moved)
 
     return spoilt
 

@@ -10,7 +10,7 @@ import torch
 from rl_kernels.lab.check import compare
 from rl_kernels.lab.check.cell import Cell
 from rl_kernels.lab.check.compare import Comparison
-from rl_kernels.lab.check.guard import LEFT, Misbehaved, Results
+from rl_kernels.lab.check.guard import STATE_CHANGED, Misbehaved, Results
 from rl_kernels.lab.check.result import Check, Record
 from rl_kernels.lab.check.surroundings import Surroundings
 
@@ -29,7 +29,7 @@ CASTS = (torch.bfloat16, torch.float16)
 """Dtypes of autocast; the second is used only for the plainest case of a function."""
 
 
-def as_found(cell: Cell) -> Iterator[Record]:
+def functions_unreplaced(cell: Cell) -> Iterator[Record]:
     """Check that a candidate has replaced no function of other packages; only for candidates in their own process."""
     if cell.candidate.worker is None:
         return
@@ -48,7 +48,9 @@ def around(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]
         if surroundings.checkpointed and cell.spec.overwritten(cell.inputs):
             continue
         upstream_used = {} if surroundings.inference else upstream
-        yield _same(cell, label, surroundings, expected if upstream_used else _outputs(expected), upstream_used)
+        yield _compare_bits(
+            cell, label, surroundings, expected if upstream_used else _outputs_only(expected), upstream_used
+        )
     for dtype in CASTS if cell.is_first else CASTS[:1]:
         yield from _autocast(cell, expected, upstream, dtype)
     yield from _same_tensor(cell, upstream)
@@ -56,7 +58,7 @@ def around(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]
         yield from _refused(cell, expected, upstream)
 
 
-def _same(cell: Cell, label: str, surroundings: Surroundings, expected: Results, upstream: Results) -> Check:
+def _compare_bits(cell: Cell, label: str, surroundings: Surroundings, expected: Results, upstream: Results) -> Check:
     try:
         results = cell.run(leaves=None if upstream else [], around=surroundings).results(upstream)
     except Misbehaved as error:
@@ -93,9 +95,9 @@ def _autocast(cell: Cell, expected: Results, upstream: Results, dtype: torch.dty
             name: value.to(expected[name].dtype) if "gradient:" in name else value for name, value in results.items()
         }
     label = "autocast" if dtype == CASTS[0] else "autocast to FP16"
-    yield _same(cell, label, Surroundings(autocast=dtype, forward_only=True), reference, upstream)
+    yield _compare_bits(cell, label, Surroundings(autocast=dtype, forward_only=True), reference, upstream)
     if upstream:
-        yield _same(cell, f"{label}, backward inside", Surroundings(autocast=dtype), reference, upstream)
+        yield _compare_bits(cell, f"{label}, backward inside", Surroundings(autocast=dtype), reference, upstream)
 
 
 def _same_tensor(cell: Cell, upstream: Results) -> Iterator[Record]:
@@ -115,7 +117,7 @@ def _same_tensor(cell: Cell, upstream: Results) -> Iterator[Record]:
                     expected = cell.run({**cell.inputs, name: value.clone()}).results(upstream)
                 except Misbehaved:  # These values may be illegal for that argument.
                     continue
-                yield _same(cell, f"{name} is {leaf}", Surroundings(same=(leaf, name)), expected, upstream)
+                yield _compare_bits(cell, f"{name} is {leaf}", Surroundings(same=(leaf, name)), expected, upstream)
 
 
 def _refused(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
@@ -129,11 +131,11 @@ def _refused(cell: Cell, expected: Results, upstream: Results) -> Iterator[Recor
         try:
             cell.run(inputs, leaves=[])
         except Misbehaved as error:
-            if LEFT in str(error):
+            if STATE_CHANGED in str(error):
                 yield cell.failed("hygiene", item, f"{call.name}: {error}")
                 return
-    yield _same(cell, item, Surroundings(), expected, upstream)
+    yield _compare_bits(cell, item, Surroundings(), expected, upstream)
 
 
-def _outputs(results: Results) -> Results:
+def _outputs_only(results: Results) -> Results:
     return {name: value for name, value in results.items() if not name.startswith("gradient:")}

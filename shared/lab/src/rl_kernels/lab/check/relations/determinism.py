@@ -49,10 +49,10 @@ def repeatability(cell: Cell) -> Iterator[Record]:
     for item, comparison in comparisons.items():
         tolerance = cell.tolerance("repeatability", item)
         yield cell.record("repeatability", item, tuple(expected[item].shape), tolerance, comparison)
-    yield from _many(cell)
+    yield from _many_calls(cell)
 
 
-def _many(cell: Cell) -> Iterator[Record]:
+def _many_calls(cell: Cell) -> Iterator[Record]:
     """Alternate two calls thousands of times without gradients; then make both at once, in two threads."""
     if not cell.is_first:
         return
@@ -66,16 +66,16 @@ def _many(cell: Cell) -> Iterator[Record]:
         if not (richest.is_first or richest.missing()):
             both.append(richest.inputs)
         first, other, number = cell.candidate.many(*function_and_output, both, CALLS, SECONDS[cell.setting.suite])
-        yield _same(cell, item, first, other, f"call {number}: ")
+        yield _compare_bits(cell, item, first, other, f"call {number}: ")
         item = "two threads at once"
         pairs = cell.candidate.threads(*function_and_output, both[:2], AT_ONCE)
         for expected, results in zip(pairs[::2], pairs[1::2], strict=True):
-            yield _same(cell, item, expected, results)
+            yield _compare_bits(cell, item, expected, results)
     except Misbehaved as error:
         yield cell.failed("repeatability", item, error)
 
 
-def _same(cell: Cell, item: str, expected: Results, results: Results, prefix: str = "") -> Check:
+def _compare_bits(cell: Cell, item: str, expected: Results, results: Results, prefix: str = "") -> Check:
     for name, value in expected.items():
         comparison = compare.bits(results[name], value) if name in results else MISSING
         if not comparison.passed:
@@ -108,7 +108,9 @@ def _without_gradient(cell: Cell, expected: Results) -> Iterator[Record]:
         return
     for item, value in expected.items():
         comparison = compare.bits(results[item], value) if item in results else MISSING
-        yield cell.record("invariance", f"{item} without gradient", tuple(value.shape), _row(cell, item), comparison)
+        yield cell.record(
+            "invariance", f"{item} without gradient", tuple(value.shape), _invariance_row(cell, item), comparison
+        )
 
 
 def unchanged_by(
@@ -121,10 +123,10 @@ def unchanged_by(
         if variants and not accepted:
             yield cell.skip(relation, f"{name}: {cell.missing(variants[0].inputs)}")
         elif variants:
-            yield _unchanged(cell, relation, name, accepted, expected, upstream)
+            yield _compare_variants(cell, relation, name, accepted, expected, upstream)
 
 
-def _unchanged(
+def _compare_variants(
     cell: Cell, relation: str, name: str, variants: list[Variant], expected: Results, upstream: Results
 ) -> Check:
     compared = 0
@@ -140,14 +142,14 @@ def _unchanged(
             comparison = compare.bits(part, whole)
             if not comparison.passed:
                 failed = replace(comparison, message=f"{variant.label}, {item}: {comparison.message}")
-                return cell.record(relation, name, tuple(expected[item].shape), _row(cell, item), failed)
+                return cell.record(relation, name, tuple(expected[item].shape), _invariance_row(cell, item), failed)
     if not compared:
         return cell.failed(relation, name, "no variant of this transform compares anything")
     item, first = next(iter(expected.items()))
-    return cell.record(relation, name, tuple(first.shape), _row(cell, item), Comparison(True, 0.0, 0.0, 0.0))
+    return cell.record(relation, name, tuple(first.shape), _invariance_row(cell, item), Comparison(True, 0.0, 0.0, 0.0))
 
 
-def _row(cell: Cell, item: str) -> Tolerance:
+def _invariance_row(cell: Cell, item: str) -> Tolerance:
     return cell.tolerance("invariance", item)
 
 

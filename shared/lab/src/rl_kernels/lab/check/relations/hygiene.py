@@ -14,7 +14,7 @@ from rl_kernels.lab.check.cell import Cell
 from rl_kernels.lab.check.compare import Comparison
 from rl_kernels.lab.check.guard import Misbehaved, Results
 from rl_kernels.lab.check.ran import Ran
-from rl_kernels.lab.check.relations.around import around, as_found
+from rl_kernels.lab.check.relations.around import around, functions_unreplaced
 from rl_kernels.lab.check.relations.determinism import unchanged_by
 from rl_kernels.lab.check.relations.lifetimes import PASSED, first_difference, lifetimes
 from rl_kernels.lab.check.result import Record
@@ -39,16 +39,16 @@ def hygiene(cell: Cell) -> Iterator[Record]:
         yield from _untouched_elsewhere(cell)
         yield from lifetimes(cell, expected, upstream)
         yield from _expanded(cell)
-        yield from as_found(cell)
+        yield from functions_unreplaced(cell)
         yield from around(cell, expected, upstream)
     transforms = {**dict(cell.some(list(STORAGE.items()))), **cell.spec.hygiene}
     yield from unchanged_by(transforms, "hygiene", cell, expected, upstream)
-    yield from _masked_alone(cell, upstream)
+    yield from _masked_by_argument(cell, upstream)
     if cell.is_first:
         yield from _empty(cell)
 
 
-def _masked_alone(cell: Cell, upstream: Results) -> Iterator[Record]:
+def _masked_by_argument(cell: Cell, upstream: Results) -> Iterator[Record]:
     """Check garbage in masked positions for each argument's gradient alone, which may have its own backward."""
     for name in cell.some(cell.leaves) if upstream and len(cell.leaves) > 1 else ():
         alone = replace(cell, spec=replace(cell.spec, differentiable=(name,)))
@@ -164,16 +164,16 @@ def _empty(cell: Cell) -> Iterator[Record]:
             run = here.run()
             eager = here.eager()
             upstream = here.upstream(eager)
-            expected = _positive(eager.results(upstream))
-            comparison = first_difference(_positive(run.results(upstream)), expected)
+            expected = _without_signed_zeros(eager.results(upstream))
+            comparison = first_difference(_without_signed_zeros(run.results(upstream)), expected)
             if comparison.passed and not here.spec.overwritten(here.inputs):
-                comparison = first_difference(_positive(here.run().scribbled(upstream)), expected)
+                comparison = first_difference(_without_signed_zeros(here.run().scribbled(upstream)), expected)
         except Misbehaved as error:
             yield cell.failed("hygiene", item, error)
             continue
         yield cell.record("hygiene", item, (), "exact", comparison)
 
 
-def _positive(results: Results) -> Results:
+def _without_signed_zeros(results: Results) -> Results:
     """Drop the sign of zeros: a sum of no terms may be +0 or -0."""
     return {item: value + 0.0 for item, value in results.items()}

@@ -33,7 +33,7 @@ def integration(cell: Cell) -> Iterator[Record]:
     if cell.candidate.backend is None:
         yield cell.skip("torch", "not a backend of the operator")
         return
-    twin = _twin(cell)
+    twin = _earlier_case_with_same_graph(cell)
     if twin:
         yield cell.skip("torch", f"the case {twin} makes the same graph")
         return
@@ -47,7 +47,7 @@ def integration(cell: Cell) -> Iterator[Record]:
             yield cell.failed("torch", part.__name__.strip("_").replace("_", " "), error)
 
 
-def _twin(cell: Cell) -> str | None:
+def _earlier_case_with_same_graph(cell: Cell) -> str | None:
     """Return the first case before this one that gives the same graph, if there is one.
 
     Its function, its arguments and its sizes of 1 are the same; in the quick suite, its function and its tensors.
@@ -149,7 +149,7 @@ def _compiled(cell: Cell) -> Iterator[Record]:
     upstream = cell.upstream(eager)
     expected = eager.results(upstream)
     results = Run(call, cell.spec.output, cell.inputs, cell.allowed_leaves).results(upstream)
-    yield from _same(cell, "compiled", results, expected)
+    yield from _compare_bits(cell, "compiled", results, expected)
 
 
 def _refused(cell: Cell, call: Callable[[Inputs], Any], options: list[str]) -> Comparison:
@@ -162,7 +162,7 @@ def _refused(cell: Cell, call: Callable[[Inputs], Any], options: list[str]) -> C
     return Comparison(False, message=f"expected an error that names {' or '.join(options)}, nothing was raised")
 
 
-def _same(cell: Cell, label: str, results: Results, expected: Results) -> Iterator[Check]:
+def _compare_bits(cell: Cell, label: str, results: Results, expected: Results) -> Iterator[Check]:
     if results.keys() != expected.keys():
         yield cell.failed("torch", label, f"expected {', '.join(expected)}, got {', '.join(results)}")
         return
@@ -174,7 +174,7 @@ def _same(cell: Cell, label: str, results: Results, expected: Results) -> Iterat
 
 def _no_sync(cell: Cell) -> Iterator[Record]:
     """Check that forward and backward do not wait for the device; validation of values, which must wait, is off."""
-    inputs = _unchecked(cell)
+    inputs = _unvalidated_inputs(cell)
     why = cell.spec.waits(inputs, cell.candidate.backend)
     if why is not None:
         yield cell.skip("torch", f"no host sync: {why}")
@@ -186,7 +186,7 @@ def _no_sync(cell: Cell) -> Iterator[Record]:
     torch.cuda.synchronize(cell.setting.device)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        _unseen(cell, inputs, upstream)
+        _call_unvalidated(cell, inputs, upstream)
         comparison = PASSED
     except Misbehaved as error:
         comparison = Comparison(False, message=str(error), traceback=error.traceback)
@@ -206,22 +206,22 @@ def _graph(cell: Cell) -> Iterator[Record]:
         yield cell.skip("torch", f"CUDA graph: {why}")
         return
     fresh = cell.redrawn()
-    eager = fresh.run(_unchecked(fresh))
+    eager = fresh.run(_unvalidated_inputs(fresh))
     upstream = fresh.upstream(eager)
     expected = eager.results(upstream)
 
-    static = copy.deepcopy(_unchecked(cell))
+    static = copy.deepcopy(_unvalidated_inputs(cell))
     lifted = {name: torch.ones_like(value) for name, value in upstream.items()}
     side = torch.cuda.Stream(cell.setting.device)
     side.wait_stream(torch.cuda.current_stream(cell.setting.device))
     with torch.cuda.stream(side):
         for _ in range(WARM_UPS):
-            _unseen(cell, static, lifted)
+            _call_unvalidated(cell, static, lifted)
     torch.cuda.synchronize(cell.setting.device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         # The copies that Run makes of its inputs are captured too, and read ``static``.
-        results = _unseen(cell, static, lifted)
+        results = _call_unvalidated(cell, static, lifted)
     for name, value in fresh.inputs.items():
         if isinstance(value, torch.Tensor):
             static[name].copy_(value)
@@ -229,17 +229,17 @@ def _graph(cell: Cell) -> Iterator[Record]:
         lifted[name].copy_(value)
     graph.replay()
     torch.cuda.synchronize(cell.setting.device)
-    yield from _same(cell, "CUDA graph", results, expected)
+    yield from _compare_bits(cell, "CUDA graph", results, expected)
 
 
-def _unseen(cell: Cell, inputs: Inputs, upstream: Results) -> Results:
+def _call_unvalidated(cell: Cell, inputs: Inputs, upstream: Results) -> Results:
     """Call the backend without reading values on the host, which would wait for the device and cannot be captured."""
     call = cell.candidate.call
     run = Run(lambda arguments: call(cell.case.function, arguments), cell.spec.output, inputs, cell.allowed_leaves)
     return run.results(upstream, looks=False)
 
 
-def _unchecked(cell: Cell) -> Inputs:
+def _unvalidated_inputs(cell: Cell) -> Inputs:
     """Return the arguments of a call that does not validate values."""
     function = cell.candidate.operator.function(cell.case.function)
     takes_it = "validate" in inspect.signature(function).parameters

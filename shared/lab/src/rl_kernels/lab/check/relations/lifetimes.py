@@ -27,8 +27,8 @@ PENDING = 300
 def lifetimes(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
     """Check calls in between, a second backward pass, and writes into results and arguments."""
     yield from _interleaved(cell, expected, upstream)
-    yield from _pending(cell, expected, upstream)
-    yield from _again(cell, upstream)
+    yield from _pending_calls(cell, expected, upstream)
+    yield from _backward_twice(cell, upstream)
     yield from _scribbled(cell, expected, upstream)
     yield from _updated(cell, upstream)
     yield from _written(cell, expected, upstream)
@@ -48,7 +48,7 @@ def _interleaved(cell: Cell, expected: Results, upstream: Results) -> Iterator[R
     yield cell.record("hygiene", "a call in between", (), "bitwise", comparison)
 
 
-def _pending(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
+def _pending_calls(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
     """Call on other values many times before the first backward pass; for two cases of a function."""
     if not upstream or not (cell.is_first or cell.is_richest) or cell.spec.overwritten(cell.inputs):
         return
@@ -66,12 +66,12 @@ def _pending(cell: Cell, expected: Results, upstream: Results) -> Iterator[Recor
     yield cell.record("hygiene", f"{PENDING} calls pending", (), "bitwise", comparison)
 
 
-def _again(cell: Cell, upstream: Results) -> Iterator[Record]:
+def _backward_twice(cell: Cell, upstream: Results) -> Iterator[Record]:
     """Run backward twice on one graph: the second pass gives the same bits, even if the first result was changed."""
     if not upstream:
         return
     if cell.spec.inplace.keys() & cell.inputs.keys():
-        yield _refused_again(cell, upstream)
+        yield _second_backward_refused(cell, upstream)
         return
     try:
         run = cell.run()
@@ -84,7 +84,7 @@ def _again(cell: Cell, upstream: Results) -> Iterator[Record]:
     yield cell.record("hygiene", "backward again", (), "bitwise", comparison)
 
 
-def _refused_again(cell: Cell, upstream: Results) -> Check:
+def _second_backward_refused(cell: Cell, upstream: Results) -> Check:
     """Check that a second backward pass raises if the first has overwritten a tensor that it needs."""
     try:
         run = cell.run()
@@ -117,17 +117,17 @@ def _updated(cell: Cell, upstream: Results) -> Iterator[Record]:
     This catches results cached by address, version or attribute, and outputs that are views of an input.
     """
     fresh = cell.redrawn().inputs
-    if cell.spec.overwritten(cell.inputs) or not _alike(cell.inputs, fresh):
+    if cell.spec.overwritten(cell.inputs) or not _same_shapes(cell.inputs, fresh):
         return
     autocast = Surroundings(autocast=torch.bfloat16)
-    mixed = _mixed(cell, fresh)
+    mixed = _one_number_changed(cell, fresh)
     ways: list[tuple[str, Inputs, bool, list[str] | None, Surroundings]] = [
         ("updated in place", fresh, False, None, PLAIN),
         ("updated unseen", fresh, True, None, PLAIN),
         ("updated unseen, no gradients", fresh, True, [], ROLLOUT),
         ("updated unseen, parameters", fresh, True, [], replace(ROLLOUT, parameters=tuple(cell.leaves))),
         ("updated unseen, permuted", _permuted(cell), True, None, PLAIN),
-        ("updated unseen by little, no gradients", _nudged(cell), True, [], ROLLOUT),
+        ("updated unseen by little, no gradients", _changed_by_ulps(cell), True, [], ROLLOUT),
         ("updated unseen in one place", mixed, True, None, PLAIN),
         ("updated unseen in one place, no gradients", mixed, True, [], ROLLOUT),
     ]
@@ -149,7 +149,7 @@ def _updated(cell: Cell, upstream: Results) -> Iterator[Record]:
 def _written(cell: Cell, expected: Results, upstream: Results) -> Iterator[Record]:
     """Write into an argument between a call and its backward pass, which must raise or use the values of the call."""
     fresh = cell.redrawn().inputs
-    if not upstream or cell.spec.overwritten(cell.inputs) or not _alike(cell.inputs, fresh):
+    if not upstream or cell.spec.overwritten(cell.inputs) or not _same_shapes(cell.inputs, fresh):
         return
     gradients = {item: value for item, value in expected.items() if item.startswith("gradient:")}
     for name, value in fresh.items():
@@ -165,7 +165,7 @@ def _written(cell: Cell, expected: Results, upstream: Results) -> Iterator[Recor
         yield cell.record("hygiene", item, (), "bitwise or refused", comparison)
 
 
-def _mixed(cell: Cell, fresh: Inputs) -> Inputs:
+def _one_number_changed(cell: Cell, fresh: Inputs) -> Inputs:
     """Return the inputs with one number of each floating tensor from ``fresh``: sampling a few numbers misses it."""
     mixed, draw = dict(cell.inputs), cell.draw(salt=2)
     for name, value in cell.inputs.items():
@@ -176,7 +176,7 @@ def _mixed(cell: Cell, fresh: Inputs) -> Inputs:
     return mixed
 
 
-def _nudged(cell: Cell) -> Inputs:
+def _changed_by_ulps(cell: Cell) -> Inputs:
     """Return the inputs with differentiable arguments changed by a few units in the last place."""
     nudged, draw = dict(cell.inputs), cell.draw(salt=4)
     for name in cell.spec.differentiable:
@@ -196,7 +196,7 @@ def _permuted(cell: Cell) -> Inputs:
     }
 
 
-def _alike(inputs: Inputs, other: Inputs) -> bool:
+def _same_shapes(inputs: Inputs, other: Inputs) -> bool:
     """Return whether the values of one call can be written into the tensors of another."""
 
     def shapes(arguments: Inputs) -> dict[str, object]:

@@ -32,7 +32,7 @@ def document_of(report: Report) -> dict[str, Any]:
                 "operator": operator,
                 "name": candidate,
                 "passed": all(check.passed for check in checks) and not any(entry.failed for entry in launched[key]),
-                "ran": [_ran(entry) for entry in launched[key]],
+                "ran": [_launch_entry(entry) for entry in launched[key]],
                 "outputs": [_entry(check, report) for check in checks],
             }
             for key, checks in summary.by_candidate(report).items()
@@ -71,7 +71,7 @@ def _entry(check: Check, report: Report) -> dict[str, Any]:
     return {**entry, "traceback": comparison.traceback} if comparison.traceback else entry
 
 
-def _ran(entry: summary.LaunchSummary) -> dict[str, Any]:
+def _launch_entry(entry: summary.LaunchSummary) -> dict[str, Any]:
     return {
         "dtype": entry.dtype,
         "cases": entry.cases,

@@ -28,7 +28,7 @@ def text(report: Report, *, verbose: bool = False, changes: Changes | None = Non
         on = f" on {', '.join(backends)}" if backends else ""
         yield f"{verdict(holds)} {operator} {candidate}{on}: {passed} of {len(checks)}"
         for entry in ran:
-            yield from _ran(entry)
+            yield from _launch_lines(entry)
         for check in checks:
             if verbose or not check.passed:
                 yield "  " + _line(check)
@@ -47,7 +47,7 @@ def text(report: Report, *, verbose: bool = False, changes: Changes | None = Non
     yield f"{verdict(report.passed and not worse)} {summary.suite_name(report)}: {said}"
 
 
-def _ran(entry: summary.LaunchSummary) -> Iterator[str]:
+def _launch_lines(entry: summary.LaunchSummary) -> Iterator[str]:
     if entry.failed:
         yield f"  FAIL {entry.fault}"
     yield from (f"  {line}" for line in entry.kernels_said)
