@@ -16,7 +16,7 @@ from rl_kernels.lab.check.guard import Results
 
 MOST_COPIES = 64
 CACHES = 2
-"""Total size of the copies of the inputs, in sizes of the L2 cache."""
+"""Total size of the copies of the inputs, as a multiple of the size of the L2 cache."""
 
 
 class DeviceDraw(Draw):
@@ -63,7 +63,7 @@ class Arena:
 
     @property
     def leaves(self) -> list[str]:
-        """The arguments that gradients are taken of."""
+        """Names of the arguments that get a gradient."""
         return [name for name in self.spec.differentiable if name in self.inputs] if self.case.grad else []
 
     def upstream(self, outputs: Mapping[str, torch.Tensor]) -> Results:

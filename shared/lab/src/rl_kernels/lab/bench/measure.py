@@ -30,13 +30,13 @@ BATCHES = 5
 BATCH_S, BUDGET_S, MOST_CALLS = 0.01, 0.1, 200
 """Seconds of a batch, seconds of all timed replays if ``iters`` is None, and largest number of calls of a batch."""
 REPLAYS_S = 0.002
-"""Least seconds of the replays between two events, so that the first launch does not count."""
+"""Shortest time of the replays between two events, in seconds, so that the first launch does not count."""
 
 SETTLED_S = 0.1
 """Seconds that something runs before it is timed, so that earlier work, such as a definition in FP64, does not affect
 the clock rate."""
 LEAST_S = 1e-6
-"""Least seconds that a play is assumed to take, whatever the events say."""
+"""Shortest time of a play, in seconds, that is assumed: events may report 0."""
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,7 @@ class Cell:
         return self.setting.contract.tolerance(*self.row(relation, item, dtype), self.setting.arch)
 
     def general(self, relation: str, item: str, dtype: torch.dtype | None = None) -> Tolerance:
-        """Return the same row as it is for all architectures."""
+        """Return the contract's row for all architectures."""
         return self.setting.contract.rows[self.row(relation, item, dtype)]
 
     def row(self, relation: str, item: str, dtype: torch.dtype | None = None) -> Key:
@@ -233,11 +233,11 @@ class Cell:
         return Check(*identity, shape, str(tolerance), comparison, self.seed, row)
 
     def failed(self, relation: str, item: str, reason: str | Misbehaved) -> Check:
-        """Return the record of something that could not be compared."""
+        """Return a failed check, for a result that could not be compared."""
         traceback = reason.traceback if isinstance(reason, Misbehaved) else ""
         return self.record(relation, item, (), "-", Comparison(False, message=str(reason), traceback=traceback))
 
     def skip(self, relation: str, reason: str) -> Skip:
-        """Return the record of something that did not run."""
+        """Return the record of a check that did not run."""
         candidate = self.candidate
         return Skip(candidate.operator.name, candidate.name, relation, self.case.name, self.setting.dtype, reason)

@@ -270,7 +270,7 @@ def _contract(file: Path | None) -> Contract:
 
 
 def _arch(arch_key: str | None, device: torch.device, terms: Contract) -> str:
-    """Return the architecture whose rows apply: the one asked for, or that of the device."""
+    """Return the architecture whose rows apply: the requested one, or the device's."""
     arch = arch_of(device.type, device.index) if arch_key is None else arch_key
     if arch not in terms.archs:
         which = f"{arch!r} of {device}" if arch_key is None else repr(arch)

@@ -128,7 +128,7 @@ class Conformance:
 
     @pytest.mark.gpu
     def test_large_calls_follow_no_batch(self, backend: str, large_case: Case) -> None:
-        """Rule 7 between sizes that fill the GPU, whose work is split in other ways, and small ones."""
+        """Rule 7 between small calls and calls that fill the GPU, whose work is split in other ways."""
         records = check_relation(self._large(backend, large_case), "invariance")
         checks = [record for record in records if isinstance(record, Check)]
         assert checks
@@ -275,7 +275,7 @@ class Conformance:
 
 
 def _bits(operator: Operator, backend: str, device: torch.device) -> dict[str, dict[str, str]]:
-    """Return the canary's digests of a backend, by dtype and pass; without the dtypes that it does not take."""
+    """Return the canary's digests of a backend, by dtype and pass; dtypes that it does not support are missing."""
     digests = {}
     for dtype in canary.BITS:
         with contextlib.suppress(BackendUnavailable):

@@ -40,7 +40,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether the run proves something.
+        """Whether the run passed.
 
         At least one check ran, every check passed, each backend launched kernels of its own, and nothing stopped the
         run.

@@ -31,7 +31,7 @@ class Mutated(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find the module where it is, and load it here."""
+        """Find the module as usual, and load it with this loader."""
         if fullname != self._module:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)

@@ -15,7 +15,7 @@ from rl_kernels.lab.check.result import Check, Record
 from rl_kernels.lab.check.surroundings import Surroundings
 
 REFUSED = 3
-"""Number of bad calls that are made."""
+"""Largest number of bad calls."""
 PLAIN_VALUES = (torch.Tensor, torch.dtype, int, float, str, type(None))
 AROUND = {
     "default dtype FP64": Surroundings(default_dtype=torch.float64),

@@ -154,7 +154,7 @@ def _invariance_row(cell: Cell, item: str) -> Tolerance:
 
 
 def _pairs(variant: Variant, results: Results, expected: Results) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield (result, the variant's elements, the base call's), where the variant says something about the result."""
+    """Yield (result, the variant's elements, the base call's) for each result that the variant compares."""
     for item, whole in expected.items():
         try:
             part = variant.pick(item, whole)

@@ -22,7 +22,7 @@ from rl_kernels.lab.check.surroundings import Surroundings
 
 
 def hygiene(cell: Cell) -> Iterator[Record]:
-    """Inputs stay unchanged, outputs are fully written, and garbage in gaps or masked positions changes nothing."""
+    """Check that inputs are unchanged, outputs fully written, and garbage in gaps or masked positions has no effect."""
     try:
         base = cell.run()
         upstream = cell.upstream(base)
@@ -62,7 +62,7 @@ def _masked_by_argument(cell: Cell, upstream: Results) -> Iterator[Record]:
 
 
 def _untouched_elsewhere(cell: Cell) -> Iterator[Record]:
-    """Check inputs unchanged without gradient too, and with garbage between and beside their elements."""
+    """Check that inputs are unchanged without gradient too, and with garbage between and around their elements."""
     moved = [variant for transform in STORAGE.values() for variant in transform(cell.case, cell.inputs, cell.draw())]
     for variant in (Variant("without gradient", cell.inputs), *moved):
         item = f"inputs unchanged, {variant.label}"

@@ -29,7 +29,7 @@ WARM_UPS = 3
 
 
 def integration(cell: Cell) -> Iterator[Record]:
-    """opcheck of the raw ops, fake tensors like real ones, one compiled graph with the bits of eager, CUDA graphs."""
+    """Run opcheck on the raw ops; compare fake tensors, a compiled graph and a CUDA graph with eager calls."""
     if cell.candidate.backend is None:
         yield cell.skip("torch", "not a backend of the operator")
         return

@@ -96,11 +96,11 @@ class LaunchSummary(NamedTuple):
     own: frozenset[str]
     """The kernels that are the backend's own."""
     own_cases: int | None
-    """Cases in which one of its own was launched; None for a candidate that has none."""
+    """Number of cases that launched an own kernel; None for a candidate without kernels of its own."""
     without_own: tuple[str, ...]
-    """Names of the other cases."""
+    """Names of the cases that launched none of the backend's own kernels."""
     failed: bool
-    """Whether a run of its cases should have launched one of its own, and did not."""
+    """Whether the cases should have launched an own kernel, and none did."""
 
     @property
     def fault(self) -> str:
