@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from rl_kernels.lab.dimensions import HELD, drawn, paired, pairs, swept
+from rl_kernels.lab.dimensions import CHECKED, drawn, paired, pairs, swept
 
 AXES = {"a": (None, 1, 2), "b": (None, "x", "y", "z"), "c": (None, True), "d": (0.5, 1.5)}
 TWO = dict.fromkeys("abcd", (1, 2))
@@ -75,7 +75,7 @@ def test_cases_of_a_sweep_and_of_pairs():
     assert [case.name for case in cases] == ["rows-1", "rows-2", "rows-3"]
     assert [dict(case.sizes) for case in cases] == [{"rows": n, "width": 5} for n in (1, 2, 3)]
     assert [dict(case.options) for case in cases] == [{}, {"a": 1}, {}]
-    assert all((case.relations, case.suite) == (HELD, "quick") for case in cases)
+    assert all((case.relations, case.suite) == (CHECKED, "quick") for case in cases)
     cases = list(paired("pairs", {}, {"dtype": (None, "fp64"), "a": (None, 1)}, grad=False))
     assert {case.dtype for case in cases} == {"", "fp64"}
     assert all("dtype" not in case.options for case in cases)

@@ -17,7 +17,8 @@ ROWS = (1, 2, 63, 64, 65, 127, 128, 129, 256, 2049)
 """Row counts around tile heights, and a few thousand."""
 EDGES = (1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 512, 1000, 1023, 1024, 1025)
 """Sizes around tile widths, and exact multiples of them."""
-HELD = ("accuracy", "gradients")
+CHECKED = ("accuracy", "gradients")
+"""Relations that a generated case checks by default."""
 
 Options = Mapping[str, Any]
 Pair = tuple[tuple[str, int], tuple[str, int]]
@@ -120,7 +121,7 @@ def swept(
     sizes: Mapping[str, int],
     values: Sequence[int],
     options: Sequence[Options] = ({},),
-    relations: tuple[str, ...] = HELD,
+    relations: tuple[str, ...] = CHECKED,
     suite: Literal["quick", "full"] = "quick",
     **kind: Any,
 ) -> Iterator[Case]:
@@ -131,4 +132,4 @@ def swept(
 
 def _case(name: str, sizes: Mapping[str, int], options: Options, **kind: Any) -> Case:
     arguments = {option: value for option, value in options.items() if option != "dtype"}
-    return Case(name, sizes, arguments, dtype=options.get("dtype", ""), **{"relations": HELD, **kind})
+    return Case(name, sizes, arguments, dtype=options.get("dtype", ""), **{"relations": CHECKED, **kind})

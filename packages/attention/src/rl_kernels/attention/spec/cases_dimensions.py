@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.testing import Case
-from rl_kernels.lab.dimensions import HELD, drawn, paired, swept
+from rl_kernels.lab.dimensions import CHECKED, drawn, paired, swept
 
 AXES = {
     "causal": (None, False),
@@ -59,7 +59,7 @@ DIMENSIONS: tuple[Case, ...] = (
     *swept("group", {**ONE, "queries": 9}, (1, 3, 4, 5, 7, 8, 16), TURNS),
     *swept("kv_heads", ONE, (3, 8, 16), TURNS),
     *swept("batch", {**ONE, "queries": 3}, (2, 7, 33), TURNS[3:]),
-    Case("prompt-300", {**ONE, "queries": 300, "keys": 300}, TURNS[0], relations=HELD),
-    Case("prompt-1100", {**ONE, "queries": 1100, "keys": 1100}, TURNS[1], relations=HELD, suite="full"),
-    Case("batch-300", {**ONE, "batch": 300, "queries": 1, "keys": 3}, relations=HELD, dtype="bf16"),
+    Case("prompt-300", {**ONE, "queries": 300, "keys": 300}, TURNS[0], relations=CHECKED),
+    Case("prompt-1100", {**ONE, "queries": 1100, "keys": 1100}, TURNS[1], relations=CHECKED, suite="full"),
+    Case("batch-300", {**ONE, "batch": 300, "queries": 1, "keys": 3}, relations=CHECKED, dtype="bf16"),
 )

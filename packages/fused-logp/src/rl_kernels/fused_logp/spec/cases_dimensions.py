@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.testing import IGNORED, Case
-from rl_kernels.lab.dimensions import EDGES, HELD, ROWS, drawn, paired, swept
+from rl_kernels.lab.dimensions import CHECKED, EDGES, ROWS, drawn, paired, swept
 
 AXES = {
     "return_stats": (None, True),
@@ -61,14 +61,18 @@ DIMENSIONS: tuple[Case, ...] = (
     *swept("vocab", WIDE, VOCABS[1::2], TURNS),
     *swept("vocab", WIDE, VOCABS[::2], TURNS, suite="full"),
     # Each exceeds one limit (a grid size, a table, an index held in FP32 or 16 bits) and is small otherwise.
-    Case("vocab-262208", {"batch": 1, "seq": 1, "vocab": 262208}, {"return_stats": True}, relations=HELD),
-    Case("edges", {"batch": 1, "seq": 66, "vocab": 32769}, {**TURNS[0], "edges": True}, relations=HELD, dtype="bf16"),
-    Case("rows-65600", {"batch": 1, "seq": 65600, "vocab": 3}, TURNS[1], relations=HELD, dtype="bf16"),
+    Case("vocab-262208", {"batch": 1, "seq": 1, "vocab": 262208}, {"return_stats": True}, relations=CHECKED),
+    Case(
+        "edges", {"batch": 1, "seq": 66, "vocab": 32769}, {**TURNS[0], "edges": True}, relations=CHECKED, dtype="bf16"
+    ),
+    Case("rows-65600", {"batch": 1, "seq": 65600, "vocab": 3}, TURNS[1], relations=CHECKED, dtype="bf16"),
     Case("rows-8200-narrow", NARROW, TURNS[1], relations=("invariance",), dtype="bf16"),
     Case("rows-8200", {"batch": 1, "seq": 8200, "vocab": 4104}, relations=("invariance",), suite="full"),
-    Case("numbers-2^24", {"batch": 1, "seq": 66, "vocab": 262208}, relations=HELD, suite="full"),
+    Case("numbers-2^24", {"batch": 1, "seq": 66, "vocab": 262208}, relations=CHECKED, suite="full"),
     *(
-        Case(f"whole-{vocab}", {**WIDE, "seq": 2049, "vocab": vocab}, turn, relations=(*HELD, "invariance"), gpu=True)
+        Case(
+            f"whole-{vocab}", {**WIDE, "seq": 2049, "vocab": vocab}, turn, relations=(*CHECKED, "invariance"), gpu=True
+        )
         for vocab, turn in zip(WHOLE, TURNS, strict=False)
     ),
     *swept("vocab", WIDE, LARGE_VOCABS, TURNS, suite="full"),

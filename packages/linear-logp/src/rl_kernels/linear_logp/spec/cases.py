@@ -11,7 +11,7 @@ import torch
 
 from rl_kernels.core.constants import UNIT
 from rl_kernels.core.testing import IGNORED, Case, Draw, Inputs, Spec
-from rl_kernels.lab.dimensions import HELD
+from rl_kernels.lab.dimensions import CHECKED
 from rl_kernels.lab.magnitudes import of_log_softmax
 from rl_kernels.linear_logp import reference
 from rl_kernels.linear_logp.arguments import Memory
@@ -42,14 +42,16 @@ _CASES = (
     _case("ignored", (4, 7, 32, 65), {**BIASED, "ignore_index": IGNORED}),
     _case("segments", (2, 9, 17, 4200), {**BIASED, "edges": True, "workspace_mib": 1}),
     # The last 952 columns are kept, in blocks of rows.
-    _case("kept", (1, 130, 8, 3000), {**STATS, "saved_mib": 1, "workspace_mib": 1}, relations=HELD),
+    _case("kept", (1, 130, 8, 3000), {**STATS, "saved_mib": 1, "workspace_mib": 1}, relations=CHECKED),
     _case("few-rows", (2, 16, 24, 1300), {**BIASED, "saved_mib": None}),
     _case("tree", (2, 9, 17, 9001), {**BIASED, "vocab_segments": 8, "whole": True, "workspace_mib": 1}),
     # Several chains over tokens, the last one short.
     _case("joined", (3, 31, 24, 1300), {**BIASED, "join_tokens": 32}),
     _case("joined-ignored", (2, 40, 16, 33), {**BIASED, "join_tokens": 16, "ignore_index": IGNORED, "scale": 0.25}),
     # Blocks of 64 rows, which the chains cut.
-    _case("joined-blocks", (1, 400, 700, 40), {"join_tokens": 144, "workspace_mib": 1, "scale": 0.25}, relations=HELD),
+    _case(
+        "joined-blocks", (1, 400, 700, 40), {"join_tokens": 144, "workspace_mib": 1, "scale": 0.25}, relations=CHECKED
+    ),
     _case("odd", (3, 3, 33, 1025), {**STATS, "edges": True}),
     _case("equal-rows", (2, 6, 24, 130), {**EACH, "equal": True}),
     _case("one-token", (1, 1, 64, 515)),

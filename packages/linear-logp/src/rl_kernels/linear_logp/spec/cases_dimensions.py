@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.testing import IGNORED, Case
-from rl_kernels.lab.dimensions import EDGES, HELD, ROWS, drawn, paired, swept
+from rl_kernels.lab.dimensions import CHECKED, EDGES, ROWS, drawn, paired, swept
 
 AXES = {
     "return_stats": (None, True),
@@ -62,24 +62,26 @@ DIMENSIONS: tuple[Case, ...] = (
     *swept("vocab", {**SIZES, "hidden": 8}, VOCABS[1::2], TURNS),
     *swept("vocab", {**SIZES, "hidden": 8}, VOCABS[::2], TURNS, suite="full"),
     # Each exceeds one limit (a grid size, a table, a workspace) and is small otherwise.
-    Case("vocab-262208", {"batch": 1, "seq": 1, "hidden": 8, "vocab": 262208}, TURNS[0], relations=HELD, dtype="bf16"),
-    Case("rows-65600", {"batch": 1, "seq": 65600, "hidden": 8, "vocab": 3}, TURNS[1], relations=HELD, dtype="bf16"),
+    Case(
+        "vocab-262208", {"batch": 1, "seq": 1, "hidden": 8, "vocab": 262208}, TURNS[0], relations=CHECKED, dtype="bf16"
+    ),
+    Case("rows-65600", {"batch": 1, "seq": 65600, "hidden": 8, "vocab": 3}, TURNS[1], relations=CHECKED, dtype="bf16"),
     # NaN of a diverged model must reach the results.
     Case("nan-row", SIZES, {**TURNS[0], "values": "nan-row"}, relations=("accuracy",)),
     Case("rows-8200", ROWS_8200, TURNS[1], relations=("invariance",), dtype="bf16"),
-    Case("hidden-12296", {"batch": 1, "seq": 2, "hidden": 12296, "vocab": 5}, TURNS[0], relations=HELD),
-    Case("hidden-8200", {"batch": 1, "seq": 2, "hidden": 8200, "vocab": 5}, {}, relations=HELD, dtype="bf16"),
-    Case("small-workspace", BLOCKS, LITTLE, relations=(*HELD, "invariance"), dtype="fp32"),
-    Case("small-workspace-half", BLOCKS, LITTLE, relations=HELD, dtype="bf16"),
-    Case("many-pieces-half", PIECES, {"temperature": 0.7, "workspace_mib": 1}, relations=HELD, dtype="bf16"),
-    Case("logits-256MiB", {"batch": 1, "seq": 1030, "hidden": 8, "vocab": 65600}, relations=HELD[1:], suite="full"),
-    Case("edges", EDGED, {**TURNS[0], "edges": True}, relations=HELD, dtype="bf16"),
-    Case("masked-head", {"batch": 1, "seq": 3, "hidden": 8, "vocab": 20000}, HEAD, relations=HELD),
+    Case("hidden-12296", {"batch": 1, "seq": 2, "hidden": 12296, "vocab": 5}, TURNS[0], relations=CHECKED),
+    Case("hidden-8200", {"batch": 1, "seq": 2, "hidden": 8200, "vocab": 5}, {}, relations=CHECKED, dtype="bf16"),
+    Case("small-workspace", BLOCKS, LITTLE, relations=(*CHECKED, "invariance"), dtype="fp32"),
+    Case("small-workspace-half", BLOCKS, LITTLE, relations=CHECKED, dtype="bf16"),
+    Case("many-pieces-half", PIECES, {"temperature": 0.7, "workspace_mib": 1}, relations=CHECKED, dtype="bf16"),
+    Case("logits-256MiB", {"batch": 1, "seq": 1030, "hidden": 8, "vocab": 65600}, relations=CHECKED[1:], suite="full"),
+    Case("edges", EDGED, {**TURNS[0], "edges": True}, relations=CHECKED, dtype="bf16"),
+    Case("masked-head", {"batch": 1, "seq": 3, "hidden": 8, "vocab": 20000}, HEAD, relations=CHECKED),
     *swept("vocab", {**SIZES, "hidden": 8}, LARGE_VOCABS, TURNS, suite="full"),
     *swept("hidden", SIZES, LARGE_HIDDEN, TURNS, suite="full"),
     *swept("seq", {**SIZES, "hidden": 40, "vocab": 300}, (4096, 4100), TURNS, suite="full"),
     *paired("long-pairs", {"batch": 1, "seq": 9, "hidden": 40, "vocab": 4500}, AXES, _possible, suite="full"),
-    Case("model", {"batch": 2, "seq": 64, "hidden": 896, "vocab": 8192}, TURNS[0], suite="full", relations=HELD),
+    Case("model", {"batch": 2, "seq": 64, "hidden": 896, "vocab": 8192}, TURNS[0], suite="full", relations=CHECKED),
 )
 
 
