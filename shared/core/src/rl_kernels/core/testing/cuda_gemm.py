@@ -15,43 +15,46 @@ K_MAJOR, MN_MAJOR, PLAIN = 0, 1, 2
 
 def gemm(launch: Launch, processors: int) -> None:
     """Compute the product that a launch describes, and check its arguments against the shapes."""
-    have, rows, columns = launch.constants, launch["rows"], launch["columns"]
-    tiles = -(-rows // have["TILE_M"]) * -(-columns // have["TILE_N"])
-    cluster, sums_bytes = have["CLUSTER"], 64 * have["TILE_N"] * 4
+    constants, rows, columns = launch.constants, launch["rows"], launch["columns"]
+    tiles = -(-rows // constants["TILE_M"]) * -(-columns // constants["TILE_N"])
+    cluster, sums_bytes = constants["CLUSTER"], 64 * constants["TILE_N"] * 4
     assert launch.grid == (min(tiles, processors) if cluster == 1 else tiles * cluster, 1, 1)
-    assert launch.block == 128 * (have["CONSUMERS"] + 1)
-    pieces = -(-have["TILE_N"] // 64) * 64 if have["B_MAJOR"] == MN_MAJOR else have["TILE_N"]
-    stages = have["STAGES"] * have["BOXES"] * (have["TILE_M"] + pieces) * 128
-    leaving = have["CONSUMERS"] * max(2 * 64 * 128 if have["STORED"] else 0, have["NEAR"] * sums_bytes)
+    assert launch.block == 128 * (constants["CONSUMERS"] + 1)
+    pieces = -(-constants["TILE_N"] // 64) * 64 if constants["B_MAJOR"] == MN_MAJOR else constants["TILE_N"]
+    stages = constants["STAGES"] * constants["BOXES"] * (constants["TILE_M"] + pieces) * 128
+    leaving = constants["CONSUMERS"] * max(2 * 64 * 128 if constants["STORED"] else 0, constants["NEAR"] * sums_bytes)
     # Registers hold the sums of one segment and the partial sums of earlier ones.
-    levels = have["SEGMENTS"].bit_length() - 1 - have["NEAR"] - have["FAR"]
-    assert (levels + 1) * have["TILE_N"] // 2 <= 192
-    if have["FAR"]:
-        assert launch["scratch"].numel() >= have["FAR"] * have["CONSUMERS"] * sums_bytes * launch.grid[0]
-    if have["SEGMENTS"] * cluster > 1:
-        assert not have["CONTINUES"]
-        assert PLAIN not in (have["A_MAJOR"], have["B_MAJOR"])
-        assert have["CONSUMERS"] == max(have["TILE_M"] // 64, 1)
+    levels = constants["SEGMENTS"].bit_length() - 1 - constants["NEAR"] - constants["FAR"]
+    assert (levels + 1) * constants["TILE_N"] // 2 <= 192
+    if constants["FAR"]:
+        assert launch["scratch"].numel() >= constants["FAR"] * constants["CONSUMERS"] * sums_bytes * launch.grid[0]
+    if constants["SEGMENTS"] * cluster > 1:
+        assert not constants["CONTINUES"]
+        assert PLAIN not in (constants["A_MAJOR"], constants["B_MAJOR"])
+        assert constants["CONSUMERS"] == max(constants["TILE_M"] // 64, 1)
     if cluster > 1:
-        assert have["STORED"] == have["A_ONCE"] == 0
-        assert have["TILE_M"] % 64 == 0
-        assert have["TILE_M"] * (have["TILE_N"] + 8) * 4 <= stages
+        assert constants["STORED"] == constants["A_ONCE"] == 0
+        assert constants["TILE_M"] % 64 == 0
+        assert constants["TILE_M"] * (constants["TILE_N"] + 8) * 4 <= stages
     # The instruction reads 64 rows of every tile.
-    assert launch.shared >= stages + max(leaving, (64 - have["TILE_M"]) * 128) + 1024
-    assert have["STAGES"] >= 3
+    assert launch.shared >= stages + max(leaving, (64 - constants["TILE_M"]) * 128) + 1024
+    assert constants["STAGES"] >= 3
     assert launch["group"] > 0
-    assert not have["A_ONCE"] or columns <= have["TILE_N"]
-    assert launch.pdl == (bool(have["A_ONCE"]) or (cluster > 1 and have["TILE_N"] > 128))
+    assert not constants["A_ONCE"] or columns <= constants["TILE_N"]
+    assert launch.pdl == (bool(constants["A_ONCE"]) or (cluster > 1 and constants["TILE_N"] > 128))
     out = _output(launch)
     sums = product(
-        _operand(launch, "a", rows), _operand(launch, "b", columns).t(), have["SEGMENTS"] * cluster, launch["length"]
+        _operand(launch, "a", rows),
+        _operand(launch, "b", columns).t(),
+        constants["SEGMENTS"] * cluster,
+        launch["length"],
     )
-    if have["CONTINUES"]:
+    if constants["CONTINUES"]:
         assert out.dtype == torch.float32
         sums += out
     if launch["bias_along"]:
         bias = vector(launch["bias"], rows if launch["bias_along"] == 1 else columns).double()
-        assert launch["bias"].dtype == DTYPES[have["DTYPE"]]
+        assert launch["bias"].dtype == DTYPES[constants["DTYPE"]]
         sums += (bias[:, None] if launch["bias_along"] == 1 else bias).to(sums.dtype)
     out.copy_(sums)
 

@@ -49,8 +49,8 @@ def illegal_ids(name: str) -> Iterator[IllegalCall]:
         ("too large", lambda ids: ids + 10**6, ValueError, r"expected values in \[0"),
         ("negative", lambda ids: ids - 10**6, ValueError, r"expected values in \[0"),
     ]
-    for what, edit, error, match in bad:
-        yield IllegalCall(f"{name} {what}", edited(name, edit), error, f"{name}: {match}")
+    for label, edit, error, match in bad:
+        yield IllegalCall(f"{name} {label}", edited(name, edit), error, f"{name}: {match}")
     yield IllegalCall(
         "ids to be ignored without ignore_index",
         edited(name, lambda ids: torch.full_like(ids, -100)),
@@ -83,5 +83,5 @@ def illegal_temperatures(ids: str) -> Iterator[IllegalCall]:
         ),
         ("elsewhere", tensor(lambda x: torch.ones(x.shape, device="meta")), ValueError, "expected device"),
     ]
-    for what, change, error, match in bad:
-        yield IllegalCall(f"temperature {what}", change, error, f"temperature: {match}")
+    for label, change, error, match in bad:
+        yield IllegalCall(f"temperature {label}", change, error, f"temperature: {match}")

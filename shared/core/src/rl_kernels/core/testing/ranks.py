@@ -86,7 +86,7 @@ def _results(outputs: list[Path]) -> list[Any]:
         if not output.exists():
             raise RuntimeError(f"rank {rank} ended without a result")
     results = [pickle.loads(output.read_bytes()) for output in outputs]
-    failed = [rank for rank, (fine, _) in enumerate(results) if not fine]
+    failed = [rank for rank, (succeeded, _) in enumerate(results) if not succeeded]
     if failed:
         first = min(failed, key=lambda rank: outputs[rank].stat().st_mtime_ns)
         raise RuntimeError(f"rank {first} raised:\n{results[first][1]}")

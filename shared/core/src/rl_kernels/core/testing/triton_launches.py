@@ -183,8 +183,10 @@ class _Compiled:
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
         def launch(*args: Any, stream: int) -> None:
-            here = STREAM + torch._C._cuda_getDevice()
-            assert stream == here, f"{self._kernel.function.__name__}: launched on stream {stream}, not {here}"
+            expected_stream = STREAM + torch._C._cuda_getDevice()
+            assert stream == expected_stream, (
+                f"{self._kernel.function.__name__}: launched on stream {stream}, not {expected_stream}"
+            )
             arguments = self._kernel.signature.bind(*args).arguments
             assert self._form_of(arguments) == self._form, f"{self._kernel.function.__name__}: wrong specialization"
             self._kernel[grid](*args, **self._options)

@@ -98,7 +98,7 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("ceilings", total=total)
-        yield lambda what: bar.update(task, advance=1, description=what)
+        yield lambda label: bar.update(task, advance=1, description=label)
 
 
 def _plot_path(text: str) -> Path:

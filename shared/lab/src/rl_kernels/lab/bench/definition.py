@@ -144,8 +144,8 @@ class Benchmark:
         for name, value in values.items():
             apply = self.options[name].given
             options = {**options, name: value} if apply is None else apply(options, value)
-        said = [f"{name}={value:g}" for name, value in values.items()]
-        return replace(shape, options=options, note=", ".join(filter(None, [shape.note, *said])))
+        labels = [f"{name}={value:g}" for name, value in values.items()]
+        return replace(shape, options=options, note=", ".join(filter(None, [shape.note, *labels])))
 
 
 def bench_of(operator: Operator) -> Benchmark:

@@ -32,8 +32,8 @@ def add_options(parser: argparse.ArgumentParser, benches: Benches) -> None:
     group = parser.add_argument_group("options of the operators", "set for every shape; every operator must have them")
     for name, operators in owners.items():
         option = benches[operators[0]][1].options[name]
-        said = f"{option.help} ({', '.join(operators)})"
-        group.add_argument(flag(name), dest=PREFIX + name, type=option.type, metavar="X", help=said)
+        help_text = f"{option.help} ({', '.join(operators)})"
+        group.add_argument(flag(name), dest=PREFIX + name, type=option.type, metavar="X", help=help_text)
 
 
 def chosen_options(args: argparse.Namespace, unknown: Sequence[str], benches: Benches) -> dict[str, float]:

@@ -142,8 +142,8 @@ def remarks(records: Sequence[Record]) -> Iterator[str]:
     reasons: dict[str, list[str]] = {}
     for record in records:
         for name, reason in record.skipped.items():
-            what = f"{record.operator}: {record.name}, {name}" if name else f"{record.operator}: {record.name}"
-            reasons.setdefault(f"skipped: {what}: {reason}", []).append(record.shape)
+            subject = f"{record.operator}: {record.name}, {name}" if name else f"{record.operator}: {record.name}"
+            reasons.setdefault(f"skipped: {subject}: {reason}", []).append(record.shape)
     for line, shapes in reasons.items():
         named = ", ".join(shapes) if len(shapes) < 4 else f"{len(shapes)} shapes"
         yield f"{line} ({named})" if shapes[0] else line

@@ -231,16 +231,16 @@ def _time_pass(
 
 def _forward_and_backward(round_: Round, function: Function, inputs: Inputs, upstream: Results) -> Run:
     attached = {name: inputs[name].detach().requires_grad_() for name in round_.arena.leaves}
-    forward, leaves, above = _bind(function, {**inputs, **attached}), list(attached.values()), list(upstream.values())
-    names, output = list(upstream), round_.arena.spec.output
+    forward, leaves = _bind(function, {**inputs, **attached}), list(attached.values())
+    names, upstream_values, output = list(upstream), list(upstream.values()), round_.arena.spec.output
 
     def run() -> Any:
         result = forward()
         outputs = [result] if isinstance(result, torch.Tensor) else [named(result, output)[name] for name in names]
         if _is_captured():
-            return torch.autograd.grad(outputs, leaves, above)
+            return torch.autograd.grad(outputs, leaves, upstream_values)
         # A training step calls this; its host time differs from that of torch.autograd.grad.
-        torch.autograd.backward(outputs, above)
+        torch.autograd.backward(outputs, upstream_values)
         return tuple(map(_take_gradient, attached, leaves))
 
     return run

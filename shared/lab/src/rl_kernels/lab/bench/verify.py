@@ -145,13 +145,11 @@ def _blocks(arena: Arena, layout: RowLayout | None, upstream: Results, block: in
     shared = {name: value for name, value in inputs.items() if rows is not None and name not in rows.flat}
     # Inputs shared by all blocks, such as a weight, are cast once.
     wide, plain = (_cast_floats(shared, dtype) for dtype in (torch.float64, torch.float32))
-    for position, part, above in (
-        [(None, inputs, upstream)] if rows is None else _row_blocks(arena, rows, upstream, block)
-    ):
-        golden, up = {**wide, **_cast_floats(part, torch.float64)}, _cast_floats(above, torch.float64)
-        eager = _run_definition(
-            arena, {**plain, **_cast_floats(part, torch.float32)}, _cast_floats(above, torch.float32)
-        )
+    whole = (None, inputs, upstream)
+    for position, part, upstream_part in [whole] if rows is None else _row_blocks(arena, rows, upstream, block):
+        golden, up = {**wide, **_cast_floats(part, torch.float64)}, _cast_floats(upstream_part, torch.float64)
+        narrow = {**plain, **_cast_floats(part, torch.float32)}
+        eager = _run_definition(arena, narrow, _cast_floats(upstream_part, torch.float32))
         yield position, _run_definition(arena, golden, up), eager, spec.magnitudes(arena.case, golden, up)
 
 
@@ -170,14 +168,16 @@ def _cast_floats(inputs: Inputs, dtype: torch.dtype) -> Inputs:
 
 def _row_blocks(arena: Arena, rows: Rows, upstream: Results, block: int) -> Iterator[tuple[slice, Inputs, Results]]:
     """Yield blocks of rows, and of the upstream gradients that belong to them."""
-    above = {name: value.reshape(rows.count, *value.shape[_leading_dims(rows) :]) for name, value in upstream.items()}
+    upstream_rows = {
+        name: value.reshape(rows.count, *value.shape[_leading_dims(rows) :]) for name, value in upstream.items()
+    }
     step = max(1, block // max(arena.case.sizes.values()))
     for start in range(0, rows.count, step):
         block_rows = slice(start, min(start + step, rows.count))
         yield (
             block_rows,
             {name: value[block_rows] for name, value in rows.flat.items()},
-            {n: v[block_rows] for n, v in above.items()},
+            {n: v[block_rows] for n, v in upstream_rows.items()},
         )
 
 

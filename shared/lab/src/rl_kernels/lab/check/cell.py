@@ -81,11 +81,11 @@ class Cell:
         """Whether a call takes a thousand times longer than usual, so that checks of many calls are left out."""
         return self.candidate.is_slow(self.setting.device.type)
 
-    def some(self, of: Sequence[Choice]) -> Sequence[Choice]:
+    def some(self, choices: Sequence[Choice]) -> Sequence[Choice]:
         """Return all choices; where calls are slow, only one, which depends on the case's name."""
-        if not (of and self.is_slow):
-            return of
-        return [of[zlib.crc32(self.case.name.encode()) % len(of)]]
+        if not (choices and self.is_slow):
+            return choices
+        return [choices[zlib.crc32(self.case.name.encode()) % len(choices)]]
 
     @property
     def is_brief(self) -> bool:

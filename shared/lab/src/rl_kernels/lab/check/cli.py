@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser(operators).parse_args(argv)
         # The output of a candidate must not mix with the report, not even when it is imported.
         with redirect_stdout(sys.stderr):
-            then = read_report(args.against.expanduser()) if args.against else None
+            earlier = read_report(args.against.expanduser()) if args.against else None
             plan, skips = _plan(args, operators)
     except (UnknownOperator, ValueError) as error:
         print(f"rl-kernels check: {error}", file=sys.stderr)
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with redirect_stdout(sys.stderr), _progress(sum(1 for _ in plan.tasks())) as progress, sharing as results:
         report = run(plan, skips, progress, results)
     document = document_of(report)
-    changes = None if then is None else compared(document, then)
+    changes = None if earlier is None else compared(document, earlier)
     if args.json:
         print(as_json(document if changes is None else {**document, "against": changes.document()}), flush=True)
     else:
@@ -179,8 +179,8 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=total)
 
-        def advance(what: str) -> None:
-            bar.update(task, advance=1, description=what)
+        def advance(label: str) -> None:
+            bar.update(task, advance=1, description=label)
 
         yield advance
 

@@ -104,8 +104,8 @@ def accuracy(
     fence, granted = fence_of(tolerance, finite, slack), slack / 2
     if not calibrated:
         fence, granted = (limit.clamp(min=float(factor * plain.nan_to_num().max())) for limit in (fence, granted))
-    by = tolerance if row is None else row
-    needed = torch.where(error <= granted, 0.0, (error - slack / 2) / (by.atol + by.rtol * finite.abs()))
+    share_row = tolerance if row is None else row
+    needed = torch.where(error <= granted, 0.0, (error - slack / 2) / (share_row.atol + share_row.rtol * finite.abs()))
     share = float(needed.max())
     limits = {
         "outside the contract's fence": fence,

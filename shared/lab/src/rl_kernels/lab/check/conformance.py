@@ -111,8 +111,8 @@ class Conformance:
 
     def test_relation(self, backend: str, relation: str, dtype: str, case: Case) -> None:
         """Rules 3 to 9 and the tolerance contract."""
-        here = cell(self.operator, case, dtype, backend)
-        records = list(check_relation(here, relation))
+        relation_cell = cell(self.operator, case, dtype, backend)
+        records = list(check_relation(relation_cell, relation))
         checks = [record for record in records if isinstance(record, Check)]
         assert not [f"{check.item}: {check.comparison.message}" for check in checks if not check.passed]
         reasons = [record.reason for record in records if isinstance(record, Skip)]

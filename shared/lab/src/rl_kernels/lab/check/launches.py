@@ -45,6 +45,8 @@ def _launches(cell: Cell, backends: tuple[str, ...], kernels: set[Launched]) -> 
     own = None
     if candidate.backend != AUTO:
         own = owns(candidate.operator.backend(candidate.backend), arch_of(device.type, device.index))
-    ours = None if own is None else tuple(sorted(map(str, filter(own, kernels))))
-    every = tuple(sorted(map(str, kernels)))
-    return Launches(candidate.operator.name, candidate.name, cell.dtype_name, cell.case.name, backends, every, ours)
+    own_kernels = None if own is None else tuple(sorted(map(str, filter(own, kernels))))
+    all_kernels = tuple(sorted(map(str, kernels)))
+    return Launches(
+        candidate.operator.name, candidate.name, cell.dtype_name, cell.case.name, backends, all_kernels, own_kernels
+    )

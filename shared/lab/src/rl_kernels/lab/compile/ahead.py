@@ -127,9 +127,9 @@ def _nvidia_resources(cubin: bytes) -> tuple[int, int]:
             continue
         at = start
         while at < start + length:
-            form, what, more = struct.unpack_from("<BBH", cubin, at)
-            if form == SIZED and what in values:
-                values[what].append(struct.unpack_from("<II", cubin, at + 4)[1])
+            form, code, more = struct.unpack_from("<BBH", cubin, at)
+            if form == SIZED and code in values:
+                values[code].append(struct.unpack_from("<II", cubin, at + 4)[1])
             at += 4 + (more if form == SIZED else 0)
     return max(values[REGISTERS]), max(values[FRAME], default=0)
 

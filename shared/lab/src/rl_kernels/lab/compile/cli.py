@@ -155,8 +155,8 @@ def _arch(text: str) -> str:
 
 def _archs(requested: Sequence[str] | None) -> list[str]:
     if requested is None and torch.cuda.is_available():
-        here = [arch_of("cuda", index) for index in range(torch.cuda.device_count())]
-        return list(dict.fromkeys(target_of(arch, exact=exact) for arch in here for exact in (False, True)))
+        local_archs = [arch_of("cuda", index) for index in range(torch.cuda.device_count())]
+        return list(dict.fromkeys(target_of(arch, exact=exact) for arch in local_archs for exact in (False, True)))
     archs = [*dict.fromkeys(arch for word in requested or [ALL] for arch in (ARCHS if word == ALL else (word,)))]
     known = toolchain.targets()
     for arch in archs:
@@ -169,7 +169,7 @@ def _programs(args: argparse.Namespace) -> list[tuple[str, Program]]:
     """Return the programs to compile, each with the name of its operator."""
     operators = [kernel_registry.load(name) for name in args.op or kernel_registry.names()]
     backends = {operator.name: [b for b in operator.backends if b.name.startswith(PREFIX)] for operator in operators}
-    without = [name for name, its in backends.items() if not its]
+    without = [name for name, cuda_backends in backends.items() if not cuda_backends]
     if args.op and without:
         raise ValueError(f"--op: {', '.join(without)} has no CUDA backend")
     if len(without) == len(operators):
@@ -180,8 +180,8 @@ def _programs(args: argparse.Namespace) -> list[tuple[str, Program]]:
     archs = _archs(args.arch)
     programs = [
         (name, program)
-        for name, its in backends.items()
-        for backend in its
+        for name, cuda_backends in backends.items()
+        for backend in cuda_backends
         for arch in archs
         for program in backend.load().programs(arch)
     ]

@@ -123,11 +123,11 @@ def faults(results: Sequence[Compiled]) -> Iterator[str]:
     """Yield a message for each call that failed and each kernel that does not fit."""
     for task, used, failed in results:
         yield from failed
-        room = TARGETS[task.target].shared
+        limit = TARGETS[task.target].shared
         for kernel in used:
-            if kernel.shared > room:
-                what = f"{' '.join(task)}: {kernel.kernel} {kernel.configuration}"
-                yield f"{what}: {kernel.shared} bytes of shared memory, of {room}"
+            if kernel.shared > limit:
+                subject = f"{' '.join(task)}: {kernel.kernel} {kernel.configuration}"
+                yield f"{subject}: {kernel.shared} bytes of shared memory, of {limit}"
 
 
 def _has_triton(operator: Operator) -> bool:

@@ -33,7 +33,7 @@ class _Pickler(pickle.Pickler):
         held_bytes = None if key in self._sent else content(storage)
         self._sent[key] = storage
         place = tuple(value.size()), value.stride(), value.storage_offset()
-        attributes = {name: held for name, held in vars(value).items() if isinstance(held, torch.Tensor)}
+        attributes = {name: attribute for name, attribute in vars(value).items() if isinstance(attribute, torch.Tensor)}
         return "tensor", str(value.dtype), str(value.device), place, key, held_bytes, attributes
 
 
@@ -59,8 +59,8 @@ class _Unpickler(pickle.Unpickler):
             raw = torch.frombuffer(bytearray(held_bytes or b"\0"), dtype=torch.uint8).to(device)
             self._storages[key] = raw.untyped_storage()
         value = torch.empty(0, dtype=DTYPES[dtype], device=device).set_(self._storages[key], offset, size, stride)
-        for name, held in attributes.items():
-            setattr(value, name, held)
+        for name, attribute in attributes.items():
+            setattr(value, name, attribute)
         return value
 
 

@@ -22,7 +22,7 @@ OFF = 0.01
 
 
 def _outputs(edit: Edit) -> Control:
-    """Spoil every output."""
+    """Edit every output."""
 
     def control(call: Call, spec: Spec) -> Call:
         return lambda function, inputs: _map_tensors(call(function, inputs), edit)
@@ -31,10 +31,10 @@ def _outputs(edit: Edit) -> Control:
 
 
 def _gradients(edit: Edit) -> Control:
-    """Spoil the gradient of every differentiable argument."""
+    """Edit the gradient of every differentiable argument."""
 
     def control(call: Call, spec: Spec) -> Call:
-        def spoilt(function: str, inputs: Inputs) -> Any:
+        def wrong_call(function: str, inputs: Inputs) -> Any:
             passed = {
                 name: _Edited.apply(value, edit)
                 for name in spec.differentiable
@@ -42,13 +42,13 @@ def _gradients(edit: Edit) -> Control:
             }
             return call(function, {**inputs, **passed})
 
-        return spoilt
+        return wrong_call
 
     return _if_differentiable(control)
 
 
 def _upstreams(edit: Edit) -> Control:
-    """Spoil the upstream gradient of every output."""
+    """Edit the upstream gradient of every output."""
     return _if_differentiable(_outputs(lambda value: _Edited.apply(value, edit)))
 
 
@@ -112,31 +112,31 @@ def _random_last_bit(value: torch.Tensor) -> torch.Tensor:
 
 
 def _size_in_last_bit(call: Call, spec: Spec) -> Call:
-    def spoilt(function: str, inputs: Inputs) -> Any:
+    def wrong_call(function: str, inputs: Inputs) -> Any:
         size = sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
         # Use the bit length, because the size may be a multiple of 3 for every number of rows.
         return _map_tensors(call(function, inputs), lambda value: _moved(value, size.bit_length() % 3))
 
-    return spoilt
+    return wrong_call
 
 
 def _stale(call: Call, spec: Spec) -> Call:
     cached: dict[object, Any] = {}
 
-    def spoilt(function: str, inputs: Inputs) -> Any:
+    def wrong_call(function: str, inputs: Inputs) -> Any:
         shapes = {name: value.shape for name, value in inputs.items() if isinstance(value, torch.Tensor)}
         key = function, tuple(shapes.items())
         if key not in cached:
             cached[key] = call(function, inputs)
         return cached[key]
 
-    return spoilt
+    return wrong_call
 
 
 def _reused_buffer(call: Call, spec: Spec) -> Call:
     buffers: dict[object, torch.Tensor] = {}
 
-    def spoilt(function: str, inputs: Inputs) -> Any:
+    def wrong_call(function: str, inputs: Inputs) -> Any:
         place = count()
 
         def moved(value: torch.Tensor) -> torch.Tensor:
@@ -147,18 +147,18 @@ def _reused_buffer(call: Call, spec: Spec) -> Call:
 
         return _map_tensors(call(function, inputs), moved)
 
-    return spoilt
+    return wrong_call
 
 
 def _shifted_ids(call: Call, spec: Spec) -> Call | None:
-    def spoilt(function: str, inputs: Inputs) -> Any:
+    def wrong_call(function: str, inputs: Inputs) -> Any:
         return call(function, {**inputs, **{name: inputs[name].roll(1, -1) for name in spec.ids if name in inputs}})
 
-    return spoilt if spec.ids else None
+    return wrong_call if spec.ids else None
 
 
 def _shifted_mask(call: Call, spec: Spec) -> Call | None:
-    def spoilt(function: str, inputs: Inputs) -> Any:
+    def wrong_call(function: str, inputs: Inputs) -> Any:
         changed = {name: inputs[name].roll(1, -1) for name in spec.masks if name in inputs}
         ignored = inputs.get("ignore_index")
         for name in spec.ids if ignored is not None else ():
@@ -167,28 +167,28 @@ def _shifted_mask(call: Call, spec: Spec) -> Call | None:
             changed[name] = shown.masked_fill(hidden.roll(1, -1), ignored)
         return call(function, {**inputs, **changed})
 
-    return spoilt if spec.masks or spec.ids else None
+    return wrong_call if spec.masks or spec.ids else None
 
 
 def _overwrites(call: Call, spec: Spec) -> Call:
-    def spoilt(function: str, inputs: Inputs) -> Any:
+    def wrong_call(function: str, inputs: Inputs) -> Any:
         result = call(function, inputs)
         for name in inputs.keys() - spec.overwritten(inputs):
             if isinstance(inputs[name], torch.Tensor) and inputs[name].is_floating_point():
                 inputs[name].data.add_(1)
         return result
 
-    return spoilt
+    return wrong_call
 
 
 def _accepts_anything(call: Call, spec: Spec) -> Call:
-    def spoilt(function: str, inputs: Inputs) -> Any:
+    def wrong_call(function: str, inputs: Inputs) -> Any:
         try:
             return call(function, inputs)
         except (TypeError, ValueError):
             return torch.zeros(())
 
-    return spoilt
+    return wrong_call
 
 
 CONTROLS: dict[str, dict[str, Control]] = {

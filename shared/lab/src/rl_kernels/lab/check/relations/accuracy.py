@@ -106,6 +106,6 @@ def _check_accuracy(
         rounding = compare.ROUNDING_FP64 if cell.dtype_name == "fp64" else compare.ROUNDING
         # The fence was calibrated on the named cases.
         calibrated = not cell.case.relations
-        known = (value, eager[item], gold[item], magnitudes[item], tolerance, direction, rounding)
-        comparison = compare.accuracy(*known, calibrated=calibrated, row=general)
+        operands = (value, eager[item], gold[item], magnitudes[item], tolerance, direction, rounding)
+        comparison = compare.accuracy(*operands, calibrated=calibrated, row=general)
         yield cell.record(relation, item + variant.label, tuple(value.shape), tolerance, comparison, cell.row(*row_key))

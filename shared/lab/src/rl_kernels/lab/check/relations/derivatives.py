@@ -26,25 +26,25 @@ def derivatives(cell: Cell) -> Iterator[Record]:
     upstream = cell.upstream(eager)
     if not upstream or not cell.is_first:
         return
-    for what in ("double backward", "forward mode"):
-        gold = _derived(what, cell.gold(), {name: value.double() for name, value in upstream.items()})
-        kinds = cell.inputs if what == "double backward" else eager.outputs
+    for mode in ("double backward", "forward mode"):
+        gold = _derived(mode, cell.gold(), {name: value.double() for name, value in upstream.items()})
+        kinds = cell.inputs if mode == "double backward" else eager.outputs
         try:
-            result = _derived(what, cell.run(), upstream)
+            result = _derived(mode, cell.run(), upstream)
         except Misbehaved as error:
-            yield cell.failed("gradients", what, error)
+            yield cell.failed("gradients", mode, error)
             continue
         if isinstance(result, str):
-            yield cell.record("gradients", what, (), "refused", Comparison(True))
+            yield cell.record("gradients", mode, (), "refused", Comparison(True))
         elif isinstance(gold, str):
-            yield cell.skip("gradients", f"{what}: the definition has none")
+            yield cell.skip("gradients", f"{mode}: the definition has none")
         else:
             share = ALLOWED[cell.dtype_name]
-            yield cell.record("gradients", what, (), f"{share:g} of the norm", _compared(result, gold, kinds, share))
+            yield cell.record("gradients", mode, (), f"{share:g} of the norm", _compared(result, gold, kinds, share))
 
 
-def _derived(what: str, ran: Ran, upstream: Results) -> Results | str:
-    return ran.second_order(upstream) if what == "double backward" else ran.forward_mode()
+def _derived(mode: str, ran: Ran, upstream: Results) -> Results | str:
+    return ran.second_order(upstream) if mode == "double backward" else ran.forward_mode()
 
 
 def _compared(results: Results, gold: Results, kinds: Mapping[str, torch.Tensor], share: float) -> Comparison:

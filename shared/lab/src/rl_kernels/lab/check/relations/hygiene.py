@@ -85,8 +85,8 @@ def _untouched(cell: Cell, inputs: Inputs, run: Ran) -> Comparison:
         after, wrong = run.inputs[name], "was changed"
         if name in overwritten:
             wrong = "does not hold its result, or was changed outside of it"
-            held = run.outputs.get(cell.spec.writes.get(name, ""), after.detach())
-            before = copy.deepcopy(before).copy_(held)
+            result = run.outputs.get(cell.spec.writes.get(name, ""), after.detach())
+            before = copy.deepcopy(before).copy_(result)
         if isinstance(before, torch.Tensor):
             comparison = _same_tensor(after.detach(), before)
             if not comparison.passed:
@@ -156,18 +156,18 @@ def _expanded(cell: Cell) -> Iterator[Record]:
 def _empty(cell: Cell) -> Iterator[Record]:
     """Call on empty tensors: shapes, dtypes and zeros (sums of no terms) must equal the definition's."""
     for case in (case for case in cell.spec.empty if case.function == cell.case.function):
-        here = replace(cell, case=case)
+        empty_cell = replace(cell, case=case)
         item = f"empty: {case.name}"
-        if here.missing():
+        if empty_cell.missing():
             continue
         try:
-            run = here.run()
-            eager = here.eager()
-            upstream = here.upstream(eager)
+            run = empty_cell.run()
+            eager = empty_cell.eager()
+            upstream = empty_cell.upstream(eager)
             expected = _without_signed_zeros(eager.results(upstream))
             comparison = first_difference(_without_signed_zeros(run.results(upstream)), expected)
-            if comparison.passed and not here.spec.overwritten(here.inputs):
-                comparison = first_difference(_without_signed_zeros(here.run().scribbled(upstream)), expected)
+            if comparison.passed and not empty_cell.spec.overwritten(empty_cell.inputs):
+                comparison = first_difference(_without_signed_zeros(empty_cell.run().scribbled(upstream)), expected)
         except Misbehaved as error:
             yield cell.failed("hygiene", item, error)
             continue

@@ -175,9 +175,9 @@ def _compare_bits(cell: Cell, label: str, results: Results, expected: Results) -
 def _no_sync(cell: Cell) -> Iterator[Record]:
     """Check that forward and backward do not wait for the device; validation of values, which must wait, is off."""
     inputs = _unvalidated_inputs(cell)
-    why = cell.spec.waits(inputs, cell.candidate.backend)
-    if why is not None:
-        yield cell.skip("torch", f"no host sync: {why}")
+    reason = cell.spec.waits(inputs, cell.candidate.backend)
+    if reason is not None:
+        yield cell.skip("torch", f"no host sync: {reason}")
         return
     run = cell.run(inputs)
     upstream = cell.upstream(run)
@@ -197,13 +197,13 @@ def _no_sync(cell: Cell) -> Iterator[Record]:
 
 def _graph(cell: Cell) -> Iterator[Record]:
     """Capture a call on some values and replay it on others: the same bits as an eager call on those."""
-    here = [name for name in cell.spec.on_host & cell.inputs.keys() if not _on_gpu(cell.inputs[name])]
-    if here:
-        yield cell.skip("torch", f"CUDA graph: {', '.join(here)} on the host")
+    host_arguments = [name for name in cell.spec.on_host & cell.inputs.keys() if not _on_gpu(cell.inputs[name])]
+    if host_arguments:
+        yield cell.skip("torch", f"CUDA graph: {', '.join(host_arguments)} on the host")
         return
-    why = cell.spec.waits(cell.inputs, "native") if cell.candidate.backend == "native" else None
-    if why:
-        yield cell.skip("torch", f"CUDA graph: {why}")
+    reason = cell.spec.waits(cell.inputs, "native") if cell.candidate.backend == "native" else None
+    if reason:
+        yield cell.skip("torch", f"CUDA graph: {reason}")
         return
     fresh = cell.redrawn()
     eager = fresh.run(_unvalidated_inputs(fresh))

@@ -132,7 +132,7 @@ def _added(cell: Cell, name: str, upstream: Results, gradient: torch.Tensor, lab
     eager, gold = cell.eager().gradients(twice)[item], cell.gold().gradients(exact)[item]
     row_key = ("accuracy", item, eager.dtype)
     tolerance, general = (row._replace(atol=2 * row.atol) for row in (cell.tolerance(*row_key), cell.general(*row_key)))
-    known = (gradient.to(eager.dtype), eager, gold, cell.magnitudes(exact)[item], tolerance, "gradient")
-    comparison = compare.accuracy(*known, calibrated=not cell.case.relations, row=general)
+    operands = (gradient.to(eager.dtype), eager, gold, cell.magnitudes(exact)[item], tolerance, "gradient")
+    comparison = compare.accuracy(*operands, calibrated=not cell.case.relations, row=general)
     name, shape = f"{item} in main_grad{label}", tuple(gradient.shape)
     return cell.record("gradients", name, shape, tolerance, comparison, cell.row(*row_key))

@@ -94,8 +94,8 @@ class Square:
     @property
     def hint(self) -> str:
         """Text that is shown on hover."""
-        said = [f"{self.held} of {len(self.checks)} passed"] if self.checks else []
-        return "; ".join(said + [f"{count} skipped: {reason}" for reason, count in self.reasons.items()])
+        parts = [f"{self.held} of {len(self.checks)} passed"] if self.checks else []
+        return "; ".join(parts + [f"{count} skipped: {reason}" for reason, count in self.reasons.items()])
 
     @property
     def reasons(self) -> dict[str, int]:
@@ -112,7 +112,9 @@ class Page:
     """The records in the layout of the page."""
 
     def __init__(self, report: Report) -> None:
-        groups = summary.grouped(report.records, lambda it: (it.operator, it.candidate, it.dtype, it.relation))
+        groups = summary.grouped(
+            report.records, lambda record: (record.operator, record.candidate, record.dtype, record.relation)
+        )
         self._squares = {key: Square(f"s{n}", *key, records) for n, (key, records) in enumerate(groups.items())}
         known = list(dict.fromkeys(record.relation for record in report.records if record.relation != "all"))
         self.relations = sorted(known, key=[*report.plan.relations, *known].index)

@@ -38,7 +38,7 @@ def _suites(report: Report) -> Iterator[Element]:
         if entry.kernels_said
     }
     for words, records in groups.items():
-        tests = [_check(it, report) if isinstance(it, Check) else _skip(it) for it in records]
+        tests = [_check(record, report) if isinstance(record, Check) else _skip(record) for record in records]
         if words in launched:
             tests.append(_launched(launched[words]))
         yield _suite(".".join(words), tests, report)
@@ -77,8 +77,8 @@ def _check(check: Check, report: Report) -> Element:
         failure = SubElement(test, "failure", type=check.relation, message=printable(comparison.message))
         lines = {"worst": comparison.worst, "shape": summary.shape_said(check), "tolerance": check.tolerance}
         lines |= {"seed": str(check.seed), "replay": report.replay(check)}
-        said = [f"{name}: {value}" for name, value in lines.items() if value]
-        failure.text = printable("\n".join([comparison.message, *said, comparison.traceback]).rstrip())
+        details = [f"{name}: {value}" for name, value in lines.items() if value]
+        failure.text = printable("\n".join([comparison.message, *details, comparison.traceback]).rstrip())
     return test
 
 

@@ -43,8 +43,8 @@ def text(report: Report, *, verbose: bool = False, changes: Changes | None = Non
     if report.interrupted:
         yield f"interrupted ({report.interrupted}): these are the results until then"
     worse = changes is not None and changes.regressed
-    said = f"{summary.checks_said(report)}{', worse than the earlier report' if worse else ''}"
-    yield f"{verdict(report.passed and not worse)} {summary.suite_name(report)}: {said}"
+    counts = f"{summary.checks_said(report)}{', worse than the earlier report' if worse else ''}"
+    yield f"{verdict(report.passed and not worse)} {summary.suite_name(report)}: {counts}"
 
 
 def _launch_lines(entry: summary.LaunchSummary) -> Iterator[str]:
