@@ -39,20 +39,20 @@ class Parameter(NamedTuple):
 
 def parameters_of(program: Program, entry: str) -> list[Parameter]:
     """Return the parameters of a kernel in order, with each struct replaced by its members."""
-    return [member for members in _declared(program, entry) for member in members]
+    return [member for members in _declared_parameters(program, entry) for member in members]
 
 
 def signature_of(program: Program, entry: str) -> str:
     """Return the signature with which a kernel must be loaded."""
     signature = ""
-    for members in _declared(program, entry):
+    for members in _declared_parameters(program, entry):
         letters = "".join(member.letter for member in members)
         signature += f"({letters})" if len(members) > 1 else letters
     return signature
 
 
 @functools.cache
-def _declared(program: Program, entry: str) -> list[list[Parameter]]:
+def _declared_parameters(program: Program, entry: str) -> list[list[Parameter]]:
     file, defines = program.file, dict(program.defines)
     # Drop the code that unset flags leave out.
     text = FLAGGED.sub(lambda block: block[2] if defines.get(block[1]) else "", _source(program.package, file))
@@ -66,7 +66,7 @@ def _parameter(text: str, declared: str) -> list[Parameter]:
     assert match is not None, declared
     if match[1] not in {*LETTERS, *POINTED, "char", "void"}:
         return _members(text, match[1])
-    return [_one(match[1], match[2])]
+    return [_plain_parameter(match[1], match[2])]
 
 
 def _members(text: str, name: str) -> list[Parameter]:
@@ -79,11 +79,11 @@ def _members(text: str, name: str) -> list[Parameter]:
             break
         match = DECLARED.fullmatch(line.removesuffix(";")) if line else None
         if match is not None:
-            parameters += [_one(match[1], declared) for declared in match[2].split(",")]
+            parameters += [_plain_parameter(match[1], declared) for declared in match[2].split(",")]
     return parameters
 
 
-def _one(kind: str, declared: str) -> Parameter:
+def _plain_parameter(kind: str, declared: str) -> Parameter:
     name = declared.strip(" *")
     return Parameter(name, "P", POINTED.get(kind)) if "*" in declared else Parameter(name, LETTERS[kind], None)
 

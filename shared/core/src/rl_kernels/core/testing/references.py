@@ -26,7 +26,7 @@ def selected_logprobs(
         temperature: > 0.
     """
     active = _active(token_ids, mask)
-    z = torch.where(active[..., None], _working(logits), 0.0) / temperature
+    z = torch.where(active[..., None], _to_compute_dtype(logits), 0.0) / temperature
     ids = torch.where(active, token_ids, 0).long()
     logp = torch.log_softmax(z, -1).gather(-1, ids[..., None])[..., 0]
     return torch.where(active, logp, 0.0)
@@ -34,7 +34,7 @@ def selected_logprobs(
 
 def masked_sum(values: torch.Tensor, mask: torch.Tensor | None = None, dim: int | None = None) -> torch.Tensor:
     """Return the sum of ``values`` where ``mask`` (bool, of the same shape) is True, over ``dim`` or over all."""
-    return torch.where(_active(values, mask), _working(values), 0.0).sum(dim)
+    return torch.where(_active(values, mask), _to_compute_dtype(values), 0.0).sum(dim)
 
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor | None = None, dim: int | None = None) -> torch.Tensor:
@@ -98,10 +98,10 @@ def bits_of(value: torch.Tensor) -> torch.Tensor:
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    return torch.where(_active(a, mask), _working(a) - _working(b), 0.0)
+    return torch.where(_active(a, mask), _to_compute_dtype(a) - _to_compute_dtype(b), 0.0)
 
 
-def _working(value: torch.Tensor) -> torch.Tensor:
+def _to_compute_dtype(value: torch.Tensor) -> torch.Tensor:
     return value if value.dtype == torch.float64 else value.float()
 
 

@@ -113,7 +113,7 @@ class IllegalCall:
     case: str = ""
 
 
-def _never(inputs: Inputs, backend: str | None) -> None:
+def _never_waits(inputs: Inputs, backend: str | None) -> None:
     """Return None: no call waits."""
 
 
@@ -179,7 +179,7 @@ class Spec:
     masks: Sequence[str] = ()
     on_host: frozenset[str] = frozenset()
     eager_only: frozenset[str] = frozenset()
-    waits: Callable[[Inputs, str | None], str | None] = _never
+    waits: Callable[[Inputs, str | None], str | None] = _never_waits
     exempt: Mapping[str, str] = field(default_factory=dict)
 
     def case(self, name: str = "") -> Case:

@@ -13,8 +13,8 @@ from rl_kernels.core.testing.spec import Case, Inputs, Transform, Variant
 def strided(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
     """Store each tensor as every other element of its storage, as the middle of a larger one, or column-major."""
     tensors = _tensors(inputs)
-    yield Variant("every other element", {**inputs, **{name: _spread(value) for name, value in tensors.items()}})
-    yield Variant("in the middle", {**inputs, **{name: _inside(value) for name, value in tensors.items()}})
+    yield Variant("every other element", {**inputs, **{name: _every_other(value) for name, value in tensors.items()}})
+    yield Variant("in the middle", {**inputs, **{name: _inside_all_dims(value) for name, value in tensors.items()}})
     swapped = {name: value.mT.contiguous().mT for name, value in tensors.items() if value.ndim >= 2}
     if swapped:
         yield Variant("stored column by column", {**inputs, **swapped})
@@ -39,7 +39,7 @@ def with_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
     if layout == "column":
         return x.t().contiguous().t()
     if layout == "apart":
-        return _spread(x)
+        return _every_other(x)
     if layout == "odd":
         return garbage(x, rows, columns + 1)[:, 1:].copy_(x)
     return x
@@ -70,7 +70,7 @@ def _tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
     return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.ndim}
 
 
-def _spread(value: torch.Tensor) -> torch.Tensor:
+def _every_other(value: torch.Tensor) -> torch.Tensor:
     return garbage(value, *value.shape[:-1], 2 * value.shape[-1])[..., ::2].copy_(value)
 
 
@@ -80,7 +80,7 @@ def inside(value: torch.Tensor, dim: int) -> torch.Tensor:
     return larger.narrow(dim, 1, value.shape[dim]).copy_(value)
 
 
-def _inside(value: torch.Tensor) -> torch.Tensor:
+def _inside_all_dims(value: torch.Tensor) -> torch.Tensor:
     """Return a copy inside a tensor that is larger by one on each side of every dim."""
     larger = garbage(value, *(size + 2 for size in value.shape))
     return larger[(slice(1, -1),) * value.ndim].copy_(value)

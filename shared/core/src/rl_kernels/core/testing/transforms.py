@@ -159,12 +159,12 @@ class Rows:
 RowTransform = Callable[[Rows, Draw], Iterator[Variant]]
 
 
-def _some(count: int) -> list[int]:
+def _first_middle_last(count: int) -> list[int]:
     return sorted({0, count // 2, count - 1} & set(range(count)))
 
 
 def _alone(rows: Rows, draw: Draw) -> Iterator[Variant]:
-    for row in _some(rows.count):
+    for row in _first_middle_last(rows.count):
         yield rows.variant(f"row {row} alone", torch.tensor([row]))
 
 
@@ -182,7 +182,7 @@ def _position(rows: Rows, draw: Draw) -> Iterator[Variant]:
 
 
 def _neighbors(rows: Rows, draw: Draw) -> Iterator[Variant]:
-    for row in _some(rows.count):
+    for row in _first_middle_last(rows.count):
         index = torch.full((rows.count + 1,), FILLER)
         index[row] = row
         yield rows.variant(f"row {row} among others", index, rows.garbage(rows.count, draw))
@@ -203,7 +203,7 @@ def _leading(rows: Rows, draw: Draw) -> Iterator[Variant]:
         yield replace(variant, inputs={**variant.inputs, **cut})
 
 
-def _padded(rows: Rows) -> Iterator[tuple[str, int, torch.Tensor]]:
+def _with_padding_rows(rows: Rows) -> Iterator[tuple[str, int, torch.Tensor]]:
     keep = torch.arange(rows.count)
     for count in (1, 5):
         fill = torch.full((count,), FILLER)
@@ -212,14 +212,14 @@ def _padded(rows: Rows) -> Iterator[tuple[str, int, torch.Tensor]]:
 
 
 def _padding(rows: Rows, draw: Draw) -> Iterator[Variant]:
-    for position, count, index in _padded(rows):
+    for position, count, index in _with_padding_rows(rows):
         yield rows.variant(f"garbage rows, {position}", index, rows.garbage(count, draw))
 
 
 def _masked(rows: Rows, draw: Draw) -> Iterator[Variant]:
     if rows.inputs.get("ignore_index") not in (None, IGNORED):
         return
-    for position, count, index in _padded(rows):
+    for position, count, index in _with_padding_rows(rows):
         yield rows.variant(
             f"masked rows of NaN, {position}", index, rows.filled(count, torch.nan, masked=True), ignore_index=IGNORED
         )

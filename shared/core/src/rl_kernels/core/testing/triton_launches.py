@@ -117,7 +117,7 @@ class TritonRecorder:
         originals = {name: sys.modules[name] for name in (*STUBS, *_importers_of_triton()) if name in sys.modules}
         _forget(originals)
         with ExitStack() as stack:
-            stack.callback(_put_back, originals)
+            stack.callback(_restore, originals)
             stack.enter_context(patch.dict(os.environ, TRITON_INTERPRET="0"))
             stack.enter_context(patch("rl_kernels.core.operator.arch_of", lambda *_: self.arch))
             pretended = {"_cuda_getDevice": lambda: 0, "_cuda_getCurrentRawStream": lambda index: STREAM + index}
@@ -179,7 +179,7 @@ class _Compiled:
 
     def __init__(self, kernel: _Kernel, arguments: Mapping[str, Any], options: Mapping[str, int]) -> None:
         self._kernel, self._options = kernel, options
-        self._form = self._form_of(arguments)
+        self._key = self._specialization(arguments)
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
         def launch(*args: Any, stream: int) -> None:
@@ -188,12 +188,14 @@ class _Compiled:
                 f"{self._kernel.function.__name__}: launched on stream {stream}, not {expected_stream}"
             )
             arguments = self._kernel.signature.bind(*args).arguments
-            assert self._form_of(arguments) == self._form, f"{self._kernel.function.__name__}: wrong specialization"
+            assert self._specialization(arguments) == self._key, (
+                f"{self._kernel.function.__name__}: wrong specialization"
+            )
             self._kernel[grid](*args, **self._options)
 
         return launch
 
-    def _form_of(self, arguments: Mapping[str, Any]) -> list[Any]:
+    def _specialization(self, arguments: Mapping[str, Any]) -> list[Any]:
         """Return the key of a specialization: dtypes and alignment of tensors, integers that are 1 or aligned."""
         form: list[Any] = []
         for name, value in arguments.items():
@@ -218,13 +220,13 @@ def _importers_of_triton() -> set[str]:
     }
     importers.discard(__name__)
     while True:
-        more = {name for name in ours.keys() - importers if _holds_one_of(importers, ours[name])}
+        more = {name for name in ours.keys() - importers if _imports_any_of(importers, ours[name])}
         if not more:
             return importers
         importers |= more
 
 
-def _holds_one_of(names: set[str], module: ModuleType) -> bool:
+def _imports_any_of(names: set[str], module: ModuleType) -> bool:
     # A package has its modules as attributes, whether it imports them or not.
     if hasattr(module, "__path__"):
         return False
@@ -239,7 +241,7 @@ def _forget(names: Iterable[str]) -> None:
         vars(sys.modules.get(parent, ModuleType(""))).pop(leaf, None)
 
 
-def _put_back(originals: Mapping[str, ModuleType]) -> None:
+def _restore(originals: Mapping[str, ModuleType]) -> None:
     _forget([name for name in (*STUBS, *_importers_of_triton()) if name in sys.modules])
     sys.modules.update(originals)
     for name, module in originals.items():
