@@ -148,8 +148,9 @@ def _blocks(arena: Arena, layout: RowLayout | None, upstream: Results, block: in
     whole = (None, inputs, upstream)
     for position, part, upstream_part in [whole] if rows is None else _row_blocks(arena, rows, upstream, block):
         golden, up = {**wide, **_cast_floats(part, torch.float64)}, _cast_floats(upstream_part, torch.float64)
-        narrow = {**plain, **_cast_floats(part, torch.float32)}
-        eager = _run_definition(arena, narrow, _cast_floats(upstream_part, torch.float32))
+        eager = _run_definition(
+            arena, {**plain, **_cast_floats(part, torch.float32)}, _cast_floats(upstream_part, torch.float32)
+        )
         yield position, _run_definition(arena, golden, up), eager, spec.magnitudes(arena.case, golden, up)
 
 
