@@ -28,7 +28,7 @@ PLANTED = (
             Bug("blocks follow the length", "keys == BLOCK", "keys > 2 * BLOCK or keys == BLOCK"),
             Bug("a query sees one key too many", "shift + right", "shift + right + 1"),
             Bug("pages in the order of memory", "[b, key // size]", "[b].sort().values[key // size].clamp(0)"),
-            Bug("delta left out", ".sub_(mean).", "."),
+            Bug("delta left out", ".sub_(delta_rows).", "."),
         ),
         ("more-keys", "pages"),
     ),

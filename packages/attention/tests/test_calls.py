@@ -63,12 +63,12 @@ def test_native_looks_at_no_value_where_that_would_wait(left, softcap):
     q, k, v = (x.to("meta") for x in operands(2, 90, 200))
     sinks = torch.empty(4, device="meta")
     given = Inputs(q, k, v, sinks, *[None] * 6, 90, 200, 0.3, left, 0, softcap)
-    batches._remembered_bits.cache_clear()
+    batches._cached_mask_bits.cache_clear()
     out, lse = native.forward(*given)
     assert (out.shape, lse.shape) == (q.shape, (2, 4, 90))
     found = native.backward(*given, out, lse, torch.empty_like(out), True)
     assert [x.shape for x in found] == [x.shape for x in (q, k, v, sinks)]
-    assert batches._remembered_bits.cache_info().currsize == 0
+    assert batches._cached_mask_bits.cache_info().currsize == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -21,7 +21,7 @@ MODULES = (
 )
 BUGS = (
     Bug("shapes alone are planned", "x.stride(), x", "x"),
-    Bug("planned keys between multiples of 16 bytes", "| given.k.data_ptr() |", "|"),
+    Bug("planned keys between multiples of 16 bytes", "| inputs.k.data_ptr() |", "|"),
 )
 BACKEND = MODULES[-1]
 FAILURES = (AssertionError, AttributeError, RuntimeError, ValueError, TypeError)
@@ -89,7 +89,7 @@ def lying(values):
 
 def same(recorder, plan, backend, given):
     """Hold the launches of a plan to those of the general path."""
-    inputs = dict(zip(given._fields[:10], (*given.operands, *given.others), strict=True))
+    inputs = dict(zip(given._fields[:10], (*given.operands, *given.optional_tensors), strict=True))
 
     def run(work, known):
         recorder.launches.clear()

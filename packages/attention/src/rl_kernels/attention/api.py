@@ -149,52 +149,52 @@ def det_attention(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward: not supported.
     """
-    where = (cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table)
+    integer_tensors = (cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table)
     left, right = checks.window(window, causal=causal, unlimited=UNLIMITED)
-    chosen, plan = _chosen(q, k, v, sinks, *where, scale, left, right, softcap, return_lse, backend)
-    nowhere = cu_seqlens_q is cu_seqlens_k is k_start is seqused_q is seqused_k is block_table is None
-    if validate and not nowhere:
-        checks.lengths(q, k, *where, windowed=left != UNLIMITED)
+    backend_name, plan = _choose(q, k, v, sinks, *integer_tensors, scale, left, right, softcap, return_lse, backend)
+    is_dense = cu_seqlens_q is cu_seqlens_k is k_start is seqused_q is seqused_k is block_table is None
+    if validate and not is_dense:
+        checks.lengths(q, k, *integer_tensors, windowed=left != UNLIMITED)
     if plan is None or max_seqlen_q is not None or max_seqlen_k is not None:
-        most_q, most_k = _most(q, k, cu_seqlens_q, cu_seqlens_k, block_table)
+        most_q, most_k = _longest_possible(q, k, cu_seqlens_q, cu_seqlens_k, block_table)
         longest = (
             checks.longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q, most_q, values=validate),
             checks.longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k, most_k, values=validate),
         )
-        factor = _factor(q, scale)
-        given = Inputs(q, k, v, sinks, *where, *longest, factor, left, right, float(softcap))
+        factor = _scale_of(q, scale)
+        inputs = Inputs(q, k, v, sinks, *integer_tensors, *longest, factor, left, right, float(softcap))
     else:
-        given = Inputs(q, k, v, sinks, *where, *plan.numbers)
+        inputs = Inputs(q, k, v, sinks, *integer_tensors, *plan.numbers)
     no_lost_derivatives("det_attention", q, k, v, sinks)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _requires_grad(sinks)):
-        _validate_gradients(given)
-        out, lse = _DetAttention.apply(*given[:4], given[4:], chosen, plan)
+        _validate_gradients(inputs)
+        out, lse = _DetAttention.apply(*inputs[:4], inputs[4:], backend_name, plan)
     else:
-        out, lse = _forward(given, chosen, plan, with_lse=return_lse)
+        out, lse = _forward(inputs, backend_name, plan, with_lse=return_lse)
     return Attended(out, lse) if return_lse else out
 
 
 class _Plan(NamedTuple):
-    """The plan of calls of one kind: the numbers of ``Inputs``, and the launches that a backend planned, or None."""
+    """The plan of one kind of call: the numbers of ``Inputs``, and the launches that a backend planned, or None."""
 
     numbers: tuple[Any, ...]
     launches: Any
 
 
 def _plan(name: str, *arguments: Any) -> _Plan | None:
-    """Plan calls with arguments of one kind, those of ``_chosen``; None for packed queries, whose lengths vary."""
+    """Plan the calls of one kind, given the arguments of ``_choose``; None for packed queries, whose lengths vary."""
     *tensors, scale, left, right, softcap, _, _ = arguments
     q, k, _, _, cu_seqlens_q, cu_seqlens_k, *_, block_table = tensors
     if cu_seqlens_q is not None:
         return None
-    most = _most(q, k, cu_seqlens_q, cu_seqlens_k, block_table)
-    given = Inputs._make([*tensors, *most, _factor(q, scale), left, right, float(softcap)])
+    most = _longest_possible(q, k, cu_seqlens_q, cu_seqlens_k, block_table)
+    inputs = Inputs._make([*tensors, *most, _scale_of(q, scale), left, right, float(softcap)])
     make = getattr(OPERATOR.backend(name).load(), "planned", None)
-    return _Plan(given.numbers, make(given) if make and are_plain(*tensors) else None)
+    return _Plan(inputs.numbers, make(inputs) if make and are_plain(*tensors) else None)
 
 
 @planned_choice(_plan)
-def _chosen(
+def _choose(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -212,7 +212,7 @@ def _chosen(
     return_lse: bool,
     backend: str | None,
 ) -> str:
-    """Check all but the values of tensors, and the window, which is checked already; return the backend's name."""
+    """Check all arguments but the window and the values of tensors; return the name of the chosen backend."""
     checks.heads(q, k, v, sinks, packed_q=cu_seqlens_q is not None, packed_k=cu_seqlens_k is not None)
     checks.layout(q, k, cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table)
     if scale is not None:
@@ -223,7 +223,7 @@ def _chosen(
     return choose(OPERATOR, describe(q, k, v), backend).name
 
 
-def _most(
+def _longest_possible(
     q: torch.Tensor,
     k: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None,
@@ -237,7 +237,7 @@ def _most(
     return q.shape[0] if cu_seqlens_q is not None else q.shape[1], most_k
 
 
-def _factor(q: torch.Tensor, scale: float | None) -> float:
+def _scale_of(q: torch.Tensor, scale: float | None) -> float:
     return float(q.shape[-1] ** -0.5 if scale is None else scale)
 
 
@@ -245,29 +245,29 @@ def _requires_grad(sinks: torch.Tensor | None) -> bool:
     return sinks is not None and sinks.requires_grad
 
 
-def _validate_gradients(given: Inputs) -> None:
-    if given.seqused_k is None and given.block_table is None:
+def _validate_gradients(inputs: Inputs) -> None:
+    if inputs.seqused_k is None and inputs.block_table is None:
         return
-    for name, value in (("k", given.k), ("v", given.v)):
+    for name, value in (("k", inputs.k), ("v", inputs.v)):
         if value.requires_grad:
             raise ValueError(
                 f"{name}: expected a tensor that does not require grad with block_table or seqused_k; detach it"
             )
 
 
-def _forward(given: Inputs, chosen: str, plan: _Plan | None, *, with_lse: bool) -> tuple[torch.Tensor, Any]:
+def _forward(inputs: Inputs, backend: str, plan: _Plan | None, *, with_lse: bool) -> tuple[torch.Tensor, Any]:
     """Return (out, lse); lse may be None unless ``with_lse``."""
     if plan is not None and plan.launches is not None and not ops_are_observed():
-        found: tuple[torch.Tensor, torch.Tensor | None] | None = plan.launches.forward(given, with_lse=with_lse)
-        if found is not None:
-            return found
-    return ops["forward"](*given, chosen)
+        result: tuple[torch.Tensor, torch.Tensor | None] | None = plan.launches.forward(inputs, with_lse=with_lse)
+        if result is not None:
+            return result
+    return ops["forward"](*inputs, backend)
 
 
 class _DetAttention(torch.autograd.Function):
     """Saves the operands, out and lse; lse carries no gradient.
 
-    All that has no gradient comes as one argument, because autograd inspects every argument.
+    Arguments without a gradient are passed as one tuple, ``fields``, because autograd inspects every argument.
     """
 
     @staticmethod
@@ -277,13 +277,13 @@ class _DetAttention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None,
-        others: tuple[Any, ...],
+        fields: tuple[Any, ...],
         backend: str,
         plan: _Plan | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = Inputs(q, k, v, sinks, *others)
+        inputs = Inputs(q, k, v, sinks, *fields)
         out, lse = _forward(inputs, backend, plan, with_lse=True)
-        save(ctx, *inputs.operands, *inputs.others, out, lse)
+        save(ctx, *inputs.operands, *inputs.optional_tensors, out, lse)
         ctx.numbers, ctx.backend, ctx.plan = inputs.numbers, backend, plan
         ctx.mark_non_differentiable(lse)
         # Otherwise autograd would make a zero gradient for lse.
@@ -292,19 +292,19 @@ class _DetAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, _: None) -> tuple[torch.Tensor | None, ...]:
-        needs = ctx.needs_input_grad
+        needed = ctx.needs_input_grad
         if grad is None:
-            return (None,) * len(needs)
+            return (None,) * len(needed)
         *tensors, out, lse = ctx.saved_tensors
-        given = Inputs(*tensors, *ctx.numbers)
-        rest = (out, lse, grad, needs[1] or needs[2])
+        inputs = Inputs(*tensors, *ctx.numbers)
+        needs_keys = needed[1] or needed[2]
         no_lost_derivatives("det_attention", *tensors, grad)
-        found = None
+        computed = None
         # With grad mode on, the gradient may be differentiated again: the general path refuses that.
         planned = None if ctx.plan is None else ctx.plan.launches
         if planned is not None and not (torch.compiler.is_compiling() or torch.is_grad_enabled() or ops_are_observed()):
-            found = planned.backward(given, *rest)
-        if found is None:
-            found = first_order(ops["backward"], *given, *rest, ctx.backend)
-        gradients = [value if need else None for value, need in zip(found, needs, strict=False)]
-        return *gradients, *[None] * (len(needs) - len(gradients))
+            computed = planned.backward(inputs, out, lse, grad, needs_keys)
+        if computed is None:
+            computed = first_order(ops["backward"], *inputs, out, lse, grad, needs_keys, ctx.backend)
+        gradients = [value if is_needed else None for value, is_needed in zip(computed, needed, strict=False)]
+        return *gradients, *[None] * (len(needed) - len(gradients))

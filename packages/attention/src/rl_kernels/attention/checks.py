@@ -12,10 +12,11 @@ from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.core.torchlib.ops import define_check
 
 MULTIPLE = 8
-"""Head sizes are multiples of it, so that rows begin at multiples of 16 bytes."""
+"""Head sizes are multiples of this, so that rows begin at multiples of 16 bytes."""
 PAGE = 16
-"""Page sizes are multiples of it."""
+"""Page sizes are multiples of this many keys."""
 PACKED_DIMS, PADDED_DIMS = 3, 4
+"""Dims of packed operands, and of padded or paged ones."""
 
 
 def heads(
@@ -63,7 +64,7 @@ def layout(
     block_table: torch.Tensor | None,
 ) -> None:
     """Require integer tensors of the right dtype and shape, and arguments that form one layout."""
-    given = {
+    integer_tensors = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
         "k_start": k_start,
@@ -71,10 +72,10 @@ def layout(
         "seqused_k": seqused_k,
         "block_table": block_table,
     }
-    for name, value in given.items():
+    for name, value in integer_tensors.items():
         if value is not None:
             check.tensor(name, value, check.INTEGERS, ndim=2 if name == "block_table" else 1)
-    check.same_device(q=q, **given)
+    check.same_device(q=q, **integer_tensors)
     if cu_seqlens_q is not None and not cu_seqlens_q.shape[0]:
         raise ValueError("cu_seqlens_q: expected at least 1 number, got none")
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -82,7 +83,7 @@ def layout(
         if cu_seqlens_q is None:
             raise ValueError("cu_seqlens_k: expected None without cu_seqlens_q: packed keys are for packed queries")
         for name in ("k_start", "seqused_k", "block_table"):
-            if given[name] is not None:
+            if integer_tensors[name] is not None:
                 raise ValueError(f"{name}: expected None with cu_seqlens_k, which says where sequences start and end")
         check.shape("cu_seqlens_k", cu_seqlens_k, (batch + 1,), "that of cu_seqlens_q")
     elif block_table is not None:
@@ -101,7 +102,7 @@ def layout(
     elif k.shape[0] != batch:
         raise ValueError(f"k: expected {batch} sequences (dim 0), as q has, got shape {tuple(k.shape)}")
     for name in ("k_start", "seqused_q", "seqused_k"):
-        value = given[name]
+        value = integer_tensors[name]
         if value is not None:
             check.shape(name, value, (batch,), "one number for each sequence")
 
@@ -112,14 +113,14 @@ def window(value: tuple[int | None, int | None] | None, *, causal: bool, unlimit
     sides = (None, None) if value is None else value
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         raise TypeError(f"window: expected (left, right) or None, got {value!r}")
-    found = []
+    limits = []
     for side in sides:
         if side is None or (side == unlimited and not isinstance(side, bool)):
-            found.append(unlimited)
+            limits.append(unlimited)
             continue
         check.integer("window", side, least=0, most=check.INT32)
-        found.append(int(side))
-    return found[0], 0 if causal else found[1]
+        limits.append(int(side))
+    return limits[0], 0 if causal else limits[1]
 
 
 def lengths(
@@ -180,10 +181,10 @@ def longest(name: str, value: int | None, cu_seqlens: torch.Tensor | None, most:
 
 
 def _cumulative(value: torch.Tensor, total: int, name: str) -> None:
-    found = value.tolist()
-    if found[0] != 0 or found[-1] != total or any(b < a for a, b in pairwise(found)):
+    bounds = value.tolist()
+    if bounds[0] != 0 or bounds[-1] != total or any(b < a for a, b in pairwise(bounds)):
         raise ValueError(
-            f"{name}: expected numbers that ascend from 0 to {total} (the rows of its tensor), got {_shown(found)}"
+            f"{name}: expected numbers that ascend from 0 to {total} (the rows of its tensor), got {_shown(bounds)}"
         )
 
 
@@ -193,9 +194,9 @@ def _at_most(value: torch.Tensor, bound: torch.Tensor, name: str, what: str) -> 
 
 
 def _long_enough(cu_seqlens: torch.Tensor, value: int, name: str) -> None:
-    found = int(cu_seqlens.diff().max())
-    if value < found:
-        raise ValueError(f"{name}: expected at least {found}, the length of the longest sequence, got {value}")
+    longest_length = int(cu_seqlens.diff().max())
+    if value < longest_length:
+        raise ValueError(f"{name}: expected at least {longest_length}, the length of the longest sequence, got {value}")
 
 
 def _shown(values: list[int], most: int = 8) -> str:

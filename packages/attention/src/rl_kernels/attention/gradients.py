@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rl_kernels.attention import checks
-from rl_kernels.attention.api import Window, _chosen, _factor, _most
+from rl_kernels.attention.api import Window, _choose, _longest_possible, _scale_of
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
 from rl_kernels.attention.op import ops
 from rl_kernels.core import validate as check
@@ -64,29 +64,29 @@ def det_attention_backward(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward: not supported.
     """
-    where = (cu_seqlens_q, cu_seqlens_k, None, None, None, None)
+    integer_tensors = (cu_seqlens_q, cu_seqlens_k, None, None, None, None)
     left, right = checks.window(window, causal=causal, unlimited=UNLIMITED)
-    chosen, _ = _chosen(q, k, v, None, *where, scale, left, right, 0.0, True, backend)
+    backend_name, _ = _choose(q, k, v, None, *integer_tensors, scale, left, right, 0.0, True, backend)
     if validate:
-        checks.lengths(q, k, *where, windowed=left != UNLIMITED)
-    most_q, most_k = _most(q, k, cu_seqlens_q, cu_seqlens_k, None)
+        checks.lengths(q, k, *integer_tensors, windowed=left != UNLIMITED)
+    most_q, most_k = _longest_possible(q, k, cu_seqlens_q, cu_seqlens_k, None)
     longest = (
         checks.longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q, most_q, values=validate),
         checks.longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k, most_k, values=validate),
     )
-    given = Inputs(q, k, v, None, *where, *longest, _factor(q, scale), left, right, 0.0)
-    _check_saved(given, out, lse, grad)
+    inputs = Inputs(q, k, v, None, *integer_tensors, *longest, _scale_of(q, scale), left, right, 0.0)
+    _check_saved(inputs, out, lse, grad)
     no_lost_derivatives("det_attention", q, k, v, grad)
-    dq, dk, dv, _ = first_order(ops["backward"], *given, out, lse, grad, True, chosen)
+    dq, dk, dv, _ = first_order(ops["backward"], *inputs, out, lse, grad, True, backend_name)
     return dq, dk, dv
 
 
-def _check_saved(given: Inputs, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor) -> None:
+def _check_saved(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor) -> None:
     """Check the results of the forward pass and the gradient of out."""
-    shape = (*given.q.shape[:-1], given.v.shape[-1])
+    shape = (*inputs.q.shape[:-1], inputs.v.shape[-1])
     for name, value in (("out", out), ("grad", grad)):
-        check.tensor(name, value, (given.q.dtype,))
+        check.tensor(name, value, (inputs.q.dtype,))
         check.shape(name, value, shape, "that of q, with the head size of v")
     check.tensor("lse", lse, (torch.float32,))
-    check.shape("lse", lse, given.lse_shape(), "heads, then queries of q")
-    check.same_device(q=given.q, out=out, lse=lse, grad=grad)
+    check.shape("lse", lse, inputs.lse_shape(), "heads, then queries of q")
+    check.same_device(q=inputs.q, out=out, lse=lse, grad=grad)

@@ -11,7 +11,7 @@ UNLIMITED = -1
 
 
 class Attended(NamedTuple):
-    """What ``det_attention`` returns with ``return_lse``.
+    """The result of ``det_attention`` with ``return_lse``.
 
     Attributes:
         out: ``[B, T, H, Dv]`` or ``[total, H, Dv]`` in the dtype of q.
@@ -50,17 +50,17 @@ class Inputs(NamedTuple):
 
     @property
     def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Q, k and v."""
+        """The tensors q, k and v."""
         return self[:3]
 
     @property
-    def others(self) -> tuple[torch.Tensor | None, ...]:
-        """The other tensors, from sinks to block_table."""
+    def optional_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors that may be None, from sinks to block_table: sinks, then the six integer tensors."""
         return self[3:10]
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """The arguments that are no tensors."""
+        """The arguments after the tensors, from max_seqlen_q to softcap."""
         return self[10:]
 
     @property
@@ -70,7 +70,7 @@ class Inputs(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Query heads that share a KV head."""
+        """The number of query heads that share a KV head."""
         return self.q.shape[-2] // self.k.shape[-2]
 
     def lse_shape(self) -> tuple[int, ...]:

@@ -20,11 +20,11 @@ from rl_kernels.core.torchlib.ops import define
 from rl_kernels.core.triton_lib.launch import triton_backend
 
 WIDEST = 256
-"""The largest head size of the Triton kernels: two accumulators of it fill the registers of a multiprocessor."""
+"""The largest head size of the Triton kernels: two accumulators this wide fill the registers of a multiprocessor."""
 WIDEST_TILE, LARGEST_GROUP = 128, 64
 """The largest head size of the CUDA C++ kernels, and the most query heads that share a KV head."""
 BLOCK = 64
-"""Rows and keys of the products whose way on a CPU ``explain`` tells."""
+"""Rows and keys of the CPU products that ``explain`` describes."""
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? k_start, "
     "Tensor? seqused_q, Tensor? seqused_k, Tensor? block_table, SymInt max_seqlen_q, SymInt max_seqlen_k, "
@@ -40,18 +40,20 @@ SCHEMAS = {
 
 
 def _fake_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    given = Inputs(*args)
-    out = given.q.new_empty((*given.q.shape[:-1], given.v.shape[-1]))
-    return out, given.q.new_empty(given.lse_shape(), dtype=torch.float32)
+    inputs = Inputs(*args)
+    out = inputs.q.new_empty((*inputs.q.shape[:-1], inputs.v.shape[-1]))
+    return out, inputs.q.new_empty(inputs.lse_shape(), dtype=torch.float32)
 
 
 def _fake_backward(*args: Any) -> tuple[torch.Tensor, ...]:
-    given, needs_keys = Inputs(*args[:-4]), args[-1]
-    dk, dv = (value.new_empty(value.shape if needs_keys else 0) for value in (given.k, given.v))
+    inputs, needs_keys = Inputs(*args[:-4]), args[-1]
+    dk, dv = (value.new_empty(value.shape if needs_keys else 0) for value in (inputs.k, inputs.v))
     dsinks = (
-        given.q.new_empty(0, dtype=torch.float32) if given.sinks is None else given.sinks.new_empty(given.sinks.shape)
+        inputs.q.new_empty(0, dtype=torch.float32)
+        if inputs.sinks is None
+        else inputs.sinks.new_empty(inputs.sinks.shape)
     )
-    return given.q.new_empty(given.q.shape), dk, dv, dsinks
+    return inputs.q.new_empty(inputs.q.shape), dk, dv, dsinks
 
 
 FAKES = {"forward": _fake_forward, "backward": _fake_backward}
@@ -79,7 +81,7 @@ def _cuda_limits(call: Call) -> str | None:
 
 
 def _note(call: Call) -> str | None:
-    """Return what ``explain`` adds for native: how the scores of a block of keys are computed."""
+    """Return the note of ``explain`` on native: how the scores of a block of keys are computed."""
     if call.device.type != "cpu" or call.dtype == torch.float64 or "D" not in call.traits:
         return None
     size = call.traits["D"] + -call.traits["D"] % STEP

@@ -39,8 +39,8 @@ def det_attention(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     for b, place, count in queries_of(q, cu_seqlens_q, seqused_q):
         keys, values = (keys_of(x, b, cu_seqlens_k, k_start, seqused_k, block_table) for x in (k, v))
-        sees = visible(count, keys.shape[0], causal, window, q.device)[: len(q[place])]
-        out[place], lse[place] = _attend(q[place], keys, values, sees, factor, softcap, sinks)
+        mask = visible(count, keys.shape[0], causal, window, q.device)[: len(q[place])]
+        out[place], lse[place] = _attend(q[place], keys, values, mask, factor, softcap, sinks)
     return Attended(out, lse.detach().movedim(-1, -2).contiguous()) if return_lse else out
 
 
@@ -78,19 +78,19 @@ def visible(
     distance = torch.arange(keys, device=device) - (torch.arange(queries, device=device)[:, None] + keys - queries)
     left, right = (None if side == -1 else side for side in window or (None, None))
     right = 0 if causal else right
-    sees = torch.ones_like(distance, dtype=torch.bool)
+    mask = torch.ones_like(distance, dtype=torch.bool)
     if left is not None:
-        sees &= distance >= -left
+        mask &= distance >= -left
     if right is not None:
-        sees &= distance <= right
-    return sees
+        mask &= distance <= right
+    return mask
 
 
 def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    sees: torch.Tensor,
+    mask: torch.Tensor,
     scale: float,
     softcap: float,
     sinks: torch.Tensor | None,
@@ -98,13 +98,13 @@ def _attend(
     """Return out ``[T, H, Dv]`` and lse ``[T, H]`` of one sequence."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     group = q.shape[-2] // k.shape[-2]
-    found = []
+    heads = []
     for head in range(k.shape[-2]):
         keys, values = k[:, head].to(wide), v[:, head].to(wide)
-        for own in range(head * group, (head + 1) * group):
-            sink = None if sinks is None else sinks[own]
-            found.append(_Head.apply(q[:, own], keys, values, sink, sees, scale, softcap))
-    out, lse = (torch.stack(parts, 1) for parts in zip(*found, strict=True))
+        for query_head in range(head * group, (head + 1) * group):
+            sink = None if sinks is None else sinks[query_head]
+            heads.append(_Head.apply(q[:, query_head], keys, values, sink, mask, scale, softcap))
+    out, lse = (torch.stack(parts, 1) for parts in zip(*heads, strict=True))
     return out, lse
 
 
@@ -118,11 +118,11 @@ class _Head(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None,
-        sees: torch.Tensor,
+        mask: torch.Tensor,
         scale: float,
         softcap: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        score = _scores(q, k, scale, softcap)[0].masked_fill(~sees, -torch.inf)
+        score = _scores(q, k, scale, softcap)[0].masked_fill(~mask, -torch.inf)
         # A last column, for the sink or -inf: without keys, the maximum needs it.
         score = torch.cat((score, score.new_full((score.shape[0], 1), -torch.inf)), -1)
         top = score.amax(-1, keepdim=True).clamp(min=torch.finfo(score.dtype).min)
@@ -133,7 +133,7 @@ class _Head(torch.autograd.Function):
         weights = (score[..., :-1] - top).exp().to(q.dtype).to(score.dtype)
         share = torch.where(top[..., 0] == torch.finfo(score.dtype).min, 0.0, (top[..., 0] - lse).exp())
         out = ((weights @ v) * share[..., None]).to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, sees, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, mask, out, lse)
         ctx.scale, ctx.softcap = scale, softcap
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -141,10 +141,10 @@ class _Head(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, sinks, sees, out, lse = ctx.saved_tensors
+        q, k, v, sinks, mask, out, lse = ctx.saved_tensors
         upstream = grad.to(k.dtype)
         score, slope = _scores(q, k, ctx.scale, ctx.softcap)
-        weights = torch.where(sees, (score - lse[..., None]).exp(), 0.0)
+        weights = torch.where(mask, (score - lse[..., None]).exp(), 0.0)
         delta = (upstream * out.to(k.dtype)).sum(-1)
         dscore = weights * (upstream @ v.mT - delta[..., None]) * slope
         dscore, weights = (x.to(q.dtype).to(k.dtype) for x in (dscore, weights))
@@ -164,5 +164,5 @@ def _scores(
     score = q.to(k.dtype) @ k.mT * scale
     if not softcap:
         return score, 1.0
-    bent = (score / softcap).tanh()
-    return softcap * bent, 1 - bent * bent
+    capped = (score / softcap).tanh()
+    return softcap * capped, 1 - capped * capped

@@ -1,4 +1,4 @@
-"""The gradient of sinks, for every backend."""
+"""The gradient of sinks, shared by the backends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 def gradient(sinks: torch.Tensor | None, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """Return the gradient of ``sinks[H]``: ``-sum p delta`` over the queries, p being the sink's softmax weight.
 
-    Empty without sinks.
+    Without sinks, return an empty tensor.
 
     Args:
         sinks: ``[H]``, or None.

@@ -16,11 +16,11 @@ from rl_kernels.attention.backends.cuda_sm90.schedule import (
     program,
     tile_of,
 )
-from rl_kernels.attention.gpu import General
+from rl_kernels.attention.gpu import RawOps
 from rl_kernels.core.cuda.program import Program
 
-_general = General(passes)
-forward, backward, planned = _general.forward, _general.backward, _general.planned
+_raw_ops = RawOps(passes)
+forward, backward, planned = _raw_ops.forward, _raw_ops.backward, _raw_ops.planned
 
 
 def programs(arch: str) -> list[Program]:

@@ -1,4 +1,4 @@
-"""What a plan holds: the kernels of a pass, their grids and their numbers."""
+"""The launches of a plan: kernels of a pass, their grids and their scalar arguments."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ class Forward(NamedTuple):
     """The launches of a forward pass.
 
     Attributes:
-        attend: the kernel of tiles.
-        grid: its thread blocks.
-        threads: threads of each.
-        shared: bytes of shared memory of each.
+        attend: the kernel that computes tiles.
+        grid: thread blocks of ``attend``.
+        threads: threads of a thread block.
+        shared: bytes of shared memory of a thread block.
         finish: the kernel that merges states, or None.
-        merging: its thread blocks.
-        states: numbers of the states that ``attend`` writes for ``finish``.
-        shape: the numbers of ``struct Shape``, which follow its integer tensors.
-        strides: of q between sequences, queries and heads.
-        draws: whether tiles are drawn from a counter.
-        numbers: what follows it in ``struct Args``.
+        finish_grid: grid of ``finish``.
+        states: number of FP32 values that ``attend`` writes for ``finish``.
+        shape: numbers of ``struct Shape`` after its integer tensors.
+        strides: strides of q between sequences, queries and heads.
+        claims: whether thread blocks claim tiles from a counter.
+        numbers: members of ``struct Args`` after the counter.
     """
 
     attend: Kernel
@@ -29,11 +29,11 @@ class Forward(NamedTuple):
     threads: int
     shared: int
     finish: Kernel | None
-    merging: tuple[int, int, int]
+    finish_grid: tuple[int, int, int]
     states: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    draws: bool
+    claims: bool
     numbers: tuple[float, ...]
 
 
@@ -41,18 +41,18 @@ class Backward(NamedTuple):
     """The launches of a backward pass.
 
     Attributes:
-        rows: the kernel of what each row needs.
-        rows_grid: its thread blocks.
-        sizes: its numbers.
+        rows: the kernel of lse and delta of each row.
+        rows_grid: thread blocks of ``rows``.
+        sizes: scalar arguments of ``rows``.
         queries: the kernel of dq.
-        queries_grid: its thread blocks.
+        queries_grid: thread blocks of ``queries``.
         keys: the kernel of dk and dv.
-        keys_grid: its thread blocks; 0 if there is no key.
-        threads: threads of a thread block of the last two kernels.
-        shared: its bytes of shared memory.
-        shapes: the numbers of ``struct Shape`` for dq, and for dk and dv.
-        strides: of q.
-        numbers: what follows the counter in ``struct Args``, for dq, and for dk and dv.
+        keys_grid: thread blocks of ``keys``; 0 if there is no key.
+        threads: threads of a thread block of ``queries`` and ``keys``.
+        shared: bytes of shared memory of such a thread block.
+        shapes: numbers of ``struct Shape`` for dq, and for dk and dv.
+        strides: strides of q between sequences, queries and heads.
+        numbers: members of ``struct Args`` after the counter, for dq, and for dk and dv.
     """
 
     rows: Kernel

@@ -1,4 +1,4 @@
-"""Plans: the tiles, grids and scalar arguments of a call's kernels, from its sizes and strides."""
+"""Plan the tiles, grids and scalar arguments of a call's kernels from its sizes and strides."""
 
 from __future__ import annotations
 
@@ -32,27 +32,29 @@ BACKWARD_ARGS = f"({SHAPE}PPPPPPPqqqqqqPiiffff)"
 ROWS_ARGS = "(PPPPPPqqqiiii)"
 """Layouts of ``struct Args`` and ``struct Rows`` of the backward pass."""
 LANES, THREADS = 16, 256
-"""Lanes of a row, and threads of a block, that form the sum of out times its gradient."""
+"""Lanes of a row, and threads of a thread block, of the kernel that sums out times its gradient."""
 WARPS = 4
-"""Warps of a thread block that merges states, each with one row."""
+"""Warps of a thread block that merges states; each warp has one row."""
 PACKED_DIMS = 3
+"""Dims of packed tensors."""
 L2_BYTES = 32 << 20
 """Bytes of operands that stay in the L2 cache while thread blocks share them."""
 SHARING = 4
-"""Most thread blocks to a pair of a section where tiles of the forward pass differ in work; they share reads."""
+"""Largest number of thread blocks per pair of a section, where tiles of the forward pass differ in work: the blocks of
+a pair share its keys and values in the L2 cache."""
 LEAST = 2
-"""Fewest pairs of a section."""
+"""Smallest number of pairs (sequence, KV head) in a section."""
 
 
 class Plan:
     """The launches for one set of sizes and strides; made once for each set.
 
     Attributes:
-        kv_heads: KV heads.
-        group: query heads of each.
+        kv_heads: number of KV heads.
+        group: query heads of a KV head.
         is_empty: whether there is no row at all, and so nothing to launch.
-        tile: of the forward pass.
-        box: keys of one copy.
+        tile: tile of the forward pass.
+        box: keys that one TMA copy loads.
     """
 
     def __init__(self, key: Key) -> None:
@@ -79,79 +81,79 @@ class Plan:
     def forward(self) -> Forward:
         """Return the launches of the forward pass."""
         if self._forward is None:
-            self._forward = self._made_forward()
+            self._forward = self._plan_forward()
         return self._forward
 
     def backward(self) -> Backward:
         """Return the launches of the backward pass."""
         if self._backward is None:
-            self._backward = self._made_backward()
+            self._backward = self._plan_backward()
         return self._backward
 
-    def _made_forward(self) -> Forward:
+    def _plan_forward(self) -> Forward:
         key, tile = self._key, self.tile
         rows = self._longest_q * self.group
         tiles, segments = -(-rows // tile.rows), -(-self._longest_k // SEGMENT)
-        count, most = tiles * key.batch * self.kv_heads, processors(key.device)
+        count, multiprocessors = tiles * key.batch * self.kv_heads, processors(key.device)
         # One consumer merges no segments; two leave them to more thread blocks only if half of these would idle.
-        split = segments > 1 and (tile.groups == 1 or 2 * count <= most)
-        section = self._section(self._longest_k, most // SHARING if self._is_cut else LEAST)
-        made = program(key.dtype, tile, capped=key.cap > 0)
+        split = segments > 1 and (tile.groups == 1 or 2 * count <= multiprocessors)
+        section = self._section(self._longest_k, multiprocessors // SHARING if self._is_masked else LEAST)
+        forward_program = program(key.dtype, tile, capped=key.cap > 0)
         parts = segments if split else 1
         # An even number, so that the sums behind the tops and totals are aligned.
-        held = min(tile.rows, rows + rows % 2)
+        state_rows = min(tile.rows, rows + rows % 2)
         return Forward(
-            kernel(made, "attend", f"TT{ARGS}", key.device),
-            min(count * parts, most),
+            kernel(forward_program, "attend", f"TT{ARGS}", key.device),
+            min(count * parts, multiprocessors),
             tile.threads,
             tile.shared,
-            kernel(made, "finish", ARGS, key.device) if split else None,
+            kernel(forward_program, "finish", ARGS, key.device) if split else None,
             (key.batch, -(-rows // WARPS), self.kv_heads),
-            count * segments * held * (2 + tile.widths[1]) if split else 0,
+            count * segments * state_rows * (2 + tile.widths[1]) if split else 0,
             self._shape(self.box),
             strides_of(key.strides),
             # Packed sequences and caches differ in their tiles.
-            (key.used or len(key.strides) == PACKED_DIMS) and count * parts > most,
-            (tiles, parts, section, held, self._factor, *self._cap),
+            (key.used or len(key.strides) == PACKED_DIMS) and count * parts > multiprocessors,
+            (tiles, parts, section, state_rows, self._factor, *self._cap),
         )
 
-    def _made_backward(self) -> Backward:
-        key, most, heads = self._key, processors(self._key.device), self.kv_heads * self.group
+    def _plan_backward(self) -> Backward:
+        key, multiprocessors, heads = self._key, processors(self._key.device), self.kv_heads * self.group
         tile = BackwardTile(self.tile.widths)
-        made = backward_program(key.dtype, tile, capped=key.cap > 0)
+        tile_program = backward_program(key.dtype, tile, capped=key.cap > 0)
         sequences = 1 if len(key.strides) == PACKED_DIMS else key.batch
         row_tiles = -(-self._longest_q * self.group // TILE)
         # One tile at least, for keys in no sequence.
         key_tiles = max(-(-self._longest_k // TILE), 1)
         numbers = (self._factor, key.scale, *self._cap)
         return Backward(
-            kernel(made, "rows_of", ROWS_ARGS, key.device),
+            kernel(tile_program, "rows_of", ROWS_ARGS, key.device),
             sequences * -(-self._queries * heads * LANES // THREADS),
             (self._queries, heads, self.group, self._size_v),
-            kernel(made, "of_queries", f"TT{BACKWARD_ARGS}", key.device),
-            min(row_tiles * key.batch * self.kv_heads, most),
-            kernel(made, "of_keys", f"TTTT{BACKWARD_ARGS}", key.device),
-            min(key_tiles * key.batch * self.kv_heads, most) if self._keys else 0,
+            kernel(tile_program, "of_queries", f"TT{BACKWARD_ARGS}", key.device),
+            min(row_tiles * key.batch * self.kv_heads, multiprocessors),
+            kernel(tile_program, "of_keys", f"TTTT{BACKWARD_ARGS}", key.device),
+            min(key_tiles * key.batch * self.kv_heads, multiprocessors) if self._keys else 0,
             tile.threads,
             tile.shared,
             (self._shape(self.backward_box), self._shape(PART)),
             strides_of(key.strides),
             (
-                (row_tiles, self._section(self._longest_k, round(most / row_tiles)), *numbers),
-                (key_tiles, self._section(self._longest_q * self.group, round(most / key_tiles)), *numbers),
+                (row_tiles, self._section(self._longest_k, round(multiprocessors / row_tiles)), *numbers),
+                (key_tiles, self._section(self._longest_q * self.group, round(multiprocessors / key_tiles)), *numbers),
             ),
         )
 
     @property
-    def _is_cut(self) -> bool:
-        """Whether a mask or a window lets some tiles see fewer keys than others of their sequence."""
+    def _is_masked(self) -> bool:
+        """Whether a causal mask or a window makes some tiles of a sequence see fewer keys than others."""
         return self._key.window != (UNLIMITED, UNLIMITED)
 
     def _section(self, rows: int, least: int) -> int:
-        """Return how many pairs of a sequence and a KV head, with ``rows`` rows of operands each, are a section.
+        """Return the number of pairs (sequence, KV head) in a section; a pair has ``rows`` rows of operands.
 
-        As many as fit into the L2 cache, but at least ``least``, so that the last tiles of a section leave few thread
-        blocks idle. In the backward pass that many have about one tile for each thread block.
+        As many pairs as fit into the L2 cache, but at least ``least``, so that the last tiles of a section leave few
+        thread blocks idle. In the backward pass, ``least`` pairs have about one tile for each thread block.
         """
         size = self._key.dtype.itemsize * rows * (self._size + self._size_v)
         return min(max(L2_BYTES // max(size, 1), least, LEAST), self._key.batch * self.kv_heads)
@@ -168,7 +170,7 @@ class Plan:
 
     @property
     def _factor(self) -> float:
-        """What multiplies scores before the power of 2."""
+        """Factor of the scores in the exponent of 2."""
         return LOG2E if self._key.cap > 0 else self._key.scale * LOG2E
 
     @property
@@ -187,27 +189,27 @@ class Plan:
 
 
 def strides_of(strides: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return the strides of sequences, rows and heads; packed rows are one sequence, so any number will do for it."""
+    """Return the strides of sequences, rows and heads; packed rows are one sequence, so the first is not used."""
     return strides[0], strides[-3], strides[-2]
 
 
 class Key(NamedTuple):
-    """What a plan depends on.
+    """The sizes, strides and options that determine a plan.
 
     Attributes:
-        shapes: of q, k and v.
-        strides: of q.
-        dtype: of the operands.
+        shapes: shapes of q, k and v.
+        strides: strides of q.
+        dtype: dtype of the operands.
         device: the GPU.
-        batch: sequences.
+        batch: number of sequences.
         packed_k: whether keys are packed.
-        started: whether sequences have a first key.
-        used: whether keys in use are fewer than given.
+        started: whether ``k_start`` is given.
+        used: whether ``seqused_k`` is given.
         table: shape of the block table, or None.
-        longest: bounds of the queries and keys of a sequence.
-        scale: multiplies scores.
-        window: its sides.
-        cap: of the scores, or 0.
+        longest: upper bounds of the queries and of the keys of a sequence.
+        scale: factor of the scores.
+        window: left and right side of the window.
+        cap: soft cap of the scores, or 0.
         wide: bit i is set if integer tensor i has 64 bits.
         sink_size: bytes of a sink, 0 without sinks.
     """
@@ -232,26 +234,26 @@ class Key(NamedTuple):
 plan_of = functools.lru_cache(maxsize=4096)(Plan)
 
 
-def plan_for(given: Inputs) -> Plan:
+def plan_for(inputs: Inputs) -> Plan:
     """Return the plan for the sizes and strides of a call."""
-    q, k, v = given.operands
-    sinks, *where = given.others
-    wide = sum(1 << place for place, x in enumerate(where) if x is not None and x.dtype == torch.int64)
+    q, k, v = inputs.operands
+    sinks, *integer_tensors = inputs.optional_tensors
+    wide_bits = sum(1 << index for index, x in enumerate(integer_tensors) if x is not None and x.dtype == torch.int64)
     key = Key(
         shapes=(q.shape, k.shape, v.shape),
         strides=q.stride(),
         dtype=q.dtype,
         device=q.device,
-        batch=given.batch,
-        packed_k=given.cu_seqlens_k is not None,
-        started=given.k_start is not None,
-        used=given.seqused_k is not None,
-        table=None if given.block_table is None else given.block_table.shape,
-        longest=(given.max_seqlen_q, given.max_seqlen_k),
-        scale=given.scale,
-        window=(given.left, given.right),
-        cap=given.softcap,
-        wide=wide,
+        batch=inputs.batch,
+        packed_k=inputs.cu_seqlens_k is not None,
+        started=inputs.k_start is not None,
+        used=inputs.seqused_k is not None,
+        table=None if inputs.block_table is None else inputs.block_table.shape,
+        longest=(inputs.max_seqlen_q, inputs.max_seqlen_k),
+        scale=inputs.scale,
+        window=(inputs.left, inputs.right),
+        cap=inputs.softcap,
+        wide=wide_bits,
         sink_size=0 if sinks is None else q.element_size() if sinks.dtype == q.dtype else torch.float32.itemsize,
     )
     return plan_of(key)

@@ -14,21 +14,21 @@ FORWARD, BACKWARD = "attention_sm90.cu", "attention_backward_sm90.cu"
 CODES = {torch.bfloat16: 1, torch.float16: 2}
 """Values of the kernels' DTYPE macro."""
 WIDTHS = (64, 128)
-"""Columns of a tile: the head size, or the next of these."""
+"""Columns of a tile: the smallest of these that is at least the head size."""
 HEIGHT, BLOCK = 64, 128
-"""Rows of a consumer, keys of a block."""
+"""Rows of a consumer, and keys of a block, in the forward pass."""
 PART, TILE = 64, 128
-"""Of the backward pass: keys or rows of a block, and rows or keys of a tile."""
+"""Keys or rows of a block, and rows or keys of a tile, in the backward pass."""
 SHARED = 227 * 1024
-"""Bytes of shared memory that a block may have."""
-BARRIERS, OF_ROWS = 256, 2048
-"""Bytes left to barriers, and in the backward pass to the lse and delta of rows."""
+"""Bytes of shared memory that a thread block may have."""
+BARRIERS, ROW_BYTES = 256, 2048
+"""Bytes of shared memory for barriers, and in the backward pass for the lse and delta of rows."""
 WARPGROUP, ALIGNMENT, CHUNK = 128, 1024, 16
 MOST_STAGES = 4
 
 
 MOST_GROUPS = {(64, 64): 3}
-"""Consumers of a tile with many rows, by its widths; 2 for others, whose sums leave too few registers for 3."""
+"""Consumers of a tile with many rows, by its widths; other widths have 2: their sums leave too few registers for 3."""
 
 
 def width_of(size: int) -> int:
@@ -54,7 +54,7 @@ class Tile(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Blocks of keys, and of values, that are in shared memory at once."""
+        """Number of blocks of keys, and of values, in shared memory at once."""
         return min((SHARED - BARRIERS - self._fixed) // self._stage, MOST_STAGES)
 
     @property
@@ -68,10 +68,10 @@ class Tile(NamedTuple):
 
     @property
     def _fixed(self) -> int:
-        """Rows of q, and what each consumer keeps: its output, or with several of them the sums of segments."""
+        """Bytes of the rows of q, and of each consumer's output, or with several consumers its sums of segments."""
         width, width_v = self.widths
-        kept = 4 * width_v if self.groups > 1 else 2 * width_v + CHUNK
-        return ALIGNMENT + self.rows * (2 * width + kept)
+        row_bytes = 4 * width_v if self.groups > 1 else 2 * width_v + CHUNK
+        return ALIGNMENT + self.rows * (2 * width + row_bytes)
 
 
 def tile_of(rows: int, widths: tuple[int, int]) -> Tile:
@@ -100,8 +100,8 @@ class BackwardTile(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Blocks of rows or keys that are in shared memory at once."""
-        return min((SHARED - BARRIERS - OF_ROWS - self._fixed) // self._stage, MOST_STAGES)
+        """Number of blocks of rows or keys in shared memory at once."""
+        return min((SHARED - BARRIERS - ROW_BYTES - self._fixed) // self._stage, MOST_STAGES)
 
     @property
     def shared(self) -> int:
@@ -114,7 +114,7 @@ class BackwardTile(NamedTuple):
 
     @property
     def _fixed(self) -> int:
-        """The operands of a tile, and the consumers' output."""
+        """Bytes of the operands of a tile, and of the consumers' output."""
         return ALIGNMENT + 2 * TILE * sum(self.widths) + TILE * (2 * max(self.widths) + CHUNK)
 
 

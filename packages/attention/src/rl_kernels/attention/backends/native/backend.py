@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from rl_kernels.attention import sinks as sink
-from rl_kernels.attention.backends.native.batches import LARGEST, Batch, Seen, batches
+from rl_kernels.attention.backends.native.batches import LARGEST, Batch, VisibleKeys, batches
 from rl_kernels.attention.backends.native.places import BLOCK
 from rl_kernels.attention.inputs import Inputs
 from rl_kernels.core import batched
@@ -29,11 +29,11 @@ from rl_kernels.core.torchlib.ops import as_native
 
 T = TypeVar("T", bound=tuple[torch.Tensor, ...])
 ROWS = 256
-"""Most rows that are computed at once."""
+"""Largest number of rows that are computed at once."""
 FEW = 16
-"""Most rows whose products with all blocks of keys are computed before they are added."""
+"""Largest number of rows for which the products with all blocks of keys are computed in one call, then added."""
 FEWEST = 8
-"""The multiple to which few rows are padded in the forward pass."""
+"""Rows are padded to a multiple of this in the forward pass, if there are few."""
 LEAST = -87.0
 """Smallest exponent of a weight: powers below FP32's normal numbers take up to twenty times as long."""
 LOWEST = torch.finfo(torch.float32).min
@@ -48,84 +48,84 @@ def forward(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Planned:
-    """Calls of one kind in which nobody asks for lse; methods return None for other calls."""
+    """The plan of calls without lse; methods return None for other calls."""
 
-    def forward(self, given: Inputs, *, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return (out, None) unless ``with_lse``."""
-        if with_lse or torch.is_autocast_enabled(given.q.device.type):
+    def forward(self, inputs: Inputs, *, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return (out, None); None if lse is needed too, or under autocast."""
+        if with_lse or torch.is_autocast_enabled(inputs.q.device.type):
             return None
-        found: tuple[torch.Tensor, None] = as_native(_forward, given, False)
-        return found
+        result: tuple[torch.Tensor, None] = as_native(_forward, inputs, False)
+        return result
 
     def backward(self, *_: object) -> None:
-        """Leave backward passes to the op."""
+        """Return None: the raw op computes backward passes."""
 
 
-def planned(given: Inputs) -> Planned:
+def planned(inputs: Inputs) -> Planned:
     """Return the plan of calls like this one."""
     return Planned()
 
 
-def _forward(given: Inputs, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    out = given.q.new_zeros((*given.q.shape[:-1], given.v.shape[-1]))
-    lse = given.q.new_full(given.lse_shape(), -torch.inf, dtype=torch.float32) if with_lse else None
-    for batch in batches(given, FEWEST, backward=False):
-        for part, (of_rows, total, top) in _results(given, batch, _attend):
-            part.put_rows(out, of_rows)
+def _forward(inputs: Inputs, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    out = inputs.q.new_zeros((*inputs.q.shape[:-1], inputs.v.shape[-1]))
+    lse = inputs.q.new_full(inputs.lse_shape(), -torch.inf, dtype=torch.float32) if with_lse else None
+    for batch in batches(inputs, FEWEST, backward=False):
+        for part, (out_rows, total, top) in _results(inputs, batch, _attend):
+            part.put_rows(out, out_rows)
             if lse is not None:
                 part.put_rows(lse.mT[..., None], total.log() + top)
     return out, lse
 
 
-def _results(given: Inputs, batch: Batch, compute: Callable[..., T], *arguments: Any) -> Iterator[tuple[Batch, T]]:
+def _results(inputs: Inputs, batch: Batch, compute: Callable[..., T], *arguments: Any) -> Iterator[tuple[Batch, T]]:
     """Yield results of a batch, or of its sequences one by one.
 
-    A masked key has a weight of 0, but 0 times NaN is NaN: what is not finite may spread to rows that do not see it,
-    and shows in the first result. Blocks of 64 rows of one sequence bound this. A GPU, which would wait for the look
-    at the result, always takes those.
+    A masked key has a weight of 0, but 0 times NaN is NaN: an infinity or NaN may spread to rows that do not see it,
+    and then the sum of the first result is not finite. Blocks of 64 rows of one sequence bound this. They are always
+    used on a GPU, which would have to wait for that sum.
     """
-    if given.q.device.type == "cpu":
-        found = compute(given, batch, _height(batch), *arguments)
-        if (batch.rows <= BLOCK and batch.is_one) or math.isfinite(found[0].sum()):
-            yield batch, found
+    if inputs.q.device.type == "cpu":
+        result = compute(inputs, batch, _height(batch), *arguments)
+        if (batch.rows <= BLOCK and batch.is_single) or math.isfinite(result[0].sum()):
+            yield batch, result
             return
-    for one in batch.one_by_one():
-        yield one, compute(given, one, BLOCK, *arguments)
+    for sequence in batch.one_by_one():
+        yield sequence, compute(inputs, sequence, BLOCK, *arguments)
 
 
-def _attend(given: Inputs, batch: Batch, height: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _attend(inputs: Inputs, batch: Batch, height: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return out, sum and maximum of the rows of a batch, FP32, computing ``height`` rows of each sequence at once."""
-    size, width = given.v.shape[-1], _whole_steps(given.q.shape[-1])
-    queries, keys = batch.rows_of(given.q, width), batch.keys_of(given.k, width)
+    size, width = inputs.v.shape[-1], _whole_steps(inputs.q.shape[-1])
+    queries, keys = batch.rows_of(inputs.q, width), batch.keys_of(inputs.k, width)
     # The column of ones sums the weights.
-    values = batch.keys_of(given.v, _whole_steps(size + 1), 1.0)
-    sinks = None if given.sinks is None else batch.per_row(given.sinks.float()).split(height, 1)
-    found = []
-    for place, block in enumerate(queries.split(height, 1)):
-        seen = batch.seen(place * height, block.shape[1])
-        score = _scores(given, block, seen.of(keys))
-        top = seen.without_hidden(score).amax(2, keepdim=True)
+    values = batch.keys_of(inputs.v, _whole_steps(size + 1), 1.0)
+    sinks = None if inputs.sinks is None else batch.per_row(inputs.sinks.float()).split(height, 1)
+    blocks = []
+    for index, block in enumerate(queries.split(height, 1)):
+        visible = batch.visible_keys(index * height, block.shape[1])
+        score = _scores(inputs, block, visible.of(keys))
+        top = visible.without_hidden(score).amax(2, keepdim=True)
         if sinks is not None:
-            top = torch.maximum(top, sinks[place])
+            top = torch.maximum(top, sinks[index])
         top.clamp_(min=LOWEST)
-        weights = _weights(score, top, seen)
-        mixed, total = _by_blocks(weights, seen.of(values)).tensor_split((size, size + 1), 2)[:2]
+        weights = _weights(score, top, visible)
+        mixed, total = _by_blocks(weights, visible.of(values)).tensor_split((size, size + 1), 2)[:2]
         if sinks is not None:
-            total = total + (sinks[place] - top).exp()
+            total = total + (sinks[index] - top).exp()
         out = mixed / total
-        if seen.lacks_some:
+        if visible.lacks_some:
             out.masked_fill_(total == 0, 0.0)
-        found.append((out, total, top))
-    if len(found) == 1:
-        return found[0]
-    outs, totals, tops = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+        blocks.append((out, total, top))
+    if len(blocks) == 1:
+        return blocks[0]
+    outs, totals, tops = (torch.cat(parts, 1) for parts in zip(*blocks, strict=True))
     return outs, totals, tops
 
 
-def _weights(score: torch.Tensor, shift: torch.Tensor, seen: Seen) -> torch.Tensor:
+def _weights(score: torch.Tensor, shift: torch.Tensor, visible: VisibleKeys) -> torch.Tensor:
     """Return, in place, ``e^(score - shift)``, and 0 for keys that a row does not see."""
     weights = score.sub_(shift).clamp_(min=LEAST).exp_()
-    seen.fill_hidden(weights, 0.0)
+    visible.fill_hidden(weights, 0.0)
     return weights
 
 
@@ -137,11 +137,11 @@ def _by_blocks(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     if rows <= FEW:
         # One call of the library, because calls take longer than such small products.
         blocks = weights.view(heads, rows, -1, BLOCK).transpose(1, 2).reshape(-1, rows, BLOCK)
-        found = batched.multiply(blocks, values.reshape(-1, BLOCK, values.shape[2])).view(
+        products = batched.multiply(blocks, values.reshape(-1, BLOCK, values.shape[2])).view(
             heads, -1, rows, values.shape[2]
         )
-        total, *others = found.unbind(1)
-        for product in others:
+        total, *later_products = products.unbind(1)
+        for product in later_products:
             total += product
         return total
     first, *later = zip(weights.split(BLOCK, 2), values.split(BLOCK, 1), strict=True)
@@ -159,52 +159,54 @@ def _height(batch: Batch) -> int:
 
 def backward(*arguments: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dq, dk, dv, dsinks) for the arguments of ``Inputs``, out, lse, the gradient of out and ``needs_keys``."""
-    *inputs, out, lse, grad, needs_keys = arguments
-    given = Inputs(*inputs)  # type: ignore[arg-type]
+    *fields, out, lse, grad, needs_keys = arguments
+    inputs = Inputs(*fields)  # type: ignore[arg-type]
     assert isinstance(out, torch.Tensor)
     assert isinstance(lse, torch.Tensor)
     assert isinstance(grad, torch.Tensor)
-    dq = given.q.new_zeros(given.q.shape)
-    dk, dv = (value.new_zeros(value.shape if needs_keys else 0) for value in (given.k, given.v))
+    dq = inputs.q.new_zeros(inputs.q.shape)
+    dk, dv = (value.new_zeros(value.shape if needs_keys else 0) for value in (inputs.k, inputs.v))
     delta = row_sum(out.float() * grad.float()).movedim(-1, -2)
-    for batch in batches(given, BLOCK, backward=True):
-        for part, (of_rows, of_keys, of_values) in _results(given, batch, _gradients, lse, delta, grad):
-            part.put_rows(dq, of_rows)
+    for batch in batches(inputs, BLOCK, backward=True):
+        for part, (dq_rows, dk_rows, dv_rows) in _results(inputs, batch, _gradients, lse, delta, grad):
+            part.put_rows(dq, dq_rows)
             if needs_keys:
-                part.put_keys(dk, of_keys)
-                part.put_keys(dv, of_values)
-    return dq, dk, dv, sink.gradient(given.sinks, lse, delta)
+                part.put_keys(dk, dk_rows)
+                part.put_keys(dv, dv_rows)
+    return dq, dk, dv, sink.gradient(inputs.sinks, lse, delta)
 
 
 def _gradients(
-    given: Inputs, batch: Batch, height: int, lse: torch.Tensor, delta: torch.Tensor, grad: torch.Tensor
+    inputs: Inputs, batch: Batch, height: int, lse: torch.Tensor, delta: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of the rows, keys and values of a batch, FP32."""
-    width, width_v = _whole_steps(given.q.shape[-1]), _whole_steps(given.v.shape[-1])
-    queries, upstream = batch.rows_of(given.q, width), batch.rows_of(grad, width_v)
-    keys, values = batch.keys_of(given.k, width), batch.keys_of(given.v, width_v)
-    of_rows = (queries, upstream, *(batch.rows_of(x.movedim(-2, -1)[..., None], 1) for x in (lse, delta)))
+    width, width_v = _whole_steps(inputs.q.shape[-1]), _whole_steps(inputs.v.shape[-1])
+    queries, upstream = batch.rows_of(inputs.q, width), batch.rows_of(grad, width_v)
+    keys, values = batch.keys_of(inputs.k, width), batch.keys_of(inputs.v, width_v)
+    row_operands = (queries, upstream, *(batch.rows_of(x.movedim(-2, -1)[..., None], 1) for x in (lse, delta)))
     dq, dk, dv = [], torch.zeros_like(keys), torch.zeros_like(values)
-    for place, (query, above, log, mean) in enumerate(zip(*(x.split(height, 1) for x in of_rows), strict=True)):
-        seen = batch.seen(place * height, query.shape[1])
-        weights = _scores(given, query, seen.of(keys))
-        slope = 1 - (weights / given.softcap).square_() if given.softcap else None
-        _weights(weights, log, seen)
-        dscore = batched.multiply(above, seen.of(values).mT).sub_(mean).mul_(weights)
+    for index, (query, upstream_rows, lse_rows, delta_rows) in enumerate(
+        zip(*(x.split(height, 1) for x in row_operands), strict=True)
+    ):
+        visible = batch.visible_keys(index * height, query.shape[1])
+        weights = _scores(inputs, query, visible.of(keys))
+        slope = 1 - (weights / inputs.softcap).square_() if inputs.softcap else None
+        _weights(weights, lse_rows, visible)
+        dscore = batched.multiply(upstream_rows, visible.of(values).mT).sub_(delta_rows).mul_(weights)
         if slope is not None:
             dscore.mul_(slope)
-        dq.append(_by_blocks(dscore, seen.of(keys)).mul_(given.scale))
-        blocks = (x.split(BLOCK, 1) for x in (query, above, dscore, weights))
-        for one_query, one_above, one_dscore, one_weights in zip(*blocks, strict=True):
-            batched.multiply(one_dscore.mT, one_query, seen.of(dk))
-            batched.multiply(one_weights.mT, one_above, seen.of(dv))
-    return torch.cat(dq, 1), dk.mul_(given.scale), dv
+        dq.append(_by_blocks(dscore, visible.of(keys)).mul_(inputs.scale))
+        blocks = (x.split(BLOCK, 1) for x in (query, upstream_rows, dscore, weights))
+        for queries_64, upstream_64, dscore_64, weights_64 in zip(*blocks, strict=True):
+            batched.multiply(dscore_64.mT, queries_64, visible.of(dk))
+            batched.multiply(weights_64.mT, upstream_64, visible.of(dv))
+    return torch.cat(dq, 1), dk.mul_(inputs.scale), dv
 
 
-def _scores(given: Inputs, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def _scores(inputs: Inputs, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Return the scores ``[items * Hkv, rows, keys]``, soft cap included."""
-    score = batched.multiply(queries, keys.mT).mul_(given.scale)
-    return score.div_(given.softcap).tanh_().mul_(given.softcap) if given.softcap else score
+    score = batched.multiply(queries, keys.mT).mul_(inputs.scale)
+    return score.div_(inputs.softcap).tanh_().mul_(inputs.softcap) if inputs.softcap else score
 
 
 def _whole_steps(size: int) -> int:

@@ -1,4 +1,4 @@
-"""Calls that launch every kernel of the backend, without data; ``rl-kernels compile`` compiles what they launch."""
+"""Calls that launch every kernel of the backend on meta tensors: ``rl-kernels compile`` compiles these launches."""
 
 from __future__ import annotations
 
@@ -14,31 +14,34 @@ from rl_kernels.core.triton_lib.ahead import empty
 from rl_kernels.core.triton_lib.schedule import HALF
 
 SIZES = {torch.float32: (64, 256)}
-"""Head sizes: the largest of each tile, by dtype; for the others 64, 128 and 256."""
+"""Head sizes by dtype, the largest of each tile; other dtypes have 64, 128 and 256."""
 HEADS, KV_HEADS = 32, 8
 ODD = 7
-"""Query heads of a KV head, of which no block of rows holds whole groups."""
+"""A number of query heads per KV head that does not divide the rows of a block."""
 PROMPT, CACHE = 2048, 8192
 FEW, MANY = (UNLIMITED, 0, 0.0), (4096, 0, 30.0)
-"""Window and cap of the scores."""
+"""Options (left, right, soft cap) of the calls with the fewest and with all arguments."""
 PAGE = 16
 SPLIT = 64
 """Head size of the calls with split keys."""
 
 
 def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
-    """Yield the calls for operands of a dtype: with all arguments, and on Hopper with the fewest, too."""
+    """Yield the calls for operands of a dtype: with all arguments, and on Hopper also with the fewest."""
     on_hopper = dtype in HALF and tiles_change_no_bit(torch.device("meta"))
     for size in SIZES.get(dtype, (64, 128, 256)):
         scale = size**-0.5
         q, k, v = _operands((PROMPT,), (PROMPT,), KV_HEADS * ODD, size, dtype)
-        where = {"sinks": q.new_empty(KV_HEADS * ODD), **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), _integers(9))}
-        yield partial(_both_passes, _inputs(q, k, v, PROMPT, PROMPT, scale, MANY, **where))
+        tensors = {
+            "sinks": q.new_empty(KV_HEADS * ODD),
+            **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), _integers(9)),
+        }
+        yield partial(_both_passes, _inputs(q, k, v, PROMPT, PROMPT, scale, MANY, **tensors))
         # Only on Hopper are tiles smaller for few rows, and loaded by TMA.
         if on_hopper or size == SPLIT:
             q, k, v = _operands((4, 1), (4 * CACHE // PAGE, PAGE), HEADS, size, dtype)
-            where = {"seqused_k": _integers(4), "block_table": _integers(4, CACHE // PAGE)}
-            yield partial(backend.forward, *_inputs(q, k, v, 1, CACHE, scale, MANY, **where))
+            tensors = {"seqused_k": _integers(4), "block_table": _integers(4, CACHE // PAGE)}
+            yield partial(backend.forward, *_inputs(q, k, v, 1, CACHE, scale, MANY, **tensors))
         if on_hopper:
             q, k, v = _operands((4, 1), (4, CACHE), HEADS, size, dtype)
             yield partial(backend.forward, *_inputs(q, k, v, 1, CACHE, scale, FEW))
@@ -46,9 +49,9 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
             yield partial(_both_passes, _inputs(q, k, v, PROMPT, PROMPT, scale, FEW))
 
 
-def _both_passes(given: Inputs) -> None:
-    out, lse = backend.forward(*given)
-    backend.backward(*given, out, lse, torch.empty_like(out), True)
+def _both_passes(inputs: Inputs) -> None:
+    out, lse = backend.forward(*inputs)
+    backend.backward(*inputs, out, lse, torch.empty_like(out), True)
 
 
 def _inputs(
@@ -59,11 +62,11 @@ def _inputs(
     longest_k: int,
     scale: float,
     options: tuple[int, int, float],
-    **where: torch.Tensor,
+    **tensors: torch.Tensor,
 ) -> Inputs:
     names = ("sinks", "cu_seqlens_q", "cu_seqlens_k", "k_start", "seqused_q", "seqused_k", "block_table")
-    others = [where.get(name) for name in names]
-    return Inputs._make((q, k, v, *others, longest_q, longest_k, scale, *options))
+    optional_tensors = [tensors.get(name) for name in names]
+    return Inputs._make((q, k, v, *optional_tensors, longest_q, longest_k, scale, *options))
 
 
 def _operands(

@@ -9,7 +9,7 @@ percent of a prompt's time, and cut a cache of 32768 keys into enough programs t
 from __future__ import annotations
 
 from rl_kernels.attention.backends.triton import passes
-from rl_kernels.attention.gpu import General
+from rl_kernels.attention.gpu import RawOps
 
-_general = General(passes)
-forward, backward, planned = _general.forward, _general.backward, _general.planned
+_raw_ops = RawOps(passes)
+forward, backward, planned = _raw_ops.forward, _raw_ops.backward, _raw_ops.planned

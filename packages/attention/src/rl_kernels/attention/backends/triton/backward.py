@@ -1,4 +1,4 @@
-"""Shared by the kernels of dq and of dk and dv, which both form the weights again, from the scores and lse.
+"""Functions shared by the kernel of dq and that of dk and dv; both recompute the weights from the scores and lse.
 
 A sum over keys (dq) or over rows (dk, dv) is one chain in ascending order; a block that adds nothing does not change
 it. The delta of a row is the sum of out times its gradient, by Triton's reduction over the columns.
@@ -21,7 +21,7 @@ def rows_of(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, WIDTH_V: tl.constexpr,
     G_STEP: tl.constexpr, G_HEAD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write what each row needs: ``LSES``, its lse in base 2, and ``DELTAS``, the sum of out times its gradient.
+    """Write two numbers for each row: ``LSES``, its lse in base 2, and ``DELTAS``, the sum of out times its gradient.
 
     Both are ``[B, KV_HEADS, queries, GROUP]``; an lse is inf where a row sees nothing, which makes its weights 0. Grid:
     sequences x tiles of queries x heads.
@@ -52,7 +52,7 @@ def weights_of(score, lse, factor):
 @triton.jit
 def dscores_of(score, weights, dweights, delta, cap, CAPPED: tl.constexpr):
     """Return the gradient with respect to the scores before the cap."""
-    found = product(weights, dweights - delta)
+    dscore = product(weights, dweights - delta)
     if CAPPED:
-        found = product(found, slope(score, cap, 1.0 / cap))
-    return found
+        dscore = product(dscore, slope(score, cap, 1.0 / cap))
+    return dscore

@@ -14,6 +14,7 @@ from rl_kernels.attention.backends.triton import loads
 UNIT = loads.UNIT.value
 """Strides are multiples of this many elements."""
 DIMS = 4
+"""Dims of a descriptor."""
 
 
 class Box(NamedTuple):
@@ -26,11 +27,11 @@ class Box(NamedTuple):
     def of(self, x: torch.Tensor) -> TensorDescriptor:
         """Return the descriptor of a tensor with this shape and these strides.
 
-        The constructor is skipped: it would check every number again at each call.
+        The constructor is skipped: it would check every number at each call.
         """
-        made = object.__new__(TensorDescriptor)
-        vars(made).update(base=x, shape=self.shape, strides=self.strides, block_shape=self.block)
-        return made
+        descriptor = object.__new__(TensorDescriptor)
+        vars(descriptor).update(base=x, shape=self.shape, strides=self.strides, block_shape=self.block)
+        return descriptor
 
 
 @functools.lru_cache(maxsize=4096)
@@ -43,7 +44,7 @@ def box_of(shape: torch.Size, strides: tuple[int, ...], block: tuple[int, int], 
     sizes, steps = [*lead, *shape], [0] * len(lead) + list(strides)
     if not all(size == 1 or size * step for size, step in zip(sizes, steps, strict=True)):
         return None
-    # The stride of a dim of size 1 is never used, but it must be a legal one.
+    # The stride of a dim of size 1 is never used, but TMA must accept it.
     for dim in (0, 1, 2):
         if sizes[dim] == 1:
             steps[dim] = math.prod(sizes[dim + 1 : -1]) * -(-sizes[-1] // UNIT) * UNIT

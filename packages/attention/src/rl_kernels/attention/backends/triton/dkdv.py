@@ -25,7 +25,7 @@ def weights_with_rows(
 ):  # fmt: skip
     """Return (scores, weights) of keys ``at`` and rows ``r`` to ``r + ROWS``.
 
-    Rows from ``full_from`` to ``full_to`` see all of the keys.
+    Rows from ``full_from`` to ``full_to`` see all these keys.
     """
     score = scores_of(k, tl.trans(q), cap, rate, CAPPED)
     rows = r + tl.arange(0, ROWS)
@@ -33,8 +33,8 @@ def weights_with_rows(
     lse = tl.load(LSES + rows, mask=t < used, other=float("inf"))
     weights = weights_of(score, lse[None, :], factor)
     if (r < full_from) | (r + ROWS > full_to):
-        seen = tl.trans(sees(t + shift, at, left, right, gone, length)) & (t < used)[None, :]
-        weights = tl.where(seen, weights, 0.0)
+        visible = tl.trans(sees(t + shift, at, left, right, gone, length)) & (t < used)[None, :]
+        weights = tl.where(visible, weights, 0.0)
     return score, weights
 
 
@@ -80,7 +80,7 @@ def of_keys(
     shift = length - count
     at = tile * BLOCK + tl.arange(0, BLOCK)
     of_batch = (b if STARTS_K is None else 0 * b).to(tl.int64)
-    # The row of the tile's first key; offsets from it are constants.
+    # Row of the tile's first key; offsets from it are constants.
     row, ahead = (first_k + tile * BLOCK).to(tl.int64), tl.arange(0, BLOCK).to(tl.int64)
     k_base = K + of_batch * k_batch * UNIT + row * (K_STEP * UNIT) + head.to(tl.int64) * k_head * UNIT
     v_base = V + of_batch * v_batch * UNIT + row * (V_STEP * UNIT) + head.to(tl.int64) * v_head * UNIT

@@ -11,13 +11,20 @@ import triton
 import triton.language as tl
 
 from rl_kernels.attention.backends.triton.loads import SEGMENT, UNIT, keys_of, queries_of, rows_at
-from rl_kernels.attention.backends.triton.tiles import finished, merged, nothing, seen_from, seen_to, segment_of
+from rl_kernels.attention.backends.triton.tiles import (
+    empty_state,
+    finish_rows,
+    merge_states,
+    seen_from,
+    seen_to,
+    segment_of,
+)
 
 SIZES = (
     *("queries", "keys", "pages", "table_step", "tiles", "segments", "left", "right"),
     *("q_batch", "k_batch", "k_head", "v_batch", "v_head"),
 )
-"""Parameters that Triton must not specialize on."""
+"""Parameters of ``attend`` that Triton must not specialize on."""
 
 
 @triton.jit
@@ -107,7 +114,7 @@ def attend(
                 D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, GONE, GOES_ON,
             )  # fmt: skip
         else:
-            top, total, acc = nothing(ROWS, WIDTH_V)
+            top, total, acc = empty_state(ROWS, WIDTH_V)
             for segment in range(first // SEGMENT * SEGMENT, end, SEGMENT):
                 begin, stop = tl.maximum(first, segment), tl.minimum(end, segment + SEGMENT)
                 other_top, other_total, other_acc = segment_of(
@@ -115,8 +122,8 @@ def attend(
                     begin, stop, gone, length, pages, box_b, first_k, head, k_batch, v_batch, factor, cap, rate,
                     D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, GONE, GOES_ON,
                 )  # fmt: skip
-                top, total, acc = merged(top, total, acc, other_top, other_total, other_acc)
-        out, lse = finished(top, total, acc, SINKS, heads)
+                top, total, acc = merge_states(top, total, acc, other_top, other_total, other_acc)
+        out, lse = finish_rows(top, total, acc, SINKS, heads)
         out, lse = tl.where((t < used)[:, None], out, 0.0), tl.where(t < used, lse, float("-inf"))
         d = tl.arange(0, WIDTH_V)
         put(OUT, LSE, out, lse, batch, first_q + t, heads, d, t < count, queries, KV_HEADS * GROUP, DV)
@@ -148,7 +155,7 @@ def finish(
     heads = head * GROUP + rows % GROUP
     d = column + tl.arange(0, COLUMNS)
     state = ((b.to(tl.int64) * KV_HEADS + head) * tiles + tile) * segments * ROWS + part + tl.arange(0, PART)
-    top, total, acc = nothing(PART, COLUMNS)
+    top, total, acc = empty_state(PART, COLUMNS)
     # Never more than were written, even if the maximum length was given too small and not validated.
     stop = tl.minimum(length, segments * SEGMENT)
     for first in range(0, stop, SEGMENT * AHEAD):
@@ -159,8 +166,8 @@ def finish(
             other_total = tl.load(TOTALS + state, mask=there, other=0.0)
             place = ACCS + state[:, None] * WIDTH_V + d[None, :]
             other_acc = tl.load(place, mask=there[:, None], other=0.0)
-            top, total, acc = merged(top, total, acc, other_top, other_total, other_acc)
+            top, total, acc = merge_states(top, total, acc, other_top, other_total, other_acc)
             state += ROWS
-    out, lse = finished(top, total, acc, SINKS, heads)
+    out, lse = finish_rows(top, total, acc, SINKS, heads)
     out, lse = tl.where((t < used)[:, None], out, 0.0), tl.where(t < used, lse, float("-inf"))
     put(OUT, LSE, out, lse, batch, first_q + t, heads, d, t < count, queries, KV_HEADS * GROUP, DV)

@@ -1,9 +1,9 @@
-"""Loads of keys and rows: where a sequence lies in memory, and tiles of it, by TMA boxes or by pointers.
+"""Load keys and rows: the place of a sequence in memory, and its tiles, by TMA boxes or by pointers.
 
-A box is what TMA loads at once through a descriptor of ``[B, S, Hkv, D]``: ``[1, BLOCK, 1, WIDTH]``, with zeros beyond
-the tensor. A descriptor does not know where a sequence ends, so ``within`` replaces what follows its end by zeros. All
-strides are multiples of 8 elements, and are passed in units of 8: a compiler that knew a larger divisor in some calls
-would lay out the loads there, and perhaps the sums, differently.
+A box is the block that TMA loads at once through a descriptor of ``[B, S, Hkv, D]``: ``[1, BLOCK, 1, WIDTH]``,
+with zeros beyond the tensor. A descriptor does not know where a sequence ends, so ``within`` replaces rows after its
+end by zeros. All strides are multiples of 8 elements, and are passed in units of 8: a compiler that knew a larger
+divisor in some calls would lay out the loads there, and perhaps the sums, differently.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def queries_of(STARTS, USED, b, count):
 def keys_of(STARTS, FIRST, USED, b, count, LEFT: tl.constexpr):
     """Return (row of k of key 0, keys, keys that are gone) of a sequence.
 
-    ``count`` is S, the total if packed, or the capacity of its pages. With LEFT, a window that ends on the left, a
-    negative FIRST says how many keys are gone. They must not be read. They count as keys, except whole segments of
-    them, which change nothing.
+    ``count`` is S, the total if packed, or the capacity of its pages. With LEFT, a window that is limited on the
+    left, a negative FIRST says how many keys the cache has dropped ("gone"). These must not be read. They count as
+    keys, except whole segments of them, which change nothing.
     """
     gone = tl.full((), 0, tl.int32)
     if STARTS is not None:
@@ -63,7 +63,7 @@ def keys_at(
     STEP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     GONE: tl.constexpr,
 ):  # fmt: skip
-    """Return (keys ``n`` to ``n + BLOCK`` of one head, which of them exist), zeros for those that do not.
+    """Return keys ``n`` to ``n + BLOCK`` of one head, and a mask of the keys that exist; other keys are zeros.
 
     BASE points to the head, in its sequence or in the pages that TABLE names. STEP, the stride of rows, is a
     compile-time constant: an address register for each row would be too many. GONE: there may be keys that are gone.
@@ -136,19 +136,19 @@ def key_box(BOX, TABLE, n, b, row, head, pages, WIDTH: tl.constexpr, PAGE: tl.co
     """
     missing = False
     if TABLE is None:
-        found = BOX.load([b, row + n, head, 0])
+        tile = BOX.load([b, row + n, head, 0])
     else:
         page = tl.load(TABLE + n // PAGE).to(tl.int64)
         missing = (page < 0) | (page >= pages)
-        found = BOX.load([tl.where(missing, 0, page).to(tl.int32), n % PAGE, head, 0])
-    return tl.reshape(found, [BLOCK, WIDTH]), missing
+        tile = BOX.load([tl.where(missing, 0, page).to(tl.int32), n % PAGE, head, 0])
+    return tl.reshape(tile, [BLOCK, WIDTH]), missing
 
 
 @triton.jit
 def row_box(BOX, row, b, first, head, GROUP: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """Return rows ``row`` to ``row + ROWS`` of a sequence and a key head; ROWS is a multiple of GROUP."""
-    found = BOX.load([b, first + row // GROUP, head * GROUP, 0])
-    return tl.reshape(found, [ROWS, WIDTH])
+    tile = BOX.load([b, first + row // GROUP, head * GROUP, 0])
+    return tl.reshape(tile, [ROWS, WIDTH])
 
 
 @triton.jit

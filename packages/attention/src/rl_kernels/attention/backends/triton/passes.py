@@ -14,45 +14,45 @@ WRITES_ALL = False
 """The kernels write rows and keys of sequences only."""
 
 
-def plan_for(given: Inputs) -> Plan:
+def plan_for(inputs: Inputs) -> Plan:
     """Return the plan for the sizes and strides of a call."""
-    q, k, v = given.operands
+    q, k, v = inputs.operands
     return plan_of(
         (q.shape, k.shape, v.shape),
         (q.stride(), k.stride(), v.stride()),
         (q.dtype, q.device),
-        given.batch,
-        given.cu_seqlens_k is not None,
-        given.k_start is not None,
-        None if given.block_table is None else given.block_table.shape,
-        (given.max_seqlen_q, given.max_seqlen_k),
-        (given.scale, given.left, given.right, given.softcap),
-        tuple([None if x is None else x.dtype for x in given.others]),
+        inputs.batch,
+        inputs.cu_seqlens_k is not None,
+        inputs.k_start is not None,
+        None if inputs.block_table is None else inputs.block_table.shape,
+        (inputs.max_seqlen_q, inputs.max_seqlen_k),
+        (inputs.scale, inputs.left, inputs.right, inputs.softcap),
+        tuple([None if x is None else x.dtype for x in inputs.optional_tensors]),
     )
 
 
-def launch_forward(plan: Plan, given: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+def launch_forward(plan: Plan, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Write out, and lse unless it is None, for the rows that are in a sequence."""
-    sinks, *where, table = given.others
+    sinks, *integer_tensors, table = inputs.optional_tensors
     attend, finish, count = plan.forward(with_lse=lse is not None)
     states: tuple[torch.Tensor | None, ...] = (None, None, None)
     if count:
         sizes = (1, 1, plan.width_v)
         states = tuple([out.new_empty(count * size, dtype=torch.float32) for size in sizes])
-    q, k, v = given.operands
+    q, k, v = inputs.operands
     with device_of(q):
-        attend(q, k, v, out, lse, sinks, *where, table, *described(plan.boxes, k, v), *states)
+        attend(q, k, v, out, lse, sinks, *integer_tensors, table, *described(plan.boxes, k, v), *states)
         if count:
-            finish(out, lse, sinks, *where, *states)
+            finish(out, lse, sinks, *integer_tensors, *states)
 
 
-def launch_backward(plan: Plan, given: Inputs, saved: Saved, into: tuple[torch.Tensor | None, ...]) -> None:
+def launch_backward(plan: Plan, inputs: Inputs, saved: Saved, into: tuple[torch.Tensor | None, ...]) -> None:
     """Fill ``lses`` and ``deltas``; write the gradients of q and, unless their outputs are None, of k and v."""
     out, lse, lses, deltas, grad = saved
-    (q, k, v), (_, *where, table) = given.operands, given.others
+    (q, k, v), (_, *integer_tensors, table) = inputs.operands, inputs.optional_tensors
     dq, dk, dv = into
     rows, queries, keys, boxes = plan.backward(grad.stride(), grad.dtype, out.dtype, lse.dtype)
     rows(out, grad, lse, lses, deltas)
-    queries(q, k, v, grad, lses, deltas, dq, *where, table, *described(plan.boxes, k, v))
+    queries(q, k, v, grad, lses, deltas, dq, *integer_tensors, table, *described(plan.boxes, k, v))
     if dk is not None and keys is not None:
-        keys(q, k, v, grad, lses, deltas, dk, dv, *where[:4], *described(boxes, q, grad))
+        keys(q, k, v, grad, lses, deltas, dk, dv, *integer_tensors[:4], *described(boxes, q, grad))

@@ -1,4 +1,4 @@
-"""Plans: the grids and scalar arguments of a call's kernels, from its sizes and strides."""
+"""Plan the grids and scalar arguments of a call's kernels from its sizes and strides."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from rl_kernels.core.triton_lib.schedule import HALF, processors
 
 LOG2E = 1.4426950408889634
 FAR = 1 << 30
-"""Stands for an unlimited side of the window."""
+"""The value that kernels get for an unlimited side of the window."""
 FULL = 4
 """With this many programs per multiprocessor, keys are not split over more programs."""
 PART, COLUMNS, AHEAD = 4, 32, 8
 """Rows and columns that one program merges, and states that it loads at once."""
 PACKED_DIMS = 3
 ROWS = 32
-"""Rows for which one program sums out times its gradient."""
-KEPT = 16
-"""Layouts of a gradient that a plan remembers."""
+"""Rows of a program that sums out times its gradient."""
+MOST_LAYOUTS = 16
+"""Largest number of gradient layouts for which a plan caches launches."""
 LEAST_WIDTH = 16
-"""The smallest size of a product in a tile."""
+"""The smallest width of an operand of ``tl.dot``."""
 SMALL = 1 << 21
 """Calls with up to this many scores load by pointers: a descriptor costs the host more than it saves the GPU."""
 
@@ -54,7 +54,7 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The launches of a backward pass, and the boxes of q and of out's gradient for ``keys``."""
+    """The launches of a backward pass, and for ``keys`` the boxes of q and of out's gradient."""
 
     rows: Launch
     queries: Launch
@@ -65,15 +65,15 @@ class Backward(NamedTuple):
 class Plan:
     """The launches of all kernels for one set of sizes and strides; made once for each set.
 
-    ``others`` are the dtypes of the tensors beside q, k and v: a launch takes one dtype in each place.
+    ``optional_dtypes`` are the dtypes of the tensors beside q, k and v: an argument of a launch has one dtype.
 
     Attributes:
         factor: multiplies scores before ``exp2``.
-        strides: in units of 8 elements: of q between sequences; of k and v between sequences or pages, and heads.
-        constants: sizes and strides that a kernel is compiled for.
+        strides: strides in units of 8 elements: q between sequences; k and v between sequences or pages, and heads.
+        constants: sizes and strides that are compile-time constants.
         fast: whether the operands are 16-bit on Hopper.
         has_boxes: whether TMA is used: on Hopper for large calls, and in Triton's interpreter.
-        boxes: of k and v, or None if they are loaded by pointers.
+        boxes: boxes of k and v, or None if these are loaded by pointers.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Plan:
         table: torch.Size | None,
         longest: tuple[int, int],
         numbers: tuple[float, int, int, float],
-        others: tuple[torch.dtype | None, ...],
+        optional_dtypes: tuple[torch.dtype | None, ...],
     ) -> None:
         (self.queries, heads, self.size), (*_, kv_heads, self.size_v) = shapes[0][-3:], shapes[2]
         self.dtype, self.device = kind
@@ -106,10 +106,10 @@ class Plan:
         self.factor = LOG2E if self.capped else self.scale * LOG2E
         self.rate = self.scale / self.cap if self.capped else 0.0
         self.window = tuple(FAR if side == UNLIMITED else min(side, FAR) for side in (left, right))
-        of_q, of_k, of_v = map(units, strides)
-        self.strides = of_q[0], *of_k[::2], *of_v[::2]
+        q_strides, k_strides, v_strides = map(units, strides)
+        self.strides = q_strides[0], *k_strides[::2], *v_strides[::2]
         sizes = kv_heads, self.group, self.size, self.size_v, self.width, self.width_v
-        self.constants = *sizes, *of_q[1:], of_k[1], of_v[1]
+        self.constants = *sizes, *q_strides[1:], k_strides[1], v_strides[1]
         self.fast = not INTERPRETED and self.dtype in HALF and tiles_change_no_bit(self.device)
         is_large = batch * self.longest_q * heads * self.longest_k > SMALL
         self.has_boxes = INTERPRETED or (self.fast and is_large)
@@ -125,16 +125,16 @@ class Plan:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Columns of a tile of k, and of v."""
+        """The number of columns of a tile of k, and of one of v."""
         return self.width, self.width_v
 
     def _boxes_of_rows(self, rows: int, strides: tuple[int, ...]) -> tuple[Box, Box] | None:
-        """Return the boxes of ``rows`` rows of q, and of out's gradient, which has these strides."""
+        """Return the boxes of ``rows`` rows of q and of out's gradient; ``strides`` are those of the gradient."""
         if not self.has_boxes or rows % self.group:
             return None
         block = rows // self.group, self.group
-        shape, of_q = self._of_q
-        q = box_of(shape, of_q, block, self.width)
+        shape, q_strides = self._of_q
+        q = box_of(shape, q_strides, block, self.width)
         grad = box_of(torch.Size((*shape[:-1], self.size_v)), strides, block, self.width_v)
         return (q, grad) if q and grad else None
 
@@ -143,13 +143,13 @@ class Plan:
         return ceil_div(self.longest_q * self.group, rows)
 
     def forward(self, *, with_lse: bool) -> Forward:
-        """Return the launches of the forward pass; a launch takes lse always or never, so there are two sets."""
-        found = self._forward.get(with_lse)
-        if found is None:
-            found = self._forward[with_lse] = self._made_forward()
-        return found
+        """Return the launches of the forward pass; there is one set with lse and one without."""
+        launches = self._forward.get(with_lse)
+        if launches is None:
+            launches = self._forward[with_lse] = self._plan_forward()
+        return launches
 
-    def _made_forward(self) -> Forward:
+    def _plan_forward(self) -> Forward:
         tile = tile_of(self.dtype, max(self.widths), self.fast, self.longest_q * self.group, self.boxes is not None)
         tiles, segments = self._tiles(tile.rows), ceil_div(self.longest_k, SEGMENT)
         programs = self.batch * tiles
@@ -160,57 +160,63 @@ class Plan:
             *(self.factor, self.cap, self.rate, *self.constants, self.page, self.capped),
             *(tile.rows, BLOCK, self.has_left, split, segments <= 1),
         )
-        merging = (
+        finish_numbers = (
             *(self.queries, self.keys, tiles, segments, self.kv_heads, self.group, self.size_v, self.width_v),
             *(tile.rows, self.has_left, PART, min(COLUMNS, self.width_v), AHEAD),
         )
         parts = (tile.rows // PART) * ceil_div(self.width_v, COLUMNS)
         return Forward(
             Launch(attend, (programs * segments if split else programs, self.kv_heads), numbers, **tile.options),
-            Launch(finish, (programs * parts, self.kv_heads), merging, num_warps=1),
+            Launch(finish, (programs * parts, self.kv_heads), finish_numbers, num_warps=1),
             programs * self.kv_heads * segments * tile.rows if split else 0,
         )
 
     def backward(self, strides: tuple[int, ...], *dtypes: torch.dtype) -> Backward:
-        """Return the launches of the backward pass for out's gradient of these strides and tensors of these dtypes."""
+        """Return the launches of the backward pass for the strides of out's gradient and the dtypes of its tensors."""
         key = (strides, *dtypes)
-        found = self._backward.get(key)
-        if found is None:
-            if len(self._backward) >= KEPT:
+        launches = self._backward.get(key)
+        if launches is None:
+            if len(self._backward) >= MOST_LAYOUTS:
                 self._backward.clear()
-            found = self._backward[key] = self._made_backward(strides)
-        return found
+            launches = self._backward[key] = self._plan_backward(strides)
+        return launches
 
-    def _made_backward(self, strides: tuple[int, ...]) -> Backward:
-        of_grad, heads = units(strides), self.kv_heads * self.group
+    def _plan_backward(self, strides: tuple[int, ...]) -> Backward:
+        grad_strides, heads = units(strides), self.kv_heads * self.group
         sequences = 1 if len(strides) == PACKED_DIMS else self.batch
-        common = (*self.strides, of_grad[0], self.factor, self.scale, self.cap, self.rate)
-        constants = (*self.constants, *of_grad[1:])
+        common = (*self.strides, grad_strides[0], self.factor, self.scale, self.cap, self.rate)
+        constants = (*self.constants, *grad_strides[1:])
         wide = max(self.widths)
         tile, block = tile_of_queries(self.dtype, wide, self.fast), block_of_queries(self.dtype, wide)
         tiles = self._tiles(tile.rows)
-        of_dq = (
+        dq_numbers = (
             *(self.queries, self.keys, self.pages, self.table_step, tiles, *self.window),
             *(*common, *constants, self.page, self.capped, tile.rows, block, self.has_left),
         )
-        cut = tile_of_keys(self.dtype, wide, self.fast, self.group)
-        parts = ceil_div(self.longest_k, cut.keys)
-        of_dk = (
+        key_tile = tile_of_keys(self.dtype, wide, self.fast, self.group)
+        parts = ceil_div(self.longest_k, key_tile.keys)
+        dk_numbers = (
             *(self.queries, self.keys, parts, *self.window),
-            *(*common, *constants, self.capped, cut.rows, cut.keys, self.has_left),
+            *(*common, *constants, self.capped, key_tile.rows, key_tile.keys, self.has_left),
         )
         return Backward(
             Launch(
                 rows_of,
                 (ceil_div(self.queries * heads, ROWS) * sequences,),
-                (self.queries, of_grad[0], heads, self.group, self.size_v, self.width_v, *of_grad[1:], ROWS),
+                (self.queries, grad_strides[0], heads, self.group, self.size_v, self.width_v, *grad_strides[1:], ROWS),
                 num_warps=4,
             ),
-            Launch(of_queries, (self.batch * tiles, self.kv_heads), of_dq, **tile.options),
-            Launch(of_keys, (self.batch * parts, self.kv_heads), of_dk, num_warps=cut.warps, num_stages=cut.stages)
+            Launch(of_queries, (self.batch * tiles, self.kv_heads), dq_numbers, **tile.options),
+            Launch(
+                of_keys,
+                (self.batch * parts, self.kv_heads),
+                dk_numbers,
+                num_warps=key_tile.warps,
+                num_stages=key_tile.stages,
+            )
             if parts
             else None,
-            self._boxes_of_rows(cut.rows, strides),
+            self._boxes_of_rows(key_tile.rows, strides),
         )
 
 

@@ -13,13 +13,13 @@ from rl_kernels.core.triton_lib.launch import INTERPRETED
 from rl_kernels.core.triton_lib.schedule import HALF
 
 NARROW, WIDE = 64, 128
-"""Head sizes up to which one tile shape is used."""
+"""Largest head sizes of two kinds of tile; larger heads have a third."""
 BLOCK = 64
 """Keys of a block."""
 FEW = 16
-"""Rows of a tile for few queries; such a tile has no registers for the states of two segments."""
+"""Rows of a tile for few queries; it has too few registers for the states of two segments."""
 MOST_ROWS = 64
-"""Rows that are added to dk and dv at once if TMA loads them."""
+"""Rows that are added to dk and dv at once, if TMA loads them."""
 
 
 class Tile(NamedTuple):

@@ -1,4 +1,4 @@
-"""Shared by the attention kernels: which keys a row sees, and the softmax state of some keys.
+"""Functions shared by the attention kernels: the keys that a row sees, and the softmax state of some keys.
 
 A row is one query in one of the GROUP query heads that share a key head: row ``t GROUP + g`` of a sequence. Keys are
 counted from the first of their sequence. A state is (top, total, acc): the largest score in base 2, the sum of
@@ -34,7 +34,7 @@ def seen_to(t, shift, right, length):
 
 @triton.jit
 def sees(position, at, left, right, gone, length):
-    """Return which keys ``at`` the queries at ``position`` see: by differences, or each row would hold two bounds."""
+    """Return a mask of the keys ``at`` that the queries at ``position`` see; two bounds per row take more registers."""
     ahead = at[None, :] - position[:, None]
     return (ahead >= -left) & (ahead <= right) & ((at >= gone) & (at < length))[None, :]
 
@@ -47,7 +47,7 @@ def product_of(a, b):
 
 @triton.jit
 def scores_of(q, k, cap, rate, CAPPED: tl.constexpr):
-    """Return raw scores; with CAPPED they are capped."""
+    """Return ``q @ k``, with CAPPED after the soft cap."""
     score = product_of(q, k)
     if CAPPED:
         score = capped(score, cap, rate)
@@ -56,10 +56,10 @@ def scores_of(q, k, cap, rate, CAPPED: tl.constexpr):
 
 @triton.jit
 def row_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the sum of each row by a tree: first neighbors are added, then always the two halves of what is left.
+    """Return the sum of each row by a tree: neighbors are added first, then in each step the two halves of the rest.
 
     Every step adds just two numbers, so their order does not matter: the bits do not depend on the number of warps or
-    on the layout of the tile. Neighbors, and then halves, are what one thread holds of a product.
+    on the layout of the tile. Of a product, one thread holds neighbors, and then both halves.
     """
     x = tl.sum(tl.reshape(x, [ROWS, COLUMNS // 2, 2]), 2)
     HALVINGS: tl.constexpr = (COLUMNS // 2).bit_length() - 1
@@ -69,21 +69,21 @@ def row_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def nothing(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the state of no keys."""
+def empty_state(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the state of an empty set of keys."""
     top = tl.full([ROWS], float("-inf"), tl.float32)
     return top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
 
 
 @triton.jit
 def finite(top):
-    """Return top, with 0 in place of -inf for rows that have seen no key."""
+    """Return top, with 0 in place of -inf for rows that see no key."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit
-def merged(top, total, acc, other_top, other_total, other_acc):
-    """Return the state of two stretches of keys, of which the second follows the first."""
+def merge_states(top, total, acc, other_top, other_total, other_acc):
+    """Merge the states of two ranges of keys; the second range follows the first."""
     above = tl.maximum(top, other_top)
     base = finite(above)
     a, b = tl.exp2(top - base), tl.exp2(other_top - base)
@@ -94,8 +94,8 @@ def merged(top, total, acc, other_top, other_total, other_acc):
 
 
 @triton.jit
-def finished(top, total, acc, SINKS, heads):
-    """Return (out, lse) of whole rows; the sink is added to the total here."""
+def finish_rows(top, total, acc, SINKS, heads):
+    """Return (out, lse) of rows from the state of all their keys, and add the sink to the total."""
     if SINKS is not None:
         sink = product(tl.load(SINKS + heads).to(tl.float32), tl.full(top.shape, LOG2E, tl.float32))
         above = tl.maximum(top, sink)
@@ -115,7 +115,7 @@ def finished(top, total, acc, SINKS, heads):
 
 @triton.jit
 def masked(score, n, missing, position, left, right, low_most, high_least, gone, length, BLOCK: tl.constexpr):
-    """Return scores: -inf where a row does not see a key of the block at ``n``, NaN if it does and the page is missing.
+    """Mask the scores of the block at ``n``: -inf where a row does not see a key, NaN where its page is missing.
 
     All rows see keys ``low_most`` to ``high_least``, so blocks within these need no mask.
     """
@@ -127,8 +127,8 @@ def masked(score, n, missing, position, left, right, low_most, high_least, gone,
 
 
 @triton.jit
-def rescaled(score, top, total, acc, factor, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the state after a block of scores, and the block's weights; ``joined`` then adds their products to acc."""
+def rescale_state(score, top, total, acc, factor, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the state with a block of scores, and the block's weights, whose values ``accumulate`` adds to acc."""
     above = tl.maximum(top, product(tl.max(score, 1), tl.full(top.shape, factor, tl.float32)))
     base = finite(above)
     shift = tl.broadcast_to(-base[:, None], score.shape)
@@ -140,7 +140,7 @@ def rescaled(score, top, total, acc, factor, ROWS: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def joined(acc, weights, v):
+def accumulate(acc, weights, v):
     """Return ``acc + weights @ v``."""
     return tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
 
@@ -157,7 +157,7 @@ def segment_of(
 
     Rows stand at ``position`` among the keys. GOES_ON: memory may hold other data after the last key of a sequence.
     """
-    top, total, acc = nothing(ROWS, WIDTH_V)
+    top, total, acc = empty_state(ROWS, WIDTH_V)
     if K_BOX is not None:
         # First the blocks that end within the sequence, then the one that does not.
         whole = tl.minimum(end, length // BLOCK * BLOCK) if GOES_ON else end
@@ -165,17 +165,17 @@ def segment_of(
             k, missing = key_box(K_BOX, TABLE, n, box_b, box_row, head, pages, WIDTH, PAGE, BLOCK)
             score = scores_of(q, tl.trans(k), cap, rate, CAPPED)
             score = masked(score, n, missing, position, left, right, low_most, high_least, gone, length, BLOCK)
-            top, total, acc, weights = rescaled(score, top, total, acc, factor, ROWS, BLOCK)
+            top, total, acc, weights = rescale_state(score, top, total, acc, factor, ROWS, BLOCK)
             # Not earlier: so the values arrive while the weights are computed.
             v, _ = key_box(V_BOX, TABLE, n, box_b, box_row, head, pages, WIDTH_V, PAGE, BLOCK)
-            acc = joined(acc, weights, v)
+            acc = accumulate(acc, weights, v)
         if (whole < end) & (first < end):
             k, missing = key_box(K_BOX, TABLE, whole, box_b, box_row, head, pages, WIDTH, PAGE, BLOCK)
             score = scores_of(q, tl.trans(k), cap, rate, CAPPED)
             score = masked(score, whole, missing, position, left, right, low_most, high_least, gone, length, BLOCK)
-            top, total, acc, weights = rescaled(score, top, total, acc, factor, ROWS, BLOCK)
+            top, total, acc, weights = rescale_state(score, top, total, acc, factor, ROWS, BLOCK)
             v, _ = key_box(V_BOX, TABLE, whole, box_b, box_row, head, pages, WIDTH_V, PAGE, BLOCK)
-            acc = joined(acc, weights, within(v, whole, length, BLOCK))
+            acc = accumulate(acc, weights, within(v, whole, length, BLOCK))
     else:
         for n in tl.range(first, end, BLOCK):
             k, known = keys_at(K, TABLE, n, gone, length, pages, k_page, K_STEP, D, WIDTH, PAGE, BLOCK, GONE)
@@ -184,7 +184,7 @@ def segment_of(
                 at = n + tl.arange(0, BLOCK)
                 score = tl.where(known[None, :] | (at >= length)[None, :], score, float("nan"))
             score = masked(score, n, False, position, left, right, low_most, high_least, gone, length, BLOCK)
-            top, total, acc, weights = rescaled(score, top, total, acc, factor, ROWS, BLOCK)
+            top, total, acc, weights = rescale_state(score, top, total, acc, factor, ROWS, BLOCK)
             v, _ = keys_at(V, TABLE, n, gone, length, pages, v_page, V_STEP, DV, WIDTH_V, PAGE, BLOCK, GONE)
-            acc = joined(acc, weights, v)
+            acc = accumulate(acc, weights, v)
     return top, total, acc
