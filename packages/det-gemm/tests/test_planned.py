@@ -15,7 +15,7 @@ from rl_kernels.det_gemm.segments import segment_length
 
 BUGS = (
     Bug("maps of all operands in one", "box, x.shape, x.stride(), x", "x"),
-    Bug("unaligned addresses launched", "(of_left | of_right | of_out) % ALIGNED", "False"),
+    Bug("unaligned addresses launched", "(left_address | right_address | out_address) % ALIGNED", "False"),
 )
 MATMUL = "rl_kernels.core.cuda.gemm.matmul"
 PLAN = "rl_kernels.det_gemm.backends.cuda_sm90.planned"
@@ -186,7 +186,7 @@ def test_planted_bug_shows(bug):
 def test_remembered_maps_are_bounded():
     """Maps are forgotten when there are too many, and then remembered again."""
     (module, recorder), draw, kept, counts = planned_layers(), Draw(torch.bfloat16), [], []
-    with patch.object(module, "KEPT", 5), recorder.watching(PLAN, MATMUL):
+    with patch.object(module, "MOST_MAPS", 5), recorder.watching(PLAN, MATMUL):
         layer = module.plan_linear(*drawn(draw, (200,), 64, 40, False)[:3])
         for _ in range(9):
             kept.append(drawn(draw, (200,), 64, 40, False)[:2])

@@ -53,7 +53,7 @@ def planned_by(monkeypatch, *answers):
     plan = Plan(*answers)
     with monkeypatch.context() as patch:
         for module in (api, parallel):
-            patch.setattr(module, "chosen_for_linear", lambda *_: ("native", plan))
+            patch.setattr(module, "_choose_for_linear", lambda *_: ("native", plan))
         yield plan
 
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl_kernels.core.constants import STEP
 from rl_kernels.core.testing import Draw
 from rl_kernels.det_gemm import reference
-from rl_kernels.det_gemm.spec.cases import CUT_OFF, _of_product, partial_sums
+from rl_kernels.det_gemm.spec.cases import CUT_OFF, _product_magnitudes, partial_sums
 
 pytestmark = pytest.mark.smoke
 DRAW = Draw(torch.float64, seed=3)
@@ -68,8 +68,8 @@ def test_the_budget_of_a_gpu_holds_the_truncation_of_each_step(monkeypatch):
     draw = Draw(torch.float64, seed=6)
     a, b, start = draw.normal(3, 40), draw.normal(40, 2), draw.normal(3, 2)
     terms = start.abs() + a.abs() @ b.abs()
-    torch.testing.assert_close(_of_product(a, b, start), terms)
+    torch.testing.assert_close(_product_magnitudes(a, b, start), terms)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    torch.testing.assert_close(_of_product(a, b, start), terms + partial_sums(a, b, start) * CUT_OFF)
-    rows = _of_product(a.view(3, 1, 40), b)
+    torch.testing.assert_close(_product_magnitudes(a, b, start), terms + partial_sums(a, b, start) * CUT_OFF)
+    rows = _product_magnitudes(a.view(3, 1, 40), b)
     torch.testing.assert_close(rows[:, 0], a.abs() @ b.abs() + partial_sums(a, b, torch.zeros(())) * CUT_OFF)

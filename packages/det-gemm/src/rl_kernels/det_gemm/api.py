@@ -54,13 +54,13 @@ def det_gemm(
         RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward: not supported.
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
     """
-    chosen = _chosen_for_gemm(a, b, out_dtype, backend, k_segments, dx_segments)
+    backend_name = _choose_for_gemm(a, b, out_dtype, backend, k_segments, dx_segments)
     no_lost_derivatives("det_gemm", a, b)
-    return product(a, b, out_dtype or a.dtype, chosen, (k_segments, dx_segments))
+    return product(a, b, out_dtype or a.dtype, backend_name, (k_segments, dx_segments))
 
 
 @remembered_choice
-def _chosen_for_gemm(
+def _choose_for_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
     out_dtype: torch.dtype | None,
@@ -125,12 +125,12 @@ def det_linear(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
     """
     operand, matrix, bias = autocast_linear(x, weight, bias)
-    chosen, plan = chosen_for_linear(operand, matrix, bias, backend, k_segments, dx_segments, join_tokens)
+    backend_name, plan = _choose_for_linear(operand, matrix, bias, backend, k_segments, dx_segments, join_tokens)
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None:
         check.main_grad("weight.main_grad", main_grad, weight)
     no_lost_derivatives("det_linear", operand, matrix, bias)
-    out = linear(operand, matrix, bias, main_grad, chosen, plan, Sums(k_segments, dx_segments, join_tokens))
+    out = linear(operand, matrix, bias, main_grad, backend_name, plan, Sums(k_segments, dx_segments, join_tokens))
     if main_grad is not None and weight.requires_grad:
         fold_grad_into_main_grad("weight", weight, out)
     return out
@@ -146,13 +146,13 @@ def _plan(
     dx_segments: int,
     join_tokens: int | None,
 ) -> Any:
-    """Return a backend's plan of a linear layer for tensors of one kind; None if it makes none."""
+    """Return a backend's plan of a linear layer for tensors of one kind; None if the backend has no plan for them."""
     make = getattr(OPERATOR.backend(name).load(), "plan_linear", None)
     return make(x, weight, bias, (k_segments, dx_segments)) if make and are_plain(x, weight, bias) else None
 
 
 @planned_choice(_plan)
-def chosen_for_linear(
+def _choose_for_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -228,16 +228,16 @@ def det_gemm_dw(
         )
     _validate_no_grad(a=a, dc=dc, accumulate_into=accumulate_into)
     no_lost_derivatives("det_gemm_dw", a, dc, accumulate_into)
-    chosen = choose(OPERATOR, describe_dw(a, dc), backend).name
+    backend_name = choose(OPERATOR, describe_dw(a, dc), backend).name
     if join_tokens is not None:
         total = accumulate_into
         if total is None:
             total = a.new_zeros((a.shape[1], dc.shape[1]), dtype=torch.float32)
-        ops["joined_into"](a, dc, total, join_tokens, chosen)
+        ops["joined_into"](a, dc, total, join_tokens, backend_name)
         return total if accumulate_into is not None else total.to(out_dtype or a.dtype)
     if accumulate_into is None:
-        return ops["weight_gradient"](a, dc, out_dtype or a.dtype, chosen)
-    ops["weight_gradient_into"](a, dc, accumulate_into, chosen)
+        return ops["weight_gradient"](a, dc, out_dtype or a.dtype, backend_name)
+    ops["weight_gradient_into"](a, dc, accumulate_into, backend_name)
     return accumulate_into
 
 

@@ -16,21 +16,43 @@ from rl_kernels.det_gemm.segments import segment_length
 
 
 class Sums(NamedTuple):
-    """How sums are cut: segments of that over K and of that over N, and rows of a chain, None for one chain."""
+    """The cuts of the sums of a linear layer.
+
+    Attributes:
+        k_segments: segments of the sum over K, in the forward pass.
+        dx_segments: segments of the sum over N, in the gradient of the input.
+        join_tokens: rows of a chain of the gradients of weight and bias; None for one chain.
+    """
 
     k_segments: int = 1
     dx_segments: int = 1
     join_tokens: int | None = None
 
 
+class LinearOptions(NamedTuple):
+    """The arguments of a linear layer that have no gradient; one tuple, because autograd inspects every argument.
+
+    Attributes:
+        main_grad: FP32 buffer ``[N, K]`` to which backward adds the gradient of the weight, or None.
+        backend: name of the backend.
+        plan: the backend's plan for operands of this kind, or None.
+        sums: the cuts of the sums.
+    """
+
+    main_grad: torch.Tensor | None
+    backend: str
+    plan: Any
+    sums: Sums
+
+
 def product(
-    a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, chosen: str, segments: tuple[int, int]
+    a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, backend: str, segments: tuple[int, int]
 ) -> torch.Tensor:
-    """Return ``a @ b``; ``segments`` of the sum over K, and of that over N of the gradient of ``a``."""
+    """Return ``a @ b``; ``segments``: of the sum over K, and of the sum over N in the gradient of ``a``."""
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        found: torch.Tensor = _Product.apply(a, b, out_dtype, chosen, segments)
-        return found
-    return _forward(a, b, None, out_dtype, segments[0], chosen)
+        result: torch.Tensor = _Product.apply(a, b, out_dtype, backend, segments)
+        return result
+    return _forward(a, b, None, out_dtype, segments[0], backend)
 
 
 def linear(
@@ -38,7 +60,7 @@ def linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     main_grad: torch.Tensor | None,
-    chosen: str,
+    backend: str,
     plan: Any,
     sums: Sums,
 ) -> torch.Tensor:
@@ -47,29 +69,29 @@ def linear(
     Args:
         plan: a backend's plan for operands of this kind, or None. Its methods ``forward`` and ``gradients`` return None
             for tensors that it has not planned for.
-        sums: how the sums are cut.
+        sums: the cuts of the sums.
     """
     requires_grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if requires_grad and torch.is_grad_enabled():
-        found: torch.Tensor = _Linear.apply(x, weight, bias, (main_grad, chosen, plan, sums))
-        return found
-    return plain_linear(x, weight, bias, chosen, plan, sums)
+        result: torch.Tensor = _Linear.apply(x, weight, bias, LinearOptions(main_grad, backend, plan, sums))
+        return result
+    return plain_linear(x, weight, bias, backend, plan, sums)
 
 
 def plain_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    chosen: str,
+    backend: str,
     plan: Any,
     sums: Sums,
 ) -> torch.Tensor:
     """Return ``x @ weight^T + bias``, without a gradient."""
     if plan is not None and not ops_are_observed():
-        found = plan.forward(x, weight, bias)
-        if found is not None:
-            return found
-    out = _forward(flat_rows(x), weight.t(), bias, x.dtype, sums.k_segments, chosen)
+        planned_out = plan.forward(x, weight, bias)
+        if planned_out is not None:
+            return planned_out
+    out = _forward(flat_rows(x), weight.t(), bias, x.dtype, sums.k_segments, backend)
     # Not a view: autograd would forbid in-place changes of a view.
     return out if x.ndim == 2 else torch.ops.aten._unsafe_view.default(out, (*x.shape[:-1], weight.shape[0]))
 
@@ -81,22 +103,22 @@ def flat_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _forward(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, segments: int, chosen: str
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, segments: int, backend: str
 ) -> torch.Tensor:
     if segments == 1:
-        return ops["forward"](a, b, bias, out_dtype, chosen)
-    return ops["segmented"](a, b, bias, out_dtype, segments, segment_length(a.shape[1], segments), chosen)
+        return ops["forward"](a, b, bias, out_dtype, backend)
+    return ops["segmented"](a, b, bias, out_dtype, segments, segment_length(a.shape[1], segments), backend)
 
 
 def _input_product(dc: torch.Tensor, b: torch.Tensor, segments: int, backend: str) -> torch.Tensor:
     """Return ``dc @ b``, a gradient that cannot be differentiated again."""
-    found: torch.Tensor
+    result: torch.Tensor
     if segments == 1:
-        found = first_order(ops["forward"], dc, b, None, dc.dtype, backend)
+        result = first_order(ops["forward"], dc, b, None, dc.dtype, backend)
     else:
         length = segment_length(dc.shape[1], segments)
-        found = first_order(ops["segmented"], dc, b, None, dc.dtype, segments, length, backend)
-    return found
+        result = first_order(ops["segmented"], dc, b, None, dc.dtype, segments, length, backend)
+    return result
 
 
 class _Product(torch.autograd.Function):
@@ -123,10 +145,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """``x @ weight^T + bias``; with a ``main_grad[N, K]``, backward adds the gradient of the weight to it.
-
-    ``how`` is (main_grad, backend, plan, sums): one argument, because autograd inspects every argument.
-    """
+    """``x @ weight^T + bias``; with ``options.main_grad``, backward adds the gradient of the weight to it."""
 
     @staticmethod
     def forward(
@@ -134,22 +153,24 @@ class _Linear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        how: tuple[torch.Tensor | None, str, Any, Sums],
+        options: LinearOptions,
     ) -> torch.Tensor:
         save(ctx, x, weight)
         # main_grad is not saved for backward: it is meant to change in place between this call and its backward pass.
-        ctx.how = how
-        return plain_linear(x, weight, bias, *how[1:])
+        ctx.options = options
+        return plain_linear(x, weight, bias, options.backend, options.plan, options.sums)
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        main_grad, backend, plan, sums = ctx.how
+        options: LinearOptions = ctx.options
         no_lost_derivatives("det_linear", upstream, x, weight)
         needed = is_needed(ctx, 0), is_needed(ctx, 1)
-        found = gradients(upstream, x, weight, main_grad, needed, (backend, plan, sums))
-        of_bias = bias_gradient(upstream, x, backend, sums.join_tokens) if is_needed(ctx, 2) else None
-        return *found, of_bias, None
+        dx, dweight = gradients(upstream, x, weight, options, needed)
+        dbias = None
+        if is_needed(ctx, 2):
+            dbias = bias_gradient(upstream, x, options.backend, options.sums.join_tokens)
+        return dx, dweight, dbias, None
 
 
 def is_needed(ctx: Any, number: int) -> bool:
@@ -161,32 +182,28 @@ def gradients(
     upstream: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
-    main_grad: torch.Tensor | None,
+    options: LinearOptions,
     needed: tuple[bool, bool],
-    how: tuple[str, Any, Sums],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of ``x`` and of the weight, None where not needed, or where it is added to ``main_grad``.
-
-    ``how`` is (backend, plan, sums).
-    """
-    backend, plan, sums = how
-    of_x, of_weight = needed
-    if of_weight and sums.join_tokens is not None:
-        of_rows = _joined(upstream.to(x.dtype), x, main_grad, sums.join_tokens, backend)
-        one = Sums(dx_segments=sums.dx_segments)
-        return gradients(upstream, x, weight, None, (of_x, False), (backend, plan, one))[0], of_rows
+    """Return the gradients of ``x`` and of the weight: None if not needed, or if it was added to ``main_grad``."""
+    main_grad, backend, plan, sums = options
+    needs_x, needs_weight = needed
+    if needs_weight and sums.join_tokens is not None:
+        dweight = _joined_gradient(upstream.to(x.dtype), x, main_grad, sums.join_tokens, backend)
+        unjoined = options._replace(main_grad=None, sums=sums._replace(join_tokens=None))
+        return gradients(upstream, x, weight, unjoined, (needs_x, False))[0], dweight
     # With grad mode on, the gradient may be differentiated again: the general path refuses that.
     if plan is not None and not torch.is_grad_enabled() and not ops_are_observed():
-        found = plan.gradients(upstream, x, weight, main_grad, needed)
-        if found is not None:
-            if main_grad is None or not of_weight:
-                return found[0], found[1]
+        planned = plan.gradients(upstream, x, weight, main_grad, needed)
+        if planned is not None:
+            if main_grad is None or not needs_weight:
+                return planned[0], planned[1]
             if not main_grad.is_inference():
                 increment_version(main_grad)
-            return found[0], None
+            return planned[0], None
     dc = upstream.to(x.dtype)
-    dx = _input_gradient(dc, x, weight, sums.dx_segments, backend) if of_x else None
-    return dx, _weight_gradient(dc, x, main_grad, backend) if of_weight else None
+    dx = _input_gradient(dc, x, weight, sums.dx_segments, backend) if needs_x else None
+    return dx, _weight_gradient(dc, x, main_grad, backend) if needs_weight else None
 
 
 def bias_gradient(
@@ -195,21 +212,21 @@ def bias_gradient(
     """Return the sum of the rows of the upstream gradient."""
     rows = flat_rows(upstream.to(x.dtype))
     if join_tokens is not None:
-        total = _joined(rows.new_ones(len(rows), 1), rows, None, join_tokens, backend)
+        total = _joined_gradient(rows.new_ones(len(rows), 1), rows, None, join_tokens, backend)
         assert total is not None
         return total[0]
-    found: torch.Tensor = first_order(ops["weight_gradient"], rows.new_ones(len(rows), 1), rows, x.dtype, backend)
-    return found[0]
+    column: torch.Tensor = first_order(ops["weight_gradient"], rows.new_ones(len(rows), 1), rows, x.dtype, backend)
+    return column[0]
 
 
 def _input_gradient(
     dc: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, segments: int, backend: str
 ) -> torch.Tensor:
-    found = _input_product(flat_rows(dc), weight, segments, backend)
-    return found if x.ndim == 2 else found.view(x.shape)
+    dx = _input_product(flat_rows(dc), weight, segments, backend)
+    return dx if x.ndim == 2 else dx.view(x.shape)
 
 
-def _joined(
+def _joined_gradient(
     dc: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None, join_tokens: int, backend: str
 ) -> torch.Tensor | None:
     """Return ``dc^T @ x`` as chains of ``join_tokens`` rows, or add it to ``main_grad``."""
@@ -217,8 +234,8 @@ def _joined(
     if main_grad is not None:
         ops["joined_into"](left, right, main_grad, join_tokens, backend)
         return None
-    found: torch.Tensor = first_order(_sum_of_chains, left, right, join_tokens, backend)
-    return found
+    total: torch.Tensor = first_order(_sum_of_chains, left, right, join_tokens, backend)
+    return total
 
 
 def _sum_of_chains(dc: torch.Tensor, x: torch.Tensor, join_tokens: int, backend: str) -> torch.Tensor:
@@ -232,7 +249,7 @@ def _weight_gradient(
 ) -> torch.Tensor | None:
     """Return the gradient of the weight, or add it to ``main_grad``."""
     if main_grad is None:
-        found: torch.Tensor = first_order(ops["weight_gradient"], flat_rows(dc), flat_rows(x), x.dtype, backend)
-        return found
+        dw: torch.Tensor = first_order(ops["weight_gradient"], flat_rows(dc), flat_rows(x), x.dtype, backend)
+        return dw
     ops["weight_gradient_into"](flat_rows(dc), flat_rows(x), main_grad, backend)
     return None

@@ -1,4 +1,4 @@
-"""Sums over rows as several chains: on Hopper one long chain shrinks, because tensor cores truncate what they add.
+"""Sums over rows as several chains: tensor cores of Hopper truncate when they accumulate, which biases a long sum to 0.
 
 With ``join_tokens`` (``core.chains``) a batch that is split over several calls at multiples of that many rows has the
 bits of one call. tools/chain_error.py measures both against FP64.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 
-def joined(
+def add_chains(
     a: torch.Tensor,
     dc: torch.Tensor,
     out: torch.Tensor,

@@ -33,10 +33,10 @@ class DetLinear(nn.Linear):
         dx_segments: int = 1,
         join_tokens: int | None = None,
     ) -> None:
-        """Make the layer of ``nn.Linear`` with ways to cut its sums, as in ``det_linear``.
+        """Make the layer of ``nn.Linear``; the options that cut its sums are those of ``det_linear``.
 
         Raises:
-            TypeError, ValueError: one of them is not as in ``det_linear``.
+            TypeError, ValueError: an option is not as in ``det_linear``.
         """
         segments.validate(k_segments=k_segments, dx_segments=dx_segments)
         chains.validate(join_tokens)
@@ -55,9 +55,9 @@ class DetLinear(nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        """Return the arguments that are shown: those of ``nn.Linear``, and how sums are cut if they are."""
-        given = {name: getattr(self, name) for name in ("k_segments", "dx_segments", "join_tokens")}
-        return ", ".join((super().extra_repr(), *(f"{name}={x}" for name, x in given.items() if x not in (1, None))))
+        """Return the arguments to print: those of ``nn.Linear``, and options that cut sums, if they do."""
+        options = {name: getattr(self, name) for name in ("k_segments", "dx_segments", "join_tokens")}
+        return ", ".join((super().extra_repr(), *(f"{name}={x}" for name, x in options.items() if x not in (1, None))))
 
     @classmethod
     def from_linear(
@@ -70,7 +70,7 @@ class DetLinear(nn.Linear):
 
         Raises:
             TypeError: ``module`` is not an ``nn.Linear``, or a parametrization computes its weight.
-            TypeError, ValueError: how sums are cut is not as in ``det_linear``.
+            TypeError, ValueError: an option is not as in ``det_linear``.
         """
         if not isinstance(module, nn.Linear):
             raise TypeError(f"module: expected an nn.Linear, got {type(module).__name__}")

@@ -15,8 +15,8 @@ from rl_kernels.core.main_grad import fold_grad_into_main_grad
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
 from rl_kernels.core.torchlib.observed import values_hidden
-from rl_kernels.det_gemm.api import chosen_for_linear
-from rl_kernels.det_gemm.exchanged import Cut, layer
+from rl_kernels.det_gemm.api import _choose_for_linear
+from rl_kernels.det_gemm.exchanged import Cut, ShardOptions, layer
 from rl_kernels.det_gemm.segments import COUNTS, segment_length
 
 
@@ -105,7 +105,7 @@ def row_parallel_linear(
 
 
 class _Call(NamedTuple):
-    """The arguments that both layers share; ``key`` names the number of segments."""
+    """The arguments that both layers share; ``key`` is the name of the number of segments."""
 
     name: str
     x: torch.Tensor
@@ -126,7 +126,7 @@ class _Call(NamedTuple):
         try:
             check.tensor("x", x, check.FLOATS, least=1)
             x, weight, bias = autocast_linear(x, weight, bias)
-            chosen, plan = chosen_for_linear(x, weight, bias, backend, 1, 1, None)
+            backend_name, plan = _choose_for_linear(x, weight, bias, backend, 1, 1, None)
             ranks, shape = 1 if group is None else group_size(group), None if scatter_dim is None else tuple(x.shape)
             size = weight.shape[0 if of_columns else 1]
             cut = Cut(
@@ -141,36 +141,38 @@ class _Call(NamedTuple):
             error = raised
         if group is not None:
             is_hidden = isinstance(x, torch.Tensor) and values_hidden(x)
-            same = self._same(scatter_dim, of_columns)
-            shape_of_x = same.pop("shape of x")
-            own = {} if error else {"size": size, "whole": cut.segments * cut.length}
+            common = self._common_arguments(scatter_dim, of_columns)
+            shape_of_x = common.pop("shape of x")
+            shard = {} if error else {"size": size, "whole": cut.segments * cut.length}
             agree_on_kind(
-                *(self.name, group, not is_hidden and validate, (self.name, *map(str, same.values())), error),
-                lambda: {"shape of x": shape_of_x, **same, "backend": chosen},
-                own,
+                *(self.name, group, not is_hidden and validate, (self.name, *map(str, common.values())), error),
+                lambda: {"shape of x": shape_of_x, **common, "backend": backend_name},
+                shard,
                 _check_shards,
             )
         elif error is not None:
             raise error
         no_lost_derivatives(self.name, x, weight, bias)
-        out = layer(x, weight, bias, (main_grad, chosen, plan, cut), of_columns=of_columns)
+        out = layer(x, weight, bias, ShardOptions(main_grad, backend_name, plan, cut), of_columns=of_columns)
         if main_grad is not None and self.weight.requires_grad:
             fold_grad_into_main_grad("weight", self.weight, out)
         return out
 
-    def _same(self, scatter_dim: int | None, of_columns: bool) -> dict[str, object]:
+    def _common_arguments(self, scatter_dim: int | None, of_columns: bool) -> dict[str, object]:
         x, weight = self.x, self.weight
-        along = weight.shape[1 if of_columns else 0] if isinstance(weight, torch.Tensor) and weight.ndim == 2 else None
+        whole_dim = (
+            weight.shape[1 if of_columns else 0] if isinstance(weight, torch.Tensor) and weight.ndim == 2 else None
+        )
         shape = tuple(x.shape) if isinstance(x, torch.Tensor) else None
         operands = x, weight, self.bias
-        kinds = [getattr(value, "dtype", None) for value in operands]
+        dtypes = [getattr(value, "dtype", None) for value in operands]
         # Backward exchanges tensors where x, or with a scatter_dim any operand, needs a gradient.
-        wanted = [torch.is_grad_enabled() and getattr(value, "requires_grad", False) for value in operands]
+        requires_grad = [torch.is_grad_enabled() and getattr(value, "requires_grad", False) for value in operands]
         return {
             "shape of x": shape,
-            "dtypes of x, weight and bias": kinds,
-            "gradients of x, weight and bias": wanted,
-            "whole dim of weight": along,
+            "dtypes of x, weight and bias": dtypes,
+            "gradients of x, weight and bias": requires_grad,
+            "whole dim of weight": whole_dim,
             self.key: self.segments,
             "scatter_dim": scatter_dim,
             "dx_length": self.length,
@@ -178,7 +180,7 @@ class _Call(NamedTuple):
 
 
 def _check_shards(shards: list[dict[str, int]]) -> None:
-    """Fail if segments differ, or a shard follows one that is not whole: sums would not have one process's order."""
+    """Fail if segments differ, or a shard follows an incomplete one: sums would not have one process's order."""
     if len({shard.get("whole") for shard in shards}) > 1:
         sizes = ", ".join(str(shard["size"]) for shard in shards)
         raise ValueError(f"weight: expected as many rows on each rank without dx_length, got {sizes}")
@@ -206,21 +208,23 @@ def _cut_of(
     check.choice(key, segments, COUNTS)
     if segments % ranks:
         raise ValueError(f"{key}: expected a multiple of the {ranks} ranks, got {segments}")
-    own = segments // ranks
+    rank_segments = segments // ranks
     if length is None:
         # One process may have segments of any size; the last one is then shorter.
-        length = segment_length(size, own)
-        if ranks > 1 and length * own != size:
+        length = segment_length(size, rank_segments)
+        if ranks > 1 and length * rank_segments != size:
             dim = "rows" if of_columns else "columns"
-            raise ValueError(f"weight: expected {dim} in multiples of 16 for each of {own} segments, got {size}")
+            raise ValueError(
+                f"weight: expected {dim} in multiples of 16 for each of {rank_segments} segments, got {size}"
+            )
     else:
         check.integer("dx_length", length, least=STEP)
         if length % STEP:
             raise ValueError(f"dx_length: expected a multiple of 16, got {length}")
-        if size > length * own:
-            raise ValueError(f"weight: expected at most {own} segments of {length} rows, got {size}")
+        if size > length * rank_segments:
+            raise ValueError(f"weight: expected at most {rank_segments} segments of {length} rows, got {size}")
     if scatter_dim is not None and shape is not None:
         check.integer("scatter_dim", scatter_dim, least=0, most=len(shape) - 2)
         if shape[scatter_dim] % ranks:
             raise ValueError(f"x: expected dim {scatter_dim} to divide by {ranks} ranks, got shape {shape}")
-    return own, length
+    return rank_segments, length

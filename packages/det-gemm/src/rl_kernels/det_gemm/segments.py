@@ -1,4 +1,4 @@
-"""The segments of a sum: how a contract that covers several ranks cuts it, and their merge.
+"""Cut a sum into segments and merge them in a fixed order, so that one process and several ranks get the same bits.
 
 The sum over K (for the gradient of an input, over N) is cut into 2, 4 or 8 segments of equal length, a multiple of 16
 terms; the last ones may be shorter or empty. Each is a chain from 0 in FP32, and a balanced binary tree merges them in
@@ -36,7 +36,7 @@ def validate(**counts: int) -> None:
         check.choice(name, value, COUNTS)
 
 
-def merged(
+def merge_segments(
     a: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None,

@@ -12,8 +12,8 @@ import torch
 
 from rl_kernels.core import products
 from rl_kernels.core.rowwise.operands import compute_dtype
-from rl_kernels.det_gemm.chains import joined
-from rl_kernels.det_gemm.segments import bounds, merged
+from rl_kernels.det_gemm.chains import add_chains
+from rl_kernels.det_gemm.segments import bounds, merge_segments
 
 
 def forward(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
@@ -27,7 +27,7 @@ def segmented(
     """Return ``a[M, K] @ b[K, N] + bias[N]`` in ``out_dtype``, K in segments whose sums a tree merges."""
     if segments == 1:
         return forward(a, b, bias, out_dtype)
-    return merged(a, b, bias, out_dtype, bounds(a.shape[1], segments, length), products.matmul)
+    return merge_segments(a, b, bias, out_dtype, bounds(a.shape[1], segments, length), products.matmul)
 
 
 def weight_gradient(a: torch.Tensor, dc: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -43,7 +43,7 @@ def weight_gradient_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -
 
 def joined_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor, join_tokens: int) -> None:
     """Add chains of ``join_tokens`` rows of ``a[M, K]^T @ dc[M, N]`` to ``out[K, N]``."""
-    joined(a, dc, out, join_tokens, weight_gradient)
+    add_chains(a, dc, out, join_tokens, weight_gradient)
 
 
 def segmented_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, segments: int, length: int) -> None:

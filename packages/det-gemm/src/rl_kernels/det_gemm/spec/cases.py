@@ -17,7 +17,7 @@ LINEAR, DW = "det_linear", "det_gemm_dw"
 CUT_OFF = 2.0**-23 / 2.0**-22
 """Error that a tensor core may add to a partial sum, in units of what the checker allows any sum."""
 PIECE = 2**26
-"""Partial sums formed at a time, 512 MiB in FP64; up to two copies of them are held."""
+"""Partial sums computed at a time, 512 MiB in FP64; memory holds up to two copies of them."""
 
 
 def _sizes(m: int, n: int, k: int) -> dict[str, int]:
@@ -89,38 +89,38 @@ EMPTY = (
 def inputs(case: Case, draw: Draw) -> Inputs:
     """Draw the operands of the case's function; weights have standard deviation ``K^-0.5``."""
     m, n, k = (case.sizes[name] for name in ("m_dim", "n_dim", "k_dim"))
-    asked, cancels = case.options, case.options.get("cancels", 0.0)
+    options, cancels = case.options, case.options.get("cancels", 0.0)
     call: Inputs
     if case.function == LINEAR:
-        call = {"x": draw.normal(*asked.get("leading", ()), m, k), "weight": draw.normal(n, k, scale=k**-0.5)}
-        call |= {"bias": _bias(call, n, draw, cancels)} if "bias" in asked else {}
+        call = {"x": draw.normal(*options.get("leading", ()), m, k), "weight": draw.normal(n, k, scale=k**-0.5)}
+        call |= {"bias": _bias(call, n, draw, cancels)} if "bias" in options else {}
     elif case.function == DW:
         call = {"a": draw.normal(m, k), "dc": draw.normal(m, n)}
-        # Values that the operands' dtype can hold: the chain must be able to reach them.
-        call |= {"accumulate_into": draw.normal(k, n).float()} if "accumulate_into" in asked else {}
+        # Values that the operands' dtype can represent: a chain must be able to reach them (``continued``).
+        call |= {"accumulate_into": draw.normal(k, n).float()} if "accumulate_into" in options else {}
     elif cancels:
-        call = _cancelling(m, n, k, draw, cancels)
+        call = _canceling(m, n, k, draw, cancels)
     else:
         call = {"a": draw.normal(m, k), "b": draw.normal(k, n, scale=k**-0.5)}
     first = next(iter(call))
-    call[first] = with_values(call[first], asked.get("values"))
-    if "zero_times_inf" in asked:
-        zeros, others = list(call)[:2]
+    call[first] = with_values(call[first], options.get("values"))
+    if "zero_times_inf" in options:
+        zeros, factors = list(call)[:2]
         # One index along K (columns of the first operand; rows for a weight gradient), then all terms of one row.
         call[zeros].narrow(-2 if case.function == DW else -1, 0, 1).zero_()
         call[zeros].narrow(-1 if case.function == DW else -2, 0, 1).zero_()
-        call[others].narrow(-1 if case.function == LINEAR else -2, 0, 1).fill_(torch.inf)
-    call |= {name: column_major(call[name]) for name in asked.get(COLUMNS, ())}
-    return call | {name: asked[name] for name in ("out_dtype", "join_tokens", *SEGMENTS) if name in asked}
+        call[factors].narrow(-1 if case.function == LINEAR else -2, 0, 1).fill_(torch.inf)
+    call |= {name: column_major(call[name]) for name in options.get(COLUMNS, ())}
+    return call | {name: options[name] for name in ("out_dtype", "join_tokens", *SEGMENTS) if name in options}
 
 
-def _cancelling(m: int, n: int, k: int, draw: Draw, scale: float) -> Inputs:
-    """Return operands ``[x, x, small]`` and ``[w, -w, small]``: only the parts of this scale do not cancel."""
-    half, rest = k // 3, k - k // 3 * 2
+def _canceling(m: int, n: int, k: int, draw: Draw, scale: float) -> Inputs:
+    """Return operands ``[x, x, small]`` and ``[w, -w, small]``: only ``small``, of this scale, does not cancel."""
+    half, small_terms = k // 3, k - k // 3 * 2
     # To the fifth power: terms then differ so much in size that FP64 sums are rounded too.
     x, w = (draw.normal(*shape, dtype=torch.float64) ** 5 for shape in ((m, half), (half, n)))
     x, w = x.to(draw.dtype), (w * 2.0**-13).to(draw.dtype)
-    small = draw.normal(m, rest, scale=scale), draw.normal(rest, n, scale=scale)
+    small = draw.normal(m, small_terms, scale=scale), draw.normal(small_terms, n, scale=scale)
     return {"a": torch.cat((x, x, small[0]), 1), "b": torch.cat((w, -w, small[1]))}
 
 
@@ -139,23 +139,29 @@ def column_major(x: torch.Tensor) -> torch.Tensor:
 def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Bound how far rounding can move each element of a result: sums of the magnitudes of its terms."""
     if case.function == DW:
-        return {"output": _of_product(call["a"].t(), call["dc"], call.get("accumulate_into"))}
+        return {"output": _product_magnitudes(call["a"].t(), call["dc"], call.get("accumulate_into"))}
     grad = upstream["output"] if upstream else None
     if case.function != LINEAR:
-        terms = {"output": _of_product(call["a"], call["b"])}
+        terms = {"output": _product_magnitudes(call["a"], call["b"])}
         if grad is not None:
-            terms |= {"gradient:a": _of_product(grad, call["b"].t()), "gradient:b": _of_product(call["a"].t(), grad)}
+            terms |= {
+                "gradient:a": _product_magnitudes(grad, call["b"].t()),
+                "gradient:b": _product_magnitudes(call["a"].t(), grad),
+            }
         return terms
     x, weight = call["x"], call["weight"]
-    terms = {"output": _of_product(x, weight.t()) + abs(call.get("bias", 0))}
+    terms = {"output": _product_magnitudes(x, weight.t()) + abs(call.get("bias", 0))}
     if grad is not None:
         rows = grad.flatten(0, -2)
-        terms |= {"gradient:x": _of_product(grad, weight)}
-        terms |= {"gradient:weight": _of_product(rows.t(), x.flatten(0, -2)), "gradient:bias": rows.abs().sum(0)}
+        terms |= {"gradient:x": _product_magnitudes(grad, weight)}
+        terms |= {
+            "gradient:weight": _product_magnitudes(rows.t(), x.flatten(0, -2)),
+            "gradient:bias": rows.abs().sum(0),
+        }
     return terms
 
 
-def _of_product(a: torch.Tensor, b: torch.Tensor, start: torch.Tensor | None = None) -> torch.Tensor:
+def _product_magnitudes(a: torch.Tensor, b: torch.Tensor, start: torch.Tensor | None = None) -> torch.Tensor:
     """Sum the magnitudes of the terms of ``start + a @ b``; on a GPU, add the truncation of its tensor cores."""
     start = b.new_zeros(()) if start is None else start
     terms = start.abs() + a.abs() @ b.abs()
@@ -166,13 +172,13 @@ def partial_sums(a: torch.Tensor, b: torch.Tensor, start: torch.Tensor, piece: i
     """Sum the magnitudes of the partial sums of ``start + a @ b``, one after each step of a tensor core.
 
     Hopper's truncates each time it adds the terms of a step to its accumulator: by less than one unit in the last place
-    of that partial sum. At most ``piece`` of them are formed at a time, or one row.
+    of that partial sum. At most ``piece`` of them are computed at a time, or one row.
     """
     columns = b.shape[1]
     rows = max(piece // max(columns, 1), 1)
     if len(a) > rows:
         parts = zip(a.split(rows), start.expand(len(a), columns).split(rows), strict=True)
-        return torch.cat([partial_sums(part, b, of_part, piece) for part, of_part in parts])
+        return torch.cat([partial_sums(part, b, part_start, piece) for part, part_start in parts])
     left = F.pad(a, (0, -a.shape[1] % STEP)).unflatten(1, (-1, STEP)).transpose(0, 1)
     right = F.pad(b, (0, 0, 0, -b.shape[0] % STEP)).unflatten(0, (-1, STEP))
     total, steps = b.new_zeros(len(a), columns), max(piece // max(len(a) * columns, 1), 1)
@@ -202,7 +208,7 @@ def layouts(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 
 
 def zero_rows(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Add rows with zero gradient, whole steps before or any number after the others: no sum changes a bit."""
+    """Add rows with zero gradient, whole steps in front or any number behind: no sum changes a bit."""
     name = "x" if case.function == LINEAR else "a"
     flat = call[name].flatten(0, -2)
     step = call.get("join_tokens", STEP)
@@ -235,18 +241,22 @@ def continued(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     step = call.get("join_tokens", STEP)
     count = -(-a.shape[1] // step) * step
     rows = torch.eye(count, a.shape[1], dtype=a.dtype, device=a.device)
-    held = F.pad(buffer.to(dc.dtype), (0, 0, 0, count - len(buffer)))
-    longer = {"a": torch.cat((rows, a)), "dc": torch.cat((held, dc)), "accumulate_into": torch.zeros_like(buffer)}
+    buffer_rows = F.pad(buffer.to(dc.dtype), (0, 0, 0, count - len(buffer)))
+    longer = {
+        "a": torch.cat((rows, a)),
+        "dc": torch.cat((buffer_rows, dc)),
+        "accumulate_into": torch.zeros_like(buffer),
+    }
     yield Variant(f"{count} rows that fill the buffer", {**call, **longer})
 
 
-OTHERS = {
+MORE_TRANSFORMS = {
     "layouts": layouts,
     "leading": LINEAR_ROWS.transforms()["leading"],
     "zero-rows": zero_rows,
     "continued": continued,
 }
-TRANSFORMS = {**ROWS.transforms(), **OTHERS}
+TRANSFORMS = {**ROWS.transforms(), **MORE_TRANSFORMS}
 RESULTS = ("output", "gradient:a", "gradient:b", "gradient:x", "gradient:weight", "gradient:bias")
 SPEC = Spec(
     cases=CASES,

@@ -44,7 +44,7 @@ SIZES = {"m_dim": 6, "n_dim": 20, "k_dim": 24}
 LARGE = (2048, 3584, 4096, 4097, 8192, 11008, 14336, 28672)
 
 
-def _made() -> Iterator[Case]:
+def _dimensions() -> Iterator[Case]:
     # In the quick suite each function has every second size, so det_gemm and det_linear have all together.
     for start, (function, axes) in zip((0, 1, 0), AXES.items(), strict=True):
         kind: dict[str, Any] = {"function": function, "grad": function != DW}
@@ -81,13 +81,13 @@ def _beyond(kind: Mapping[str, Any]) -> Iterator[Case]:
     bias = {"bias": True} if function == LINEAR else {}
     yield Case("n-65600", {"m_dim": 3, "n_dim": 65600, "k_dim": 5}, bias, relations=CHECKED, **kind)
     # Rows and terms of det_linear are those of det_gemm.
-    rest: dict[str, Any] = {**kind, "suite": "full" if function == LINEAR else "quick"}
-    yield Case("m-65600", {"m_dim": 65600, "n_dim": 3, "k_dim": 5}, relations=CHECKED, **rest)
+    kind_and_suite: dict[str, Any] = {**kind, "suite": "full" if function == LINEAR else "quick"}
+    yield Case("m-65600", {"m_dim": 65600, "n_dim": 3, "k_dim": 5}, relations=CHECKED, **kind_and_suite)
     bits = BITS if function == DW else CHECKED
-    yield Case("m-8240", {"m_dim": 8240, "n_dim": 4, "k_dim": 3}, relations=bits, **rest)
-    yield Case("m-24576", {"m_dim": 24576, "n_dim": 8, "k_dim": 40}, relations=("invariance",), **rest)
+    yield Case("m-8240", {"m_dim": 8240, "n_dim": 4, "k_dim": 3}, relations=bits, **kind_and_suite)
+    yield Case("m-24576", {"m_dim": 24576, "n_dim": 8, "k_dim": 40}, relations=("invariance",), **kind_and_suite)
     for name, dtype in (("k-28672", "fp32"), ("k-28672-half", "bf16")):
-        yield Case(name, long, relations=BITS, dtype=dtype, **rest)
+        yield Case(name, long, relations=BITS, dtype=dtype, **kind_and_suite)
     if not function:
         yield Case("k-28672-wide", long, WIDE, relations=("accuracy",), dtype="bf16", grad=False)
 
@@ -98,7 +98,7 @@ def _named(function: str, cases: Iterator[Case]) -> Iterator[Case]:
         yield Case(**{**vars(case), "name": prefix + case.name})
 
 
-DIMENSIONS: tuple[Case, ...] = tuple(_made())
+DIMENSIONS: tuple[Case, ...] = tuple(_dimensions())
 
 
 def with_values(x: torch.Tensor, kind: str | None) -> torch.Tensor:

@@ -8,8 +8,8 @@ from rl_kernels.core.cuda.gemm.ahead import programs_of, segmented_of
 from rl_kernels.core.cuda.gemm.matmul import matmul
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.det_gemm.backends.cuda_sm90.planned import plan_linear as plan_linear
-from rl_kernels.det_gemm.chains import joined
-from rl_kernels.det_gemm.segments import bounds, merged
+from rl_kernels.det_gemm.chains import add_chains
+from rl_kernels.det_gemm.segments import bounds, merge_segments
 
 
 def forward(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
@@ -26,13 +26,13 @@ def segmented(
     out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
     if matmul(a, b, out, bias=bias, segments=segments, length=length):
         return out
-    return merged(a, b, bias, out_dtype, bounds(a.shape[1], segments, length), _chain)
+    return merge_segments(a, b, bias, out_dtype, bounds(a.shape[1], segments, length), _chain)
 
 
 def segmented_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, segments: int, length: int) -> None:
     """Write the FP32 sum of ``segmented`` to ``out[M, N]``."""
     if not matmul(a, b, out, segments=segments, length=length):
-        out.copy_(merged(a, b, None, torch.float32, bounds(a.shape[1], segments, length), _chain))
+        out.copy_(merge_segments(a, b, None, torch.float32, bounds(a.shape[1], segments, length), _chain))
 
 
 def _chain(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ def weight_gradient_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -
 
 def joined_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor, join_tokens: int) -> None:
     """Add chains of ``join_tokens`` rows of ``a[M, K]^T @ dc[M, N]`` to ``out[K, N]``."""
-    joined(a, dc, out, join_tokens, weight_gradient)
+    add_chains(a, dc, out, join_tokens, weight_gradient)
 
 
 def programs(arch: str) -> list[Program]:

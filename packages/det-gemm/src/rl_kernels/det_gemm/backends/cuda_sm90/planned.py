@@ -1,4 +1,4 @@
-"""A linear layer whose launches are planned once for each kind of operands: the fast path on the host.
+"""A linear layer whose launches are planned once per kind of operands: the fast path on the host.
 
 A kind is shapes, strides, dtypes and device. The launches are those that ``matmul`` makes for the same tensors.
 """
@@ -18,9 +18,10 @@ from rl_kernels.core.layout import ALIGNED
 from rl_kernels.core.torchlib.observed import are_plain
 from rl_kernels.det_gemm.segments import segment_length
 
-KEPT = 1 << 14
-"""Tensor maps that are kept: about 5 MiB."""
+MOST_MAPS = 1 << 14
+"""Largest number of tensor maps that are remembered: about 5 MiB."""
 Needed = tuple[bool, bool]
+"""Whether the gradients of x and of the weight are needed."""
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
 """The gradients of x and of the weight."""
 
@@ -43,7 +44,7 @@ class Linear:
         out = x.new_empty(self._shape)
         product = self._products.get("forward")
         if product is None:
-            product = Product(x, weight, out, bias, b_turned=True, segments=self._segments[0])
+            product = Product(x, weight, out, bias, b_transposed=True, segments=self._segments[0])
             self._products["forward"] = product
         return out if product.launch(x, weight, out, bias) else None
 
@@ -76,7 +77,7 @@ class Linear:
 
         Either all needed products are launched or none; None stands for one that is not needed.
         """
-        of_x, of_weight = needed
+        needs_x, needs_weight = needed
         # A saved-tensor hook may swap the tensors of the forward pass, and a gradient can have any layout.
         if dc.shape != self._shape or not dc.is_contiguous() or not are_plain(dc, x, weight):
             return None
@@ -84,17 +85,17 @@ class Linear:
             return None
         dx = dw = None
         addresses = dc.data_ptr()
-        if of_x:
+        if needs_x:
             if (weight.shape, weight.stride()) != self._weight:
                 return None
             dx = dc.new_empty(self._x[0])
             addresses |= weight.data_ptr() | dx.data_ptr()
-            of_input = self._products.get("input")
-            if of_input is None:
-                of_input = self._products["input"] = Product(dc, weight, dx, segments=self._segments[1])
-            if not of_input.possible:
+            input_product = self._products.get("input")
+            if input_product is None:
+                input_product = self._products["input"] = Product(dc, weight, dx, segments=self._segments[1])
+            if not input_product.possible:
                 return None
-        if of_weight:
+        if needs_weight:
             if (x.shape, x.stride()) != self._x or not (into is None or into.is_contiguous()):
                 return None
             dw = dc.new_empty(self._weight[0]) if into is None else into
@@ -108,16 +109,16 @@ class Linear:
             name, continues = ("weight", False) if into is None else ("continued", True)
             product = self._products.get(name)
             if product is None:
-                product = self._products[name] = Product(dc, x, dw, a_turned=True, continues=continues)
+                product = self._products[name] = Product(dc, x, dw, a_transposed=True, continues=continues)
             product.launch(dc, x, dw)
         return dx, dw
 
 
 class Product:
-    """``a @ b + bias`` for operands of one layout at any address; a turned operand is passed as its transpose.
+    """``a @ b + bias`` for operands of one layout at any address; a transposed operand is passed as its transpose.
 
     Attributes:
-        possible: whether it can be launched: TMA must take operands whose K is cut into segments.
+        possible: whether it can be launched: if K is cut into segments, TMA must accept the operands.
     """
 
     def __init__(
@@ -127,13 +128,13 @@ class Product:
         out: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
-        a_turned: bool = False,
-        b_turned: bool = False,
+        a_transposed: bool = False,
+        b_transposed: bool = False,
         continues: bool = False,
         segments: int = 1,
         length: int | None = None,
     ) -> None:
-        self._turned = a_turned, b_turned, False
+        self._transposed = a_transposed, b_transposed, False
         left, right, target = self._matrices(a, b, out)
         if length is None:
             length = segment_length(left.shape[1], segments) if segments > 1 else 0
@@ -148,9 +149,9 @@ class Product:
         self._plan = plan
         self._kernel = kernel(plan.program, "gemm", SIGNATURE, a.device)
         self._numbers = *plan.strides, *plan.sizes, 0 if bias is None else plan.along, plan.length
-        given = (right, left, target) if plan.flipped else (left, right, target)
+        operands = (right, left, target) if plan.flipped else (left, right, target)
         self._maps = tuple(
-            _NO_MAPS if box is None else maps_of(box, x) for box, x in zip(plan.boxes, given, strict=True)
+            _NO_MAPS if box is None else maps_of(box, x) for box, x in zip(plan.boxes, operands, strict=True)
         )
 
     def launch(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
@@ -159,58 +160,58 @@ class Product:
             return False
         plan = self._plan
         left, right = (b, a) if plan.flipped else (a, b)
-        # Read addresses here, as arguments of the launch: packing a number is faster than asking a tensor again.
-        of_left, of_right, of_out = left.data_ptr(), right.data_ptr(), out.data_ptr()
-        lefts, rights, outs = self._maps
+        # Read each address once: passing a number to the launch is faster than reading the address again.
+        left_address, right_address, out_address = left.data_ptr(), right.data_ptr(), out.data_ptr()
+        left_maps, right_maps, out_maps = self._maps
         maps: tuple[Any, ...]
         try:
-            maps = lefts[of_left], rights[of_right], outs[of_out]
+            maps = left_maps[left_address], right_maps[right_address], out_maps[out_address]
         except KeyError:
-            if (of_left | of_right | of_out) % ALIGNED:
+            if (left_address | right_address | out_address) % ALIGNED:
                 return False
-            maps = self._found(a, b, out)
-        of_bias = 0 if bias is None else bias.data_ptr()
+            maps = self._remember_maps(a, b, out)
+        bias_address = 0 if bias is None else bias.data_ptr()
         scratch = scratch_of(plan.scratch, a.device)
-        of_scratch = 0 if scratch is None else scratch.data_ptr()
-        numbers = *maps, of_out, of_bias, of_left, of_right, of_scratch, *self._numbers
+        scratch_address = 0 if scratch is None else scratch.data_ptr()
+        numbers = *maps, out_address, bias_address, left_address, right_address, scratch_address, *self._numbers
         self._kernel.start((plan.grid, 1, 1), plan.block, plan.shared, plan.pdl, numbers)
         return True
 
-    def _found(self, *given: torch.Tensor) -> tuple[Any, ...]:
-        """Return the tensor maps, and remember them."""
-        left, right, target = self._matrices(*given)
+    def _remember_maps(self, *operands: torch.Tensor) -> tuple[Any, ...]:
+        """Return the tensor maps, and remember the new ones."""
+        left, right, target = self._matrices(*operands)
         tensors = (right, left, target) if self._plan.flipped else (left, right, target)
-        found = []
-        for known, box, tensor in zip(self._maps, self._plan.boxes, tensors, strict=True):
+        maps = []
+        for cache, box, tensor in zip(self._maps, self._plan.boxes, tensors, strict=True):
             if box is None:
-                found.append(NO_MAP)
+                maps.append(NO_MAP)
             else:
-                found.append(known.get(tensor.data_ptr()) or known.remember(tensor.data_ptr(), box.of(tensor)))
-        return tuple(found)
+                maps.append(cache.get(tensor.data_ptr()) or cache.remember(tensor.data_ptr(), box.of(tensor)))
+        return tuple(maps)
 
-    def _matrices(self, *given: torch.Tensor) -> list[torch.Tensor]:
+    def _matrices(self, *operands: torch.Tensor) -> list[torch.Tensor]:
         """Return a, b and the output as matrices."""
-        flat = [x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 1 else x[None] for x in given]
-        return [x.t() if turned else x for x, turned in zip(flat, self._turned, strict=True)]
+        flat = [x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 1 else x[None] for x in operands]
+        return [x.t() if is_transposed else x for x, is_transposed in zip(flat, self._transposed, strict=True)]
 
 
 class Maps(dict[int, Any]):
-    """The tensor maps of one kind of matrix, by address."""
+    """The tensor maps of matrices with one layout, by address."""
 
-    def remember(self, address: int, made: Any) -> Any:
-        """Keep a map; if too many are kept, forget all of them first."""
-        global _kept
-        if _kept >= KEPT:
-            for known in list(_maps.values()):
-                known.clear()
-            _kept = 0
-        _kept += 1
-        self[address] = made
-        return made
+    def remember(self, address: int, tensor_map: Any) -> Any:
+        """Remember a map; if there are too many, forget all maps first."""
+        global _map_count
+        if _map_count >= MOST_MAPS:
+            for maps in list(_maps.values()):
+                maps.clear()
+            _map_count = 0
+        _map_count += 1
+        self[address] = tensor_map
+        return tensor_map
 
 
 class _NoMaps(Maps):
-    """Stands for the maps of an operand that needs none."""
+    """The maps of an operand that needs none."""
 
     def __missing__(self, address: int) -> bytes:
         return NO_MAP
@@ -218,17 +219,17 @@ class _NoMaps(Maps):
 
 _NO_MAPS = _NoMaps()
 _maps: WeakValueDictionary[tuple[Any, ...], Maps] = WeakValueDictionary()
-"""The maps in use, by kind: layers of one shape and products of one weight share them."""
-_kept = 0
+"""The maps in use, by layout: layers of one shape and products of one weight share them."""
+_map_count = 0
 
 
 def maps_of(box: Box, x: torch.Tensor) -> Maps:
     """Return the maps of matrices with the layout of ``x``."""
     key = box, x.shape, x.stride(), x.dtype
-    found = _maps.get(key)
-    if found is None:
-        found = _maps[key] = Maps()
-    return found
+    maps = _maps.get(key)
+    if maps is None:
+        maps = _maps[key] = Maps()
+    return maps
 
 
 def plan_linear(
@@ -238,8 +239,8 @@ def plan_linear(
 
     ``segments`` are those of the sum over K, and of the sum over N of the gradient of ``x``.
     """
-    whole = x.numel() and weight.numel() and (bias is None or bias.is_contiguous())
-    return Linear(x, weight, segments) if whole and _is_flat(x.shape[:-1], x.stride()[:-1]) else None
+    is_plannable = x.numel() and weight.numel() and (bias is None or bias.is_contiguous())
+    return Linear(x, weight, segments) if is_plannable and _is_flat(x.shape[:-1], x.stride()[:-1]) else None
 
 
 def _is_flat(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""Calls that launch the kernel with every schedule, without data; ``rl-kernels compile`` compiles what they launch."""
+"""Calls that launch the kernel with every schedule on meta tensors: ``rl-kernels compile`` compiles these launches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_kernels.core.triton_lib.schedule import in_segments, schedules
 
 SIZE = 4096
 SEGMENTS = 8
-"""Of K, the most: sums of the most segments wait in registers."""
+"""Largest number of K segments: most partial sums in registers."""
 SPAN = 256
 """Terms of a span of linear_logp's products in FP32."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rl_kernels.core.triton_lib import gemm
-from rl_kernels.det_gemm.chains import joined
+from rl_kernels.det_gemm.chains import add_chains
 
 
 def forward(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
@@ -38,7 +38,7 @@ def weight_gradient_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -
 
 def joined_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor, join_tokens: int) -> None:
     """Add chains of ``join_tokens`` rows of ``a[M, K]^T @ dc[M, N]`` to ``out[K, N]``."""
-    joined(a, dc, out, join_tokens, weight_gradient)
+    add_chains(a, dc, out, join_tokens, weight_gradient)
 
 
 def segmented_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, segments: int, length: int) -> None:
