@@ -1,4 +1,4 @@
-"""The benchmark of det_attention: shapes, unavoidable products and bytes, and the peers."""
+"""The benchmark of det_attention: shapes, minimum work, and the peers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_kernels.lab.bench.definition import BOTH, FORWARD, GOALS, HOST, SMALL, B
 
 ONLY_DENSE = frozenset({"eager", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flash-attn", "flex"})
 LARGE = frozenset({"eager", "sdpa-efficient", "flex"})
-"""Peers that are left out of most shapes: too slow, or with all scores in memory."""
+"""Peers that skip most shapes: too slow, or with all scores in memory."""
 NOT_CAUSAL = {"causal": False}
 WINDOW = {"window": (4095, 0)}
 # Lengths up to the size in the table; int32, which all peers take.
@@ -72,7 +72,7 @@ FA3_ABSENT = (
 )
 FA3_PLAIN = {"softcap": 0.0, "is_rotary_interleaved": True, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0}
 FA3_PLAIN |= {"num_splits": 0}
-"""Values for arguments that a call does not have; those of FA3_ABSENT are None."""
+"""Values of arguments that a call does not pass; the arguments in FA3_ABSENT are then None."""
 
 
 def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
@@ -89,11 +89,13 @@ def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = T
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
     """Return PyTorch's attention."""
     q_, k_, v_ = (x.movedim(1, 2) for x in (q, k, v))
-    # It counts positions from the first key, which for one query is another mask.
-    one = q.shape[1] == 1
-    if causal and not one and q.shape[1] != k.shape[1]:
+    # PyTorch's causal mask counts positions from the first key: for one query it would hide all later keys.
+    is_single_query = q.shape[1] == 1
+    if causal and not is_single_query and q.shape[1] != k.shape[1]:
         raise ValueError("as many queries as keys, or one")
-    return F.scaled_dot_product_attention(q_, k_, v_, is_causal=causal and not one, enable_gqa=True).movedim(1, 2)
+    return F.scaled_dot_product_attention(
+        q_, k_, v_, is_causal=causal and not is_single_query, enable_gqa=True
+    ).movedim(1, 2)
 
 
 def _only(name: str) -> Callable[[], AbstractContextManager[Any]]:
@@ -138,24 +140,24 @@ def flash_attn() -> Callable[..., torch.Tensor]:
 
 def fa3() -> Callable[..., torch.Tensor]:
     """Load FlashAttention-3 from vLLM's wheel, which has only the forward pass."""
-    found = importlib.util.find_spec("vllm")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("vllm is not there", name="vllm")
-    torch.ops.load_library(str(Path(next(iter(found.submodule_search_locations)), *FA3_LIBRARY)))
+    torch.ops.load_library(str(Path(next(iter(spec.submodule_search_locations)), *FA3_LIBRARY)))
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, **where: Any) -> torch.Tensor:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = True, **options: Any) -> torch.Tensor:
         shape = q.shape
-        left, right = where.pop("window", (-1, -1))
-        where["page_table"] = where.pop("block_table", None)
-        if "cu_seqlens_q" not in where and where["page_table"] is None:
+        left, right = options.pop("window", (-1, -1))
+        options["page_table"] = options.pop("block_table", None)
+        if "cu_seqlens_q" not in options and options["page_table"] is None:
             # The library takes packed sequences, or pages.
-            where |= {"max_seqlen_q": shape[1], "max_seqlen_k": k.shape[1]}
-            where |= {"cu_seqlens_q": _starts(q), "cu_seqlens_k": _starts(k)}
+            options |= {"max_seqlen_q": shape[1], "max_seqlen_k": k.shape[1]}
+            options |= {"cu_seqlens_q": _starts(q), "cu_seqlens_k": _starts(k)}
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        given = {**dict.fromkeys(FA3_ABSENT), **FA3_PLAIN, "q": q, "k": k, "v": v, **where}
-        given |= {"softmax_scale": shape[-1] ** -0.5, "is_causal": causal}
-        given |= {"window_size_left": left, "window_size_right": right}
-        return torch.ops._vllm_fa3_C.fwd(**given)[0].view(shape)
+        arguments = {**dict.fromkeys(FA3_ABSENT), **FA3_PLAIN, "q": q, "k": k, "v": v, **options}
+        arguments |= {"softmax_scale": shape[-1] ** -0.5, "is_causal": causal}
+        arguments |= {"window_size_left": left, "window_size_right": right}
+        return torch.ops._vllm_fa3_C.fwd(**arguments)[0].view(shape)
 
     return call
 
@@ -172,31 +174,31 @@ def _triangle(count: int) -> int:
 def work_of(case: Case) -> tuple[int, int, int]:
     """Return (queries, keys, pairs of a query and a key that it sees), summed over the sequences."""
     batch, queries, keys = (case.sizes[name] for name in ("batch", "queries", "keys"))
-    of_each = zip(*lengths(case), strict=True) if "layout" in case.options else [(queries, keys)] * batch
+    sequences = zip(*lengths(case), strict=True) if "layout" in case.options else [(queries, keys)] * batch
     total_q = total_k = pairs = 0
-    for own_q, own_k in of_each:
-        total_q, total_k, pairs = total_q + own_q, total_k + own_k, pairs + own_q * own_k
+    for count_q, count_k in sequences:
+        total_q, total_k, pairs = total_q + count_q, total_k + count_k, pairs + count_q * count_k
         if case.options.get("causal", True):
-            pairs -= own_q * (own_q - 1) // 2
+            pairs -= count_q * (count_q - 1) // 2
         # Keys before the window: one more for each query, from the first query that has any.
-        behind = own_k - 1 - case.options.get("window", (own_k,))[0]
-        pairs -= _triangle(behind) - _triangle(behind - own_q)
+        hidden = count_k - 1 - case.options.get("window", (count_k,))[0]
+        pairs -= _triangle(hidden) - _triangle(hidden - count_q)
     return total_q, total_k, pairs
 
 
 def passes(shape: Shape, itemsize: int) -> dict[str, Pass]:
-    """Count two products forward and five backward, over seen keys only, and the bytes of the operands."""
+    """Count two products forward and five backward, over visible keys only, and the bytes of the operands."""
     batch, queries, keys, heads, kv_heads, head = shape.sizes
     sizes = {"batch": batch, "queries": queries, "keys": keys}
-    of_heads = {"kv_heads": kv_heads, "group": heads // kv_heads, "head": head}
-    case = Case(shape.label, {**sizes, **of_heads}, shape.options)
+    head_sizes = {"kv_heads": kv_heads, "group": heads // kv_heads, "head": head}
+    case = Case(shape.label, {**sizes, **head_sizes}, shape.options)
     total_q, total_k, pairs = work_of(case)
     product = 2.0 * heads * head * pairs
     size = itemsize * head * (2 * total_q * heads + 2 * total_k * kv_heads)
-    found = {FORWARD: Pass(case, Work(size, 2 * product))}
+    passes_by_name = {FORWARD: Pass(case, Work(size, 2 * product))}
     if queries > 1:
-        found[BOTH] = Pass(case, Work(3 * size, 7 * product), backward=True)
-    return found
+        passes_by_name[BOTH] = Pass(case, Work(3 * size, 7 * product), backward=True)
+    return passes_by_name
 
 
 BENCH = Benchmark(

@@ -16,7 +16,7 @@ from rl_kernels.core.constants import KEY_SEGMENT as SEGMENT
 from rl_kernels.core.testing import Case, Draw, Inputs, Spec
 
 INTEGERS = {"cu_seqlens_q", "cu_seqlens_k", "k_start", "seqused_q", "seqused_k", "block_table"}
-"""Arguments that say where sequences lie."""
+"""Integer tensors: the places of the sequences in q, k and v."""
 
 
 def _sizes(batch: int, queries: int, keys: int, kv_heads: int, group: int, head: int) -> dict[str, int]:
@@ -94,28 +94,28 @@ MULTIPLE = 8
 
 def inputs(case: Case, draw: Draw) -> Inputs:
     """Draw ``q[batch, queries, kv_heads * group, head]``, keys and values, laid out as the case asks."""
-    sizes, asked = case.sizes, case.options
+    sizes, options = case.sizes, case.options
     heads, head = sizes["kv_heads"] * sizes["group"], _multiple(sizes["head"])
     counts = sizes["batch"], sizes["queries"], sizes["keys"]
-    size = asked.get("size", 1.0)
+    size = options.get("size", 1.0)
     q = draw.normal(*counts[:2], heads, head, scale=size)
     k = draw.normal(counts[0], counts[2], sizes["kv_heads"], head, scale=size)
     # The gradient of a score is a difference of sums over values, out among them, which was rounded.
-    v = draw.normal(counts[0], counts[2], sizes["kv_heads"], _multiple(asked.get("value_head", head)), scale=0.5)
-    q, k, v = (_with_values(x, asked.get("values")) for x in (q, k, v))
-    if asked.get("rising"):
+    v = draw.normal(counts[0], counts[2], sizes["kv_heads"], _multiple(options.get("value_head", head)), scale=0.5)
+    q, k, v = (_with_values(x, options.get("values")) for x in (q, k, v))
+    if options.get("rising"):
         # Later keys have larger scores, so that every merge rescales what came before.
         ramp = torch.linspace(0.2, 3.0, max(counts[2], 1), dtype=torch.float64)[: counts[2], None, None]
         k = (k * ramp.to(k)).to(k.dtype)
     call = _laid_out(case, q, k, v)
-    call |= {"causal": True, **{name: value for name, value in asked.items() if name not in DRAWN}}
-    if asked.get("sinks"):
+    call |= {"causal": True, **{name: value for name, value in options.items() if name not in DRAWN}}
+    if options.get("sinks"):
         call["sinks"] = draw.normal(heads)
-    if asked.get("longest"):
+    if options.get("longest"):
         for name in ("q", "k"):
             call[f"max_seqlen_{name}"] = counts["qk".index(name) + 1] + 3
-    if asked.get("ints"):
-        call |= {name: call[name].to(asked["ints"]) for name in INTEGERS & call.keys()}
+    if options.get("ints"):
+        call |= {name: call[name].to(options["ints"]) for name in INTEGERS & call.keys()}
     return call
 
 
@@ -133,13 +133,13 @@ def lengths(case: Case) -> tuple[list[int], list[int]]:
     """Return the numbers of queries and of keys of each sequence, for a packed, cached or paged case."""
     layout, source = case.options["layout"], _source(case)
     batch, queries, keys = (case.sizes[name] for name in ("batch", "queries", "keys"))
-    own_k = _drawn(source, batch, keys, 0 if layout == "packed" else 1)
+    counts_k = _draw_lengths(source, batch, keys, 0 if layout == "packed" else 1)
     if not layout.startswith("packed"):
-        return [queries] * batch, own_k
+        return [queries] * batch, counts_k
     # A prompt has as many queries as keys.
     if queries == keys:
-        return own_k, own_k
-    return [min(pair) for pair in zip(_drawn(source, batch, queries), own_k, strict=True)], own_k
+        return counts_k, counts_k
+    return [min(pair) for pair in zip(_draw_lengths(source, batch, queries), counts_k, strict=True)], counts_k
 
 
 def _source(case: Case) -> random.Random:
@@ -147,10 +147,10 @@ def _source(case: Case) -> random.Random:
     return random.Random(case.drawn_as or case.name)
 
 
-def _drawn(source: random.Random, count: int, most: int, least: int = 0) -> list[int]:
+def _draw_lengths(source: random.Random, count: int, most: int, least: int = 0) -> list[int]:
     """Draw ``count`` lengths: first ``most``, then ``least``, then random ones."""
-    found = [source.randint(min(least, most), most) for _ in range(count)]
-    return [most, min(least, most), *found[2:]][:count]
+    random_lengths = [source.randint(min(least, most), most) for _ in range(count)]
+    return [most, min(least, most), *random_lengths[2:]][:count]
 
 
 def _laid_out(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Inputs:
@@ -159,33 +159,33 @@ def _laid_out(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
         return {"q": q, "k": k, "v": v}
     batch = q.shape[0]
     if layout == "left":
-        return {"q": q, "k": k, "v": v, "k_start": integers(_drawn(_source(case), batch, k.shape[1] // 2), q)}
+        return {"q": q, "k": k, "v": v, "k_start": integers(_draw_lengths(_source(case), batch, k.shape[1] // 2), q)}
     if layout == "dropped":
         # Dropped keys within the window; padding; so many dropped that the kept keys lie in two segments.
         starts = [(-9, 4, -3 * SEGMENT - 1000)[b % 3] for b in range(batch)]
         return {"q": q, "k": k, "v": v, "k_start": integers([min(start, k.shape[1]) for start in starts], q)}
     if layout == "right":
-        return {"q": q, "k": k, "v": v, "seqused_q": integers(_drawn(_source(case), batch, q.shape[1]), q)}
-    own_q, own_k = lengths(case)
-    rows = zip(q, k, v, own_q, own_k, strict=True)
+        return {"q": q, "k": k, "v": v, "seqused_q": integers(_draw_lengths(_source(case), batch, q.shape[1]), q)}
+    counts_q, counts_k = lengths(case)
+    rows = zip(q, k, v, counts_q, counts_k, strict=True)
     pieces = [Piece(a[:t], b[:s], c[:s]) for a, b, c, t, s in rows]
     if layout == "packed":
         return packed(pieces)
     if layout == "packed-right":
-        return {**packed(pieces), "seqused_q": integers([max(count - 3, 0) for count in own_q], q)}
+        return {**packed(pieces), "seqused_q": integers([max(count - 3, 0) for count in counts_q], q)}
     if layout == "cache":
         return cache(pieces, 3, 0.0)
-    order = list(range(sum(own_k) + batch + 2))
+    order = list(range(sum(counts_k) + batch + 2))
     _source(case).shuffle(order)
     return paged(pieces, case.options["page"], 0.0, torch.tensor(order))
 
 
 def waits(call: Inputs, backend: str | None) -> str | None:
-    """Say which sizes are read from the device, if any."""
+    """Return the reason why a call reads from the device, which syncs, or None."""
     if backend == "native" and INTEGERS & call.keys():
         return "native reads lengths on the host"
-    asked = [f"max_seqlen_{x}" for x in "qk" if f"cu_seqlens_{x}" in call and f"max_seqlen_{x}" not in call]
-    return f"without {' and '.join(asked)} the device is asked" if asked else None
+    missing = [f"max_seqlen_{x}" for x in "qk" if f"cu_seqlens_{x}" in call and f"max_seqlen_{x}" not in call]
+    return f"without {' and '.join(missing)} the device is asked" if missing else None
 
 
 SPEC = Spec(

@@ -44,7 +44,7 @@ ONE = {"batch": 1, "queries": 5, "keys": 21, "kv_heads": 1, "group": 2, "head": 
 
 
 def _possible(options: Mapping[str, Any]) -> bool:
-    """Leave out subnormal values in 16 bits: in FP16 they are 0, and so is the gradient."""
+    """Say whether a case is possible: subnormal values are not in 16 bits, where FP16 rounds them to 0."""
     return not (options.get("values") == "subnormal" and options.get("dtype") in ("bf16", "fp16"))
 
 

@@ -32,9 +32,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one sequence lies: its index in the batch, or None if packed, and its ranges of queries and keys.
+    """The place of one sequence: its index in the batch, or None if packed, and its ranges of queries and keys.
 
-    ``keys`` is None where the keys lie in pages.
+    ``keys`` is None if the keys are in pages.
     """
 
     batch: int | None
@@ -73,14 +73,14 @@ def places_of(call: Inputs) -> list[Place]:
 
 def pieces_of(call: Inputs) -> list[Piece]:
     """Return the sequences of a call."""
-    found = []
+    pieces = []
     for b, place in enumerate(places_of(call)):
         q = call["q"][place.queries] if place.batch is None else call["q"][place.batch, place.queries]
-        found.append(Piece(q, *(_own(call, name, b, place) for name in ("k", "v"))))
-    return found
+        pieces.append(Piece(q, *(_keys_of(call, name, b, place) for name in ("k", "v"))))
+    return pieces
 
 
-def _own(call: Inputs, name: str, b: int, place: Place) -> torch.Tensor:
+def _keys_of(call: Inputs, name: str, b: int, place: Place) -> torch.Tensor:
     if place.keys is None:
         return call[name][call["block_table"][b].long()].flatten(0, 1)[: int(call["seqused_k"][b])]
     # Queries may be packed where the keys are not.
@@ -108,52 +108,52 @@ def packed(pieces: Sequence[Piece]) -> Inputs:
 
 
 def cache(pieces: Sequence[Piece], beyond: int, garbage: float) -> Inputs:
-    """Return the arguments that put the keys in a cache with room for more; all sequences have as many queries."""
+    """Return the arguments that put the keys in a cache with room for more; all sequences have equally many queries."""
     most = max(len(piece.k) for piece in pieces) + beyond
     q = torch.stack([piece.q for piece in pieces])
-    found: Inputs = {"q": q}
+    call: Inputs = {"q": q}
     for name in ("k", "v"):
         rows = [getattr(piece, name) for piece in pieces]
-        found[name] = rows[0].new_full((len(rows), most, *rows[0].shape[1:]), garbage)
+        call[name] = rows[0].new_full((len(rows), most, *rows[0].shape[1:]), garbage)
         for b, row in enumerate(rows):
-            found[name][b, : len(row)] = row
-    return {**found, "seqused_k": integers([len(piece.k) for piece in pieces], q)}
+            call[name][b, : len(row)] = row
+    return {**call, "seqused_k": integers([len(piece.k) for piece in pieces], q)}
 
 
 def paged(pieces: Sequence[Piece], size: int, garbage: float, order: torch.Tensor | None = None) -> Inputs:
-    """Return the arguments that put the keys in pages; queries are dense if all sequences have as many, else packed.
+    """Return the arguments that put the keys in pages; queries are dense if each sequence has as many, else packed.
 
     Args:
         pieces: the sequences.
         size: keys of a page.
-        garbage: what pages hold where there is no key.
-        order: a permutation of at least one page more than is used; by default ascending.
+        garbage: value of page rows without a key.
+        order: permutation of the pages, at least one more than are used; by default ascending.
     """
     counts = [-(-len(piece.k) // size) for piece in pieces]
     total, widest = sum(counts) + 1, max([*counts, 1])
     places = torch.arange(total, device="cpu") if order is None else order.argsort()[:total].argsort()
     first = pieces[0]
-    found: Inputs = {}
+    call: Inputs = {}
     for name in ("k", "v"):
-        found[name] = getattr(first, name).new_full((total, size, *getattr(first, name).shape[1:]), garbage)
+        call[name] = getattr(first, name).new_full((total, size, *getattr(first, name).shape[1:]), garbage)
     # Entries after a sequence's own pages name no page.
     table = torch.full((len(pieces), widest), -1, device="cpu")
-    at = 0
+    first_page = 0
     for b, (piece, count) in enumerate(zip(pieces, counts, strict=True)):
-        own = places[at : at + count]
-        at += count
-        table[b, :count] = own
+        pages = places[first_page : first_page + count]
+        first_page += count
+        table[b, :count] = pages
         for name in ("k", "v"):
             rows = getattr(piece, name)
-            room = found[name][own.to(rows.device)].flatten(0, 1)
-            room[: len(rows)] = rows
-            found[name][own.to(rows.device)] = room.unflatten(0, (count, size))
+            page_rows = call[name][pages.to(rows.device)].flatten(0, 1)
+            page_rows[: len(rows)] = rows
+            call[name][pages.to(rows.device)] = page_rows.unflatten(0, (count, size))
     lengths = [len(piece.q) for piece in pieces]
     if len(set(lengths)) == 1:
-        found["q"] = torch.stack([piece.q for piece in pieces])
+        call["q"] = torch.stack([piece.q for piece in pieces])
     else:
-        found["q"] = torch.cat([piece.q for piece in pieces])
-        found["cu_seqlens_q"] = cumulative(lengths, first.q)
-    found["block_table"] = table.to(first.q.device)
-    found["seqused_k"] = integers([len(piece.k) for piece in pieces], first.q)
-    return found
+        call["q"] = torch.cat([piece.q for piece in pieces])
+        call["cu_seqlens_q"] = cumulative(lengths, first.q)
+    call["block_table"] = table.to(first.q.device)
+    call["seqused_k"] = integers([len(piece.k) for piece in pieces], first.q)
+    return call

@@ -12,16 +12,16 @@ from rl_kernels.attention.reference import queries_of
 from rl_kernels.attention.spec.places import OF_KEYS, Piece, cache, integers, packed, paged, pieces_of, places_of
 from rl_kernels.core.testing import Case, Draw, Inputs, Transform, Variant, as_int32, options
 
-WHERE = frozenset(
+LAYOUT_ARGUMENTS = frozenset(
     {
         *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
         *("k_start", "seqused_q", "seqused_k", "block_table"),
     }
 )
-"""Arguments that make up the layout; the others stay as they are."""
+"""Arguments that a layout replaces; other arguments stay as they are."""
 PAGES = (16, 48, 64, 128)
 MOST_TOKENS = 24
-"""Queries that are decoded one at a time."""
+"""Largest number of queries that are decoded one at a time."""
 
 
 class Part(NamedTuple):
@@ -35,54 +35,54 @@ def _variant(
     label: str,
     base: Inputs,
     parts: Sequence[Part | None],
-    where: Inputs,
+    layout: Inputs,
     *,
     keys: bool = False,
-    kept: Mapping[int, slice] | None = None,
+    kept_queries: Mapping[int, slice] | None = None,
     kept_keys: Mapping[int, slice] | None = None,
 ) -> Variant:
     """Return a variant whose sequence j computes ``parts[j]``, or is unrelated (None).
 
-    ``keys`` says that all queries are present, so that gradients of keys can be compared. ``kept`` says which queries
-    of a sequence are those of the base call, by default all; ``kept_keys`` which keys.
+    ``keys`` says that all queries are present, so that gradients of keys can be compared. ``kept_queries`` and
+    ``kept_keys`` are, by sequence, the range of queries or keys from the base call; by default all of them.
     """
-    call = {name: value for name, value in base.items() if name not in WHERE} | where
-    here, there = places_of(base), places_of(call)
-    known = [(j, part) for j, part in enumerate(parts) if part is not None]
+    call = {name: value for name, value in base.items() if name not in LAYOUT_ARGUMENTS} | layout
+    base_places, places = places_of(base), places_of(call)
+    computed = [(j, part) for j, part in enumerate(parts) if part is not None]
 
-    def one(name: str, j: int, result: torch.Tensor) -> torch.Tensor | None:
-        found = there[j].of(name, result)
-        own = (kept_keys if name in OF_KEYS else kept) or {}
-        return found[own[j]] if found is not None and j in own else found
+    def sequence_rows(name: str, j: int, result: torch.Tensor) -> torch.Tensor | None:
+        rows = places[j].of(name, result)
+        ranges = (kept_keys if name in OF_KEYS else kept_queries) or {}
+        return rows[ranges[j]] if rows is not None and j in ranges else rows
 
     def pick(name: str, result: torch.Tensor) -> torch.Tensor | None:
         if name in OF_KEYS and not keys:
             return None
-        found = [here[part.sequence].of(name, result) for _, part in known]
-        if not found or any(x is None for x in found):
+        results = [base_places[part.sequence].of(name, result) for _, part in computed]
+        if not results or any(x is None for x in results):
             return None
         return torch.cat(
             [
                 x if name in OF_KEYS else x[part.queries]
-                for x, (_, part) in zip(found, known, strict=True)
+                for x, (_, part) in zip(results, computed, strict=True)
                 if x is not None
             ]
         )
 
     def find(name: str, result: torch.Tensor) -> torch.Tensor:
-        found = [one(name, j, result) for j, _ in known]
-        return torch.cat([x for x in found if x is not None])
+        results = [sequence_rows(name, j, result) for j, _ in computed]
+        return torch.cat([x for x in results if x is not None])
 
     def lift(name: str, upstream: torch.Tensor) -> torch.Tensor:
         q, v = call["q"], call["v"]
         lifted = upstream.new_zeros((*q.shape[:-1], v.shape[-1]))
         if "seqused_q" in call and "seqused_q" not in base:
             lifted.fill_(torch.nan)
-        for j, part in known:
-            own, rows = one(name, j, lifted), here[part.sequence].of(name, upstream)
-            assert own is not None
-            assert rows is not None
-            own.copy_(rows[part.queries])
+        for j, part in computed:
+            target, source = sequence_rows(name, j, lifted), base_places[part.sequence].of(name, upstream)
+            assert target is not None
+            assert source is not None
+            target.copy_(source[part.queries])
         return lifted
 
     return Variant(label, call, pick, find, lift)
@@ -97,16 +97,16 @@ class Base:
 
     @property
     def ends(self) -> list[int]:
-        """The first and the last sequence, once."""
+        """Indices of the first and the last sequence, without duplicates."""
         return sorted({0, len(self.pieces) - 1})
 
     @property
     def causal(self) -> bool:
-        """Whether no query sees a later key: later keys and queries can then be left out."""
+        """Whether no query sees a later key, so that later keys and queries can be dropped."""
         return self.call["causal"]
 
     def whole(self, indices: Sequence[int | None]) -> list[Part | None]:
-        """Return all queries of some sequences."""
+        """Return the parts with all queries of the sequences ``indices``."""
         return [None if i is None else Part(i, slice(0, len(self.pieces[i].q))) for i in indices]
 
     def garbage(self, count: int, number: float | None = None) -> Piece:
@@ -123,20 +123,20 @@ class Base:
         end = len(piece.k) - len(piece.q) + stop
         if end < stop - start:
             return None
-        own = Piece(piece.q[start:stop], piece.k[:end], piece.v[:end])
-        return Part(sequence, slice(start, stop)), own
+        chunk = Piece(piece.q[start:stop], piece.k[:end], piece.v[:end])
+        return Part(sequence, slice(start, stop)), chunk
 
 
 Build = Callable[[Base], Iterator[Variant]]
 
 
-def _bound(build: Build, *, cached: bool | None = None) -> Transform:
-    """Return the transform of calls with sequences; a ``cached`` one has no gradient of keys."""
+def _for_sequences(build: Build, *, cached: bool | None = None) -> Transform:
+    """Return the transform that builds variants from a call's sequences; a ``cached`` one has no gradient of keys."""
 
     def variants(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
         if cached and case.grad:
             return
-        if "seqused_q" in call or not call["q"].numel() or bool(_gone(call).any()):
+        if "seqused_q" in call or not call["q"].numel() or bool(_have_dropped_keys(call).any()):
             return
         base = Base(case, call, draw)
         if base.pieces:
@@ -145,8 +145,8 @@ def _bound(build: Build, *, cached: bool | None = None) -> Transform:
     return variants
 
 
-def _gone(call: Inputs) -> torch.Tensor:
-    """Say which sequences have keys that a cache has dropped."""
+def _have_dropped_keys(call: Inputs) -> torch.Tensor:
+    """Return a mask of the sequences with keys that a cache has dropped."""
     return call["k_start"] < 0 if "k_start" in call else torch.zeros(1, dtype=torch.bool)
 
 
@@ -164,28 +164,28 @@ def _alone(base: Base) -> Iterator[Variant]:
 def _packed(base: Base) -> Iterator[Variant]:
     count = len(base.pieces)
     for label, order in (("as they come", list(range(count))), ("reversed", list(range(count))[::-1])):
-        where = packed([base.pieces[i] for i in order])
-        yield _variant(f"packed, {label}", base.call, base.whole(order), where, keys=True)
+        layout = packed([base.pieces[i] for i in order])
+        yield _variant(f"packed, {label}", base.call, base.whole(order), layout, keys=True)
     empty = base.garbage(0)
     for label, number in (("others", None), ("NaN", torch.nan), ("inf", torch.inf)):
         between: list[int | None] = [None, 0, None, None, *range(1, count), None]
-        others = [base.garbage(5, number), empty, base.garbage(70, number), base.garbage(1, number)]
-        chosen = [others.pop(0) if i is None else base.pieces[i] for i in between]
+        fillers = [base.garbage(5, number), empty, base.garbage(70, number), base.garbage(1, number)]
+        chosen = [fillers.pop(0) if i is None else base.pieces[i] for i in between]
         yield _variant(f"packed among {label}", base.call, base.whole(between), packed(chosen), keys=True)
 
 
 def _batched(base: Base) -> Iterator[Variant]:
-    """Sequences of equal lengths in one batch with unrelated ones."""
+    """Batch sequences of equal lengths with unrelated sequences."""
     first = base.pieces[0]
     shapes = first.q.shape, first.k.shape
     alike = [i for i, piece in enumerate(base.pieces) if (piece.q.shape, piece.k.shape) == shapes]
     for count, number in product((1, 4), (None, torch.nan)):
         k = base.garbage(len(first.k), number)
-        other = Piece(base.garbage(len(first.q), number).q, k.k, k.v)
-        chosen = [other] * count + [base.pieces[i] for i in alike]
-        where = {name: torch.stack([getattr(piece, name) for piece in chosen]) for name in ("q", "k", "v")}
+        filler = Piece(base.garbage(len(first.q), number).q, k.k, k.v)
+        chosen = [filler] * count + [base.pieces[i] for i in alike]
+        layout = {name: torch.stack([getattr(piece, name) for piece in chosen]) for name in ("q", "k", "v")}
         order: list[int | None] = [None] * count + list(alike)
-        yield _variant(f"behind {count} of {number}", base.call, base.whole(order), where, keys=True)
+        yield _variant(f"behind {count} of {number}", base.call, base.whole(order), layout, keys=True)
 
 
 def _left_padded(base: Base) -> Iterator[Variant]:
@@ -197,27 +197,33 @@ def _left_padded(base: Base) -> Iterator[Variant]:
         # Queries are padded as in a trainer, with finite values, unless there are fewer queries than keys.
         queries = base.garbage(pad if len(piece.q) >= len(piece.k) else 0).q
         filler = Piece(queries, filler.k, filler.v)
-        where = {**_dense(filler.before(piece)), "k_start": integers([pad], piece.q)}
-        kept, label = {0: slice(len(queries), None)}, f"{pad} of padding before sequence {i}"
-        yield _variant(label, base.call, base.whole([i]), where, keys=True, kept=kept)
+        layout = {**_dense(filler.before(piece)), "k_start": integers([pad], piece.q)}
+        kept_queries, label = {0: slice(len(queries), None)}, f"{pad} of padding before sequence {i}"
+        yield _variant(label, base.call, base.whole([i]), layout, keys=True, kept_queries=kept_queries)
 
 
 def _right_padded(base: Base) -> Iterator[Variant]:
-    """Padding at the end: unused queries with a NaN upstream gradient, and keys that no query sees."""
+    """Pad at the end: unused queries with a NaN upstream gradient, and keys that no query sees."""
     if not base.causal:
         return
     for pad in (1, 63, 70):
         i = len(base.pieces) - 1
         piece = base.pieces[i]
-        where = {**_dense(piece.before(base.garbage(pad))), "seqused_q": integers([len(piece.q)], piece.q)}
-        kept, own = ({0: slice(0, len(x))} for x in (piece.q, piece.k))
+        layout = {**_dense(piece.before(base.garbage(pad))), "seqused_q": integers([len(piece.q)], piece.q)}
+        kept_queries, kept_keys = ({0: slice(0, len(x))} for x in (piece.q, piece.k))
         yield _variant(
-            f"{pad} of padding behind", base.call, base.whole([i]), where, keys=True, kept=kept, kept_keys=own
+            f"{pad} of padding behind",
+            base.call,
+            base.whole([i]),
+            layout,
+            keys=True,
+            kept_queries=kept_queries,
+            kept_keys=kept_keys,
         )
 
 
 def _chunks(base: Base) -> Iterator[Variant]:
-    """Queries in chunks, each with the keys up to its end: dense, and packed together."""
+    """Cut queries into chunks, each with the keys up to its end: dense, and packed together."""
     if not base.causal:
         return
     for i in base.ends:
@@ -230,11 +236,13 @@ def _chunks(base: Base) -> Iterator[Variant]:
         for part, piece in chunks:
             yield _variant(f"{part.queries} of sequence {i}", base.call, [part], _dense(piece))
         if chunks:
-            yield _variant("chunks packed", base.call, [part for part, _ in chunks], packed([own for _, own in chunks]))
+            yield _variant(
+                "chunks packed", base.call, [part for part, _ in chunks], packed([piece for _, piece in chunks])
+            )
 
 
 def _tokens(base: Base) -> Iterator[Variant]:
-    """The last queries, one and several at a time, with a full cache, a longer one, and pages."""
+    """Decode the last queries, one and several at a time, with a full cache, a longer cache, and pages."""
     if not base.causal:
         return
     for i, width in product(base.ends, (1, 2, 5, 17)):
@@ -251,48 +259,50 @@ def _tokens(base: Base) -> Iterator[Variant]:
 
 
 def _dropped(base: Base) -> Iterator[Variant]:
-    """Queries with a window and the keys that a cache has kept: those that they see, or a few more."""
+    """Compute queries with a window from a cache that has dropped keys: it has those they see, or a few more."""
     left = (base.call.get("window") or (None, None))[0]
     if not base.causal or left in (None, -1):
         return
     for i in base.ends:
         count, total = len(base.pieces[i].q), len(base.pieces[i].k)
         for width, more in ((1, 0), (3, 0), (count // 2, 5)):
-            found = base.chunk(i, count - width, count) if 0 < width <= count else None
-            gone = total - width - left - more
-            if found is None or gone <= 0:
+            chunk = base.chunk(i, count - width, count) if 0 < width <= count else None
+            dropped = total - width - left - more
+            if chunk is None or dropped <= 0:
                 continue
-            part, piece = found
-            kept = Piece(piece.q, piece.k[gone:], piece.v[gone:])
-            start = {"k_start": integers([-gone], piece.q)}
-            label = f"the last {width} of sequence {i}, {gone} keys dropped"
-            yield _variant(label, base.call, [part], {**_dense(kept), **start})
+            part, piece = chunk
+            kept_piece = Piece(piece.q, piece.k[dropped:], piece.v[dropped:])
+            start = {"k_start": integers([-dropped], piece.q)}
+            label = f"the last {width} of sequence {i}, {dropped} keys dropped"
+            yield _variant(label, base.call, [part], {**_dense(kept_piece), **start})
             if not base.case.grad:
-                yield _variant(f"{label}, cache", base.call, [part], {**cache([kept], 7, torch.nan), **start})
+                yield _variant(f"{label}, cache", base.call, [part], {**cache([kept_piece], 7, torch.nan), **start})
 
 
 def _dropped_more(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Sequences with dropped keys: alone, and with two more segments dropped."""
-    gone = _gone(call)
-    if not bool(gone.any()):
+    """Compute sequences with dropped keys alone, and with two more segments dropped."""
+    have_dropped = _have_dropped_keys(call)
+    if not bool(have_dropped.any()):
         return
-    yield Variant("two segments more", {**call, "k_start": torch.where(gone, call["k_start"] - 2048, call["k_start"])})
+    yield Variant(
+        "two segments more", {**call, "k_start": torch.where(have_dropped, call["k_start"] - 2048, call["k_start"])}
+    )
     for b in range(call["q"].shape[0]):
-        where = {name: call[name][b : b + 1] for name in ("q", "k", "v", "k_start")}
-        yield _variant(f"sequence {b} alone", call, [Part(b, slice(0, call["q"].shape[1]))], where, keys=True)
+        layout = {name: call[name][b : b + 1] for name in ("q", "k", "v", "k_start")}
+        yield _variant(f"sequence {b} alone", call, [Part(b, slice(0, call["q"].shape[1]))], layout, keys=True)
 
 
 def _paged(base: Base) -> Iterator[Variant]:
-    """The same keys in pages of several sizes, in random order."""
+    """Put the keys in pages of several sizes, in random order."""
     for size in PAGES:
         total = sum(-(-len(piece.k) // size) for piece in base.pieces)
         order = base.draw.permutation(total + 4)
-        where = paged(base.pieces, size, torch.nan, order)
-        yield _variant(f"pages of {size}", base.call, base.whole(range(len(base.pieces))), where)
+        layout = paged(base.pieces, size, torch.nan, order)
+        yield _variant(f"pages of {size}", base.call, base.whole(range(len(base.pieces))), layout)
 
 
 def _garbage_beyond(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """NaN or inf in keys of no sequence, and NaN in queries that are not in use."""
+    """Put NaN or inf in keys of no sequence, and NaN in queries that are not in use."""
     if "seqused_q" in call and call["q"].numel():
         q, beyond = call["q"].clone(), torch.ones(call["q"].shape[:-2], dtype=torch.bool, device=draw.device)
         for _, place, _ in queries_of(q, call.get("cu_seqlens_q"), call["seqused_q"]):
@@ -310,30 +320,30 @@ def _garbage_beyond(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     if "cu_seqlens_k" in call or "block_table" in call or not {"k_start", "seqused_k"} & call.keys():
         return
     at = torch.arange(call["k"].shape[1], device=draw.device)
-    own = torch.ones((call["k"].shape[0], len(at)), dtype=torch.bool, device=draw.device)
+    in_use = torch.ones((call["k"].shape[0], len(at)), dtype=torch.bool, device=draw.device)
     if "k_start" in call:
-        own &= at >= call["k_start"][:, None]
+        in_use &= at >= call["k_start"][:, None]
     if "seqused_k" in call:
-        own &= at < call["seqused_k"][:, None]
+        in_use &= at < call["seqused_k"][:, None]
     for number in (torch.nan, torch.inf):
-        garbage = {name: call[name].masked_fill(~own[..., None, None], number) for name in ("k", "v")}
+        garbage = {name: call[name].masked_fill(~in_use[..., None, None], number) for name in ("k", "v")}
         yield Variant(f"{number} in keys of no sequence", {**call, **garbage})
 
 
 def _longest(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     """Give ``max_seqlen_q`` and ``max_seqlen_k``, exact or larger."""
     for extra in (0, 100):
-        given: dict[str, Any] = {
+        maxima: dict[str, Any] = {
             f"max_seqlen_{name}": int(call[f"cu_seqlens_{name}"].diff().max()) + extra
             for name in ("q", "k")
             if f"cu_seqlens_{name}" in call and len(call[f"cu_seqlens_{name}"]) > 1
         }
-        if given and not given.keys() & call.keys():
-            yield Variant(f"longest plus {extra}", {**call, **given})
+        if maxima and not maxima.keys() & call.keys():
+            yield Variant(f"longest plus {extra}", {**call, **maxima})
 
 
 def _strided(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Operands as models have them: heads before tokens, and parts of wider tensors."""
+    """Lay out operands as models do: heads before tokens, and parts of wider tensors."""
 
     def heads_first(x: torch.Tensor) -> torch.Tensor:
         return x.transpose(-2, -3).contiguous().transpose(-2, -3)
@@ -351,15 +361,15 @@ def _default_scale(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
 
 
 TRANSFORMS: Mapping[str, Transform] = {
-    "alone": _bound(_alone),
-    "packed": _bound(_packed),
-    "batched": _bound(_batched),
-    "left padded": _bound(_left_padded),
-    "right padded": _bound(_right_padded),
-    "chunks": _bound(_chunks),
-    "tokens": _bound(_tokens, cached=True),
-    "paged": _bound(_paged, cached=True),
-    "dropped": _bound(_dropped),
+    "alone": _for_sequences(_alone),
+    "packed": _for_sequences(_packed),
+    "batched": _for_sequences(_batched),
+    "left padded": _for_sequences(_left_padded),
+    "right padded": _for_sequences(_right_padded),
+    "chunks": _for_sequences(_chunks),
+    "tokens": _for_sequences(_tokens, cached=True),
+    "paged": _for_sequences(_paged, cached=True),
+    "dropped": _for_sequences(_dropped),
     "dropped more": _dropped_more,
     "longest": _longest,
     "strided": _strided,
