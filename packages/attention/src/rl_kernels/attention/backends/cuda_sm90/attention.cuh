@@ -21,14 +21,14 @@ using Number = FP16;
 
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 constexpr int BLOCK = 128, SEGMENT = 1024;
-// Boxes of 64 columns side by side, and bytes of one with `rows` rows.
+// Number of boxes of 64 columns side by side, and bytes of a box with `rows` rows.
 constexpr int BOXES_K = K_WIDTH / SPAN, BOXES_V = V_WIDTH / SPAN;
 __device__ constexpr int bytes_of(int rows) { return rows * SWIZZLE; }
 
-// Bits of Shape::wide: which integers have 64 bits.
+// Bits of Shape::wide, which says which integer tensors have 64 bits.
 enum Integers { STARTS_Q, STARTS_K, FIRST_K, USED_Q, USED_K, TABLE };
 
-// The sizes and integers of a call; null pointers are not read, and copies of k and v are by maps
+// The sizes and integer tensors of a call; null pointers are not read. k and v are loaded by TMA descriptors
 // [sequences or pages, keys, KV heads, size].
 struct Shape {
     const void *starts_q, *starts_k, *first_k, *used_q, *used_k, *table;
@@ -37,7 +37,7 @@ struct Shape {
     int wide, batch, kv_heads, group, size, size_v, queries, keys, pages, page, table_step, left, right, box, inverse;
     // Bytes of a sink.
     int sink_size;
-    // Queries in a block of rows of the kernel of dk and dv, which are as many whole groups as have 64 rows at most.
+    // Queries in a block of rows of the kernel of dk and dv: as many whole groups as fit into 64 rows.
     int queries_of_block;
 
     __device__ i64 integer(Integers which, const void* at, i64 index) const {
@@ -95,8 +95,8 @@ struct Sequence {
     }
 };
 
-// Calls f(row) for each row of q, or of k, that is in no sequence: those before the first and after the last, as only
-// calls without validation have them. `mine` of `threads` threads of each thread block.
+// Calls f(row) for each row of q, or of k, that is in no sequence, before the first or after the last; only calls without
+// validation have such rows. `mine`: this thread's index among the `threads` threads of its thread block that call it.
 template <class F>
 __device__ inline void outside(const Shape& p, Integers which, const void* starts, int rows, int mine, int threads, F f) {
     if (!starts) return;
@@ -255,8 +255,8 @@ __device__ inline void cleared() {
     sync_threads(1 + CONSUMERS, CONSUMERS * WARPGROUP);
 }
 
-// Room of a consumer for 64 rows of WIDTH numbers. They are 16 bytes apart from a multiple of 128, so that stores to a
-// column of 16-byte pieces meet no bank twice.
+// Bytes of a consumer's buffer for 64 rows of WIDTH numbers. The row stride is 16 bytes more than a multiple of 128, so
+// that stores to a column of 16-byte chunks have no bank conflicts.
 template <int WIDTH>
 constexpr int ROOM_ROW = WIDTH * Number::SIZE + CHUNK;
 template <int WIDTH>
@@ -267,7 +267,7 @@ constexpr int ROOM = MMA_M * ROOM_ROW<WIDTH>;
 template <int WIDTH, class F>
 __device__ inline void store_rows(char* room, int id, const float (&d)[WIDTH / 2], int size, F at) {
     const int thread = threadIdx.x % WARPGROUP, lane = thread % WARP;
-    // Others may still read what was there.
+    // Other threads may still read the previous content.
     sync_threads(id, WARPGROUP);
     char* to = room + (thread / WARP * 16 + lane % 16) * ROOM_ROW<WIDTH> + lane / 16 * CHUNK;
 #pragma unroll

@@ -1,4 +1,4 @@
-// Attention on Hopper: the backward pass, by a kernel of dq and one of dk and dv, which both form the weights again.
+// Attention on Hopper: the backward pass, a kernel of dq and a kernel of dk and dv; both recompute the weights.
 //
 // With s = scale q k^T (capped), p = 2^(s log2(e) - lse), dp = g v^T, ds = p (dp - delta), where g is the gradient of
 // out and delta the sum of out times g: dq = scale ds k, dk = scale ds^T q, dv = p^T g. p and ds are rounded to 16 bits.
@@ -21,7 +21,7 @@ struct Rows {
     const void *out, *grad;
     const float* lse;
     float *lses, *deltas;
-    // Of the two kernels that follow.
+    // The tile counters of the two kernels that follow.
     int* counters;
     i64 g_batch, g_row, g_head;
     int queries, heads, group, size_v;

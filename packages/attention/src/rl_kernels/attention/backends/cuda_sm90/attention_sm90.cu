@@ -18,7 +18,7 @@
 //   tile       64 GROUPS rows of a sequence and a KV head; consumer g holds rows 64 g to 64 g + 63 (wgmma.cuh)
 //   turns      of two consumers one multiplies while the other works on its scores; three need no turns
 //   ring       STAGES blocks of k, and as many of v, in shared memory, swizzled; TMA fills them
-//   overlap    with one or two consumers the products of a block with v run while the next block's scores become powers
+//   overlap    with one or two consumers, the products of a block with v overlap with the powers of the next block
 //
 //   split      a tile can be one segment: its state is written to memory, and `finish` merges. With one consumer, a
 //              tile of several segments always is
@@ -34,7 +34,7 @@ struct Consumer {
     const Args& p;
     const Memory& m;
     const Fragment mine;
-    // Its index, the first of its rows in a tile, its rows of q, and its room for sums.
+    // The consumer's index, its first row in a tile, its rows of q, and its buffer for sums.
     const int group, first;
     const char* q;
     char* kept;
@@ -42,7 +42,7 @@ struct Consumer {
     Slot<STAGES> key, value;
     Scores d;
     Sums acc;
-    // Of the segment at hand, and of those before it in the tile, if there are any.
+    // The state of the current segment, and of the previous segments of the tile, if there are any.
     State state, before;
     bool merges;
 
@@ -77,7 +77,7 @@ struct Consumer {
     // Walks over the blocks of a tile: the products with the values of a block follow the scores of the next one.
     __device__ __forceinline__ void attend(const Tile& t) {
         const Seen<BLOCK> seen(p, t, mine, first);
-        // A warp without a row has nothing to weigh: with few queries that is most of them.
+        // A warp without a row computes no powers: with few queries that is most warps.
         const bool active = GROUPS > 1 || t.row(p, first + mine.row / 16 * 16).query < t.s.used;
         const int end = t.end;
         int n = t.begin;
@@ -102,7 +102,7 @@ struct Consumer {
         }
     }
 
-    // One block: its scores, which become powers, and the sums of the block before.
+    // One block: its scores and powers, and the sums of the previous block.
     __device__ __forceinline__ void step(const Seen<BLOCK>& seen, int n, int end, bool active, Powers& before,
                                          Powers& powers) {
         multiply_keys();
@@ -122,7 +122,7 @@ struct Consumer {
             if (!starts) weigh_both(sum, powers);
             if (starts || !are_small(sum)) raises = weigh_again(shrink, sum, powers) || starts;
         }
-        // In each branch, not before: the compiler would wait for the sums before it forms the powers.
+        // In each branch, not before: the compiler would wait for the sums before it computes the powers.
         if (raises) {
             summed(before, powers);
             if (starts) join(closed);
@@ -140,7 +140,7 @@ struct Consumer {
         close(state);
     }
 
-    // As attend, but a block's sums follow its scores: other consumers multiply while this one forms powers. It needs
+    // Like attend, but a block's sums follow its scores: other consumers multiply while this one computes powers. It needs
     // registers for one set of powers only.
     __device__ __forceinline__ void attend_block_by_block(const Tile& t) {
         const Seen<BLOCK> seen(p, t, mine, first);
@@ -201,7 +201,7 @@ struct Consumer {
 
     // Issues the scores of the next block, in this consumer's turn.
     __device__ __forceinline__ void multiply_keys() {
-        // Formed before the turn comes, not in it.
+        // Computed before this consumer's turn, not in it.
         const u64 left = formed(operand_at<K_MAJOR>(q)), right = formed(operand_at<K_MAJOR>(m.k + key.stage * K_BYTES));
         m.k_full[key.stage].wait(key.parity);
         if constexpr (TURNS) turns.wait();
@@ -221,10 +221,10 @@ struct Consumer {
     // Keys of a sequence in the last block of a tile, or more.
     __device__ static int known_of_last(const Tile& t) { return t.s.length - (t.end - 1) / BLOCK * BLOCK; }
 
-    // Which parts of the block are missing whose scores are being formed.
+    // The missing parts of the block whose scores are being computed.
     __device__ __forceinline__ u32 lost() const { return p.table ? m.missing[key.stage] : 0; }
 
-    // After the scores of block n are formed: releases its keys, and with the tile's last block also q.
+    // After the scores of block n are computed: releases its keys, and with the tile's last block also q.
     __device__ __forceinline__ void scored(const Seen<BLOCK>& seen, int n, int end) {
         hold(d);
         give_back(m.k_empty[key.stage]);
@@ -235,7 +235,7 @@ struct Consumer {
         if (!seen.all(n)) seen.mask(d, n, -infinity());
     }
 
-    // Waits for the products with the values, and releases those. `powers`: formed by then.
+    // Waits for the products with the values, and releases the values. `powers`: computed by then.
     __device__ __forceinline__ void summed(Powers& before, Powers& powers) {
         keep(powers);
         products_done<0>();
@@ -244,14 +244,14 @@ struct Consumer {
         value.advance();
     }
 
-    // Ends a segment within a tile: joins it to those before, and begins the next one.
+    // Ends a segment within a tile: merges it into the previous segments, and begins the next one.
     __device__ __forceinline__ void join(State& closed) {
         close(closed);
         if (merges) {
             Earlier(kept).join(before, closed, acc);
         } else {
             before = closed;
-            // Others may still read the output that was there.
+            // Other threads may still read the previous output.
             sync_threads(1 + group, WARPGROUP);
         }
         merges = true;

@@ -1,4 +1,4 @@
-// Shared by the two kernels of the backward pass: arguments, the order of tiles, shared memory, weights.
+// Code shared by the two kernels of the backward pass: arguments, the order of tiles, shared memory, weights.
 //
 //   block      a producer warpgroup and 2 consumer warpgroups; persistent: it takes tile after tile (queue.cuh)
 //
@@ -11,7 +11,7 @@ namespace rlk {
 
 constexpr int GROUPS = 2, HEIGHT = MMA_M * GROUPS, THREADS = (GROUPS + 1) * WARPGROUP, PART = 64;
 constexpr int WIDEST_ROOM = K_WIDTH > V_WIDTH ? ROOM<K_WIDTH> : ROOM<V_WIDTH>;
-// Of the operands of a whole tile, and of a stage.
+// Bytes of the operands of a whole tile, and of a stage.
 constexpr int K_TILE = BOXES_K * bytes_of(HEIGHT), V_TILE = BOXES_V * bytes_of(HEIGHT);
 constexpr int K_PART = BOXES_K * bytes_of(PART), V_PART = BOXES_V * bytes_of(PART);
 static_assert(SHARED_BYTES >= ATOM + K_TILE + V_TILE + STAGES * (K_PART + V_PART) + GROUPS * WIDEST_ROOM,
@@ -21,10 +21,10 @@ static_assert(STAGES > 2, "the kernel of dq holds the keys of two blocks when it
 
 struct Args : Shape {
     const void *q, *grad;
-    // Of row r of a sequence: number ((b kv_heads + head) queries + first query) group + r.
+    // Row r of a sequence has the index ((b kv_heads + head) queries + first query) group + r.
     const float *lses, *deltas;
     void *dq, *dk, *dv;
-    // In numbers, from one sequence, query or head to the next: of q and of grad.
+    // Strides of q and of grad in elements, between sequences, queries and heads.
     i64 q_batch, q_row, q_head, g_batch, g_row, g_head;
     // 0 before the kernel.
     int* counter;
@@ -39,7 +39,8 @@ struct Args : Shape {
     }
 };
 
-// Shared memory: operands a (as wide as k) and b (as wide as v) of a tile, and stages of the other side's.
+// Shared memory: operands a (as wide as k) and b (as wide as v) of a tile, and a ring of stages: blocks of keys for a tile
+// of rows, and of rows for a tile of keys.
 template <class T>
 struct Memory {
     char *a, *b, *stages_a, *stages_b, *room;
@@ -58,7 +59,7 @@ struct Memory {
         a_empty = a_full + STAGES, b_full = a_empty + STAGES, b_empty = b_full + STAGES;
         lse = rows[0][0];
     }
-    // Arrivals: at a full tile, at a full stage, and of a warp at an empty stage. `readers`: warps of the producer that
+    // Number of arrivals at a full tile, at a full stage, and of one warp at an empty stage. `readers`: warps of the producer that
     // read the queue.
     __device__ void open(int tile_arrivals, int stage_arrivals, int warp_arrivals, int readers) const {
         if (threadIdx.x == 0) {
@@ -89,7 +90,7 @@ __device__ inline float power(const Args& p, float score, float lse) {
     return exp2_fast(__fmaf_rn(score, p.factor, -lse));
 }
 
-// Caps a score, but not one that is hidden, and returns how it changes with the score: its slope, without the scale.
+// Caps a score unless it is hidden (-inf), and returns the derivative of the cap, without the scale.
 __device__ inline float capped(const Args& p, float& x) {
 #if CAPPED
     if (x == -infinity()) return 0.0f;
@@ -100,7 +101,7 @@ __device__ inline float capped(const Args& p, float& x) {
     return 1.0f;
 #endif
 }
-// The slope of a score from its weight.
+// Returns the derivative of the cap, computed from the weight.
 __device__ inline float slope_of(const Args& p, float weight, float lse) {
 #if CAPPED
     if (weight == 0.0f) return 0.0f;

@@ -26,7 +26,7 @@ struct KeyTile {
     __device__ bool has_rows() const { return begin < end; }
 };
 
-// Arrivals at a stage: that of the copies of rows, and each lane's after its copies of lse and delta.
+// Number of arrivals at a stage: one for the copies of rows, and one per lane after its copies of lse and delta.
 constexpr int ROW_ARRIVALS = 1 + WARP;
 
 // One warp: the keys and values of each tile.
@@ -100,7 +100,7 @@ __device__ inline void load_blocks_of_rows(const Args& p, const Memory<KeyTile>&
     });
 }
 
-// The rows that see each of a thread's two keys: from[half] to to[half] - 1, counted from its first column; and those
+// The rows that see each of a thread's two keys, from[half] to to[half] - 1, counted from its first column; and the rows
 // that see all keys of its consumer.
 struct SeenBy {
     int from[2], to[2], all_from, all_to;
@@ -127,7 +127,7 @@ struct SeenBy {
     }
 };
 
-// Loads what a thread needs of its columns.
+// Loads one number for each of a thread's columns.
 __device__ inline void load_columns(const float* from, float (&x)[PART / 4]) {
 #pragma unroll
     for (int j = 0; j < PART / 8; ++j) {
@@ -156,13 +156,13 @@ __device__ __forceinline__ void add_rows(const Args& p, const Memory<KeyTile>& m
             cleared<GROUPS>();
         }
         issue_rows<Number, PART, K_WIDTH, HEIGHT>(m.a + bytes_of(first), m.stage_a(stage), d);
-        // The sums of the block before are done; its rows are free.
+        // The sums of the previous block are done; its rows may be overwritten.
         products_done<1>();
         hold(dk), keep(slopes);
         if (before >= 0) m.a_empty[before].arrive();
         before = stage;
         issue_rows<Number, PART, V_WIDTH, HEIGHT>(m.b + bytes_of(first), m.stage_b(stage), dp);
-        // Loaded while products are formed: shared memory is busy then, and slow.
+        // Loads overlap with products: shared memory is busy then, and slow.
         const float* of_rows = m.lse + stage * PART + mine.column;
         float lse[PART / 4], delta[PART / 4];
         load_columns(of_rows, lse);
@@ -180,7 +180,7 @@ __device__ __forceinline__ void add_rows(const Args& p, const Memory<KeyTile>& m
         issue_words<Number, V_WIDTH>(weights, m.stage_b(stage), dv);
         products_done<1>();
         hold(dp);
-        // From the rounded weights: there are registers for no others.
+        // Uses the rounded weights: there are no registers for the unrounded ones.
 #pragma unroll
         for (int i = 0; i < PART / 4; ++i) {
             float x[2];

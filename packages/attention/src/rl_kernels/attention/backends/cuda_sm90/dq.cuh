@@ -63,9 +63,9 @@ struct RowSums {
     const Args& p;
     const Memory<RowTile>& m;
     const Seen<PART> seen;
-    // The first row of the consumer; blocks of keys, and keys of the sequence.
+    // The consumer's first row; its keys are begin to end - 1, whole blocks; the sequence has `length` keys.
     const int first, begin, end, length;
-    // Of the block whose scores were issued last.
+    // The stage of the block whose scores were issued last.
     Slot<STAGES>& slot;
     float lse[2], delta[2];
     Scores dp;
@@ -86,7 +86,7 @@ struct RowSums {
         }
     }
 
-    // Adds all blocks of the tile. The scores of a block are formed while the one before is weighed.
+    // Adds all blocks of the tile. The scores of a block are computed while the previous block is weighted.
     __device__ __forceinline__ void run() {
         Scores even = {}, odd = {};
         int n = begin;
@@ -115,7 +115,7 @@ struct RowSums {
         issue_rows<Number, PART, K_WIDTH, HEIGHT>(m.a + bytes_of(first), m.stage_a(slot.stage), d);
     }
 
-    // Adds block n, whose scores are being formed in d, and issues those of the next one.
+    // Adds block n, whose scores are being computed in d, and issues the scores of the next block.
     template <bool LAST>
     __device__ __forceinline__ void step(int n, Scores& d, Scores& next) {
         const int stage = slot.stage;

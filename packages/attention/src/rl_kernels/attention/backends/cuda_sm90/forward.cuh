@@ -1,4 +1,4 @@
-// Of the forward pass: arguments, tiles, shared memory, the copies of the producer, and what leaves a tile.
+// The forward pass: arguments, tiles, shared memory, loads of the producer, and the epilogue of a tile.
 //
 // Defines: those of attention_sm90.cu.
 #pragma once
@@ -11,14 +11,14 @@ namespace rlk {
 constexpr int ROWS = MMA_M * GROUPS, THREADS = (GROUPS + 1) * WARPGROUP;
 constexpr int Q_BYTES = BOXES_K * bytes_of(ROWS);
 constexpr int K_BYTES = BOXES_K * bytes_of(BLOCK), V_BYTES = BOXES_V * bytes_of(BLOCK);
-// Of a consumer: the sums of earlier segments, or its output.
+// Shared memory of a consumer: the sums of earlier segments, or its output.
 constexpr bool MERGES = GROUPS > 1, TURNS = GROUPS == 2;
 constexpr int KEPT_BYTES = MERGES ? MMA_M * V_WIDTH * 4 : ROOM<V_WIDTH>;
 static_assert(SHARED_BYTES >= ATOM + Q_BYTES + STAGES * (K_BYTES + V_BYTES) + GROUPS * KEPT_BYTES,
               "what the host made room for");
 // Registers of a thread; all threads of a multiprocessor have 65536.
 constexpr int CONSUMER_REGISTERS = GROUPS > 2 ? 160 : GROUPS > 1 ? 232 : 248, PRODUCER_REGISTERS = GROUPS > 2 ? 32 : 40;
-// Warp 0 of the producer copies k, warp 1 v, and the others q.
+// Warp 0 of the producer loads k, warp 1 loads v, and warps 2 and 3 load q.
 constexpr int COPIERS = WARPGROUP - 2 * WARP;
 
 struct Args : Shape {
@@ -26,9 +26,9 @@ struct Args : Shape {
     void* out;
     float* lse;
     const void* sinks;
-    // Null, or if tiles are split, their states: all tops, all totals, all sums.
+    // If tiles are split, the states of their parts: all tops, all totals, all sums; else null.
     float* states;
-    // In numbers, from one sequence, query or head to the next.
+    // Strides of q in elements, between sequences, queries and heads.
     i64 q_batch, q_row, q_head;
     // Null, or 0 before the kernel (queue.cuh).
     int* counter;
@@ -51,7 +51,7 @@ struct Args : Shape {
 
 // A unit of work: blocks begin to end - 1 of a tile's keys.
 struct Tile {
-    // `query` and `member`: of its first row.
+    // `query` and `member` are those of the first row.
     int b, head, number, part, query, member, begin, end;
     Sequence s;
 
@@ -65,7 +65,7 @@ struct Tile {
         if (p.splits()) begin = max(begin, part * SEGMENT), end = min(end, part * SEGMENT + SEGMENT);
     }
     __device__ Row row(const Shape& p, int ahead) const { return {p, query, member, ahead}; }
-    // A part without keys leaves no state.
+    // A part without keys writes no state.
     __device__ bool exists(const Args& p) const { return query < s.count && (has_keys() || !p.splits()); }
     __device__ bool has_keys() const { return begin < end; }
 };
@@ -83,7 +83,7 @@ struct Memory {
         q = memory + (-shared_address(memory) & (ATOM - 1));
         k = q + Q_BYTES, v = k + STAGES * K_BYTES, kept = v + STAGES * V_BYTES;
         Barrier* first = barriers;
-        // Else the compiler forms the address again at each use.
+        // Otherwise the compiler recomputes the address at each use.
         asm volatile("" : "+l"(first));
         q_full = first, q_empty = q_full + 1, turns = q_full + 2;
         k_full = turns + GROUPS, k_empty = k_full + STAGES, v_full = k_empty + STAGES, v_empty = v_full + STAGES;
@@ -127,7 +127,7 @@ __device__ inline void write_nothing(const Args& p, int row) {
     for (int head = 0; head < p.heads(); ++head) p.lse[static_cast<i64>(head) * p.queries + row] = -infinity();
 }
 
-// The other warps of the producer: rows of q.
+// Warps 2 and 3 of the producer: rows of q.
 __device__ inline void load_queries(const Args& p, const Memory& m) {
     const int thread = static_cast<int>(threadIdx.x) - 2 * WARP;
     const Copier<K_WIDTH, COPIERS> copier(thread, p.size);
@@ -155,7 +155,7 @@ __device__ inline char* out_at(const Args& p, const Sequence& s, int b, int head
     return static_cast<char*>(p.out) + (row * p.heads() + head) * p.size_v * Number::SIZE;
 }
 
-// Writes rows of the output and their lse. `room`: of the consumer; `id`: its named barrier.
+// Writes rows of the output and their lse. `room`: the consumer's buffer; `id`: its named barrier.
 __device__ inline void put(const Args& p, const Tile& t, const Fragment& mine, int first, State& state, Sums& acc, char* room,
                     int id) {
 #pragma unroll

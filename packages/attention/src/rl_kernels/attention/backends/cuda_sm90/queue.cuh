@@ -1,22 +1,22 @@
 // The tiles of persistent thread blocks: their order, and how each block gets its own. Neither changes a bit.
 //
-//   order      sections of pairs of a sequence and a KV head, so many that they share what the L2 cache holds; in a section
-//              the largest tiles first
-//   draw       one warp of the producer draws a tile when it has copied what the one before needs: from a counter that all
-//              thread blocks share, or in rounds; all others of the thread block read what it drew
+//   order      section after section; a section has as many pairs (sequence, KV head) as fit into the L2 cache, and in it
+//              the largest tiles come first
+//   claim      one warp of the producer claims the next tile (draw_each) when it has issued all copies of a tile: from a
+//              counter that all thread blocks share, or in rounds; the other warps read the claimed tile from a queue
 #pragma once
 
 #include "attention.cuh"
 
 namespace rlk {
 
-// Tiles of the longest sequence, parts of a tile, pairs of a section.
+// Number of tiles of the longest sequence, of parts of a tile, and of pairs (sequence, KV head) in a section.
 struct Order {
     int tiles, parts, section;
     __device__ int count(const Shape& p) const { return tiles * parts * p.batch * p.kv_heads; }
 };
 
-// Tile `index`: its sequence and KV head, how many tiles of these come before it, and which of a tile's parts.
+// Decodes a tile's `index`: sequence, KV head, number of tiles before it in this pair, and part of the tile.
 struct Lot {
     int b, head, before, part;
     __device__ Lot(const Shape& p, const Order& order, int index) {
@@ -40,11 +40,11 @@ struct Queue {
         __shared__ Barrier barriers[2 * DEPTH];
         __shared__ alignas(T) char room[DEPTH * sizeof(T)];
         Barrier* first = barriers;
-        // Else the compiler forms the address again at each use.
+        // Otherwise the compiler recomputes the address at each use.
         asm volatile("" : "+l"(first));
         full = first, empty = first + DEPTH, tiles = reinterpret_cast<T*>(room);
     }
-    // By one thread, before any other uses the queue. `readers`: warps that call `each`.
+    // By one thread, before other threads use the queue. `readers`: number of warps that call `each`.
     __device__ void init(int readers) const {
         for (int i = 0; i < DEPTH; ++i) full[i].init(1), empty[i].init(readers * WARP);
     }
@@ -65,7 +65,7 @@ struct Queue {
         }
     }
 
-    // By one warp: draws tiles that exist, and calls f(tile) for each. `counter`: 0 before the kernel, or null for rounds;
+    // By one warp: claims tiles that exist, and calls f(tile) for each. `counter`: 0 before the kernel, or null for rounds;
     // every second round goes backwards, so that no thread block always has the larger tile.
     template <class Args, class F>
     __device__ __forceinline__ void draw_each(const Args& p, const Order& order, int* counter, F f) const {

@@ -1,4 +1,4 @@
-// The softmax states of the forward pass: formed block by block, merged segment by segment, finished.
+// The softmax states of the forward pass: updated block by block, merged segment by segment, then finished.
 //
 // A consumer's thread holds parts of two rows (wgmma.cuh). Order of the sums: attention_sm90.cu.
 #pragma once
@@ -11,8 +11,8 @@ using Scores = float[BLOCK / 2];
 using Sums = float[V_WIDTH / 2];
 using Powers = u32[BLOCK / MMA_K][4];
 
-// A block raises the top of a row to its largest score if that exceeds the top by more than SLACK: rarely, and so powers
-// are at most 2^SLACK. Each row decides for itself.
+// A block raises the top of a row to its largest score if that exceeds the top by more than SLACK. This is rare, and
+// powers are at most 2^SLACK. Each row decides independently of other rows.
 constexpr float SLACK = 8.0f;
 // The largest finite number.
 constexpr float LARGEST = 3.4028235e38f;
@@ -32,7 +32,7 @@ __device__ inline float largest(const Scores& d, int half) {
 
 __device__ inline float finite(float top) { return top == -infinity() ? 0.0f : top; }
 
-// Of rows `row` and `row + 8` of a consumer, one half each.
+// The state of two rows of a consumer: half 0 is `row`, half 1 is `row + 8`.
 struct State {
     float top[2], total[2];
     __device__ State() : top{-infinity(), -infinity()}, total{0.0f, 0.0f} {}
@@ -49,7 +49,7 @@ __device__ inline void lose(const Seen<BLOCK>& seen, State& state, int n, u32 mi
     }
 }
 
-// Raises the top of one of a thread's two rows if a block's scores exceed it. Returns what rescales the sums before: 1 if
+// Raises the top of one of a thread's two rows if a block's scores exceed it. Returns the factor of the sums so far: 1 if
 // the top stays.
 __device__ inline float raise(const Scores& d, int half, State& state, float factor) {
     float& top = state.top[half];
@@ -96,7 +96,7 @@ __device__ inline void close(State& state) {
     }
 }
 
-// What rescales two states that are merged; `state` becomes the merged one.
+// The factors of two states that are merged; `state` becomes the merged state.
 struct Merge {
     float a, b;
     __device__ Merge(float& top, float& total, float other_top, float other_total) {
@@ -129,11 +129,11 @@ struct Earlier {
     }
 };
 
-// Of a whole row: adds its sink to the state, and holds what turns sums into the output.
+// A finished row: adds its sink to the state; has the factors that turn sums into the output.
 struct Finished {
     float scale, inverse, lse;
 
-    // `sinks`: of all heads, or null.
+    // `sinks`: logits of all heads, or null.
     __device__ Finished(const Shape& p, const void* sinks, float top, float sum, int head) {
         float total = sum, shrink = 1.0f;
         if (sinks) {
