@@ -46,7 +46,7 @@ PLANTED = (
             ),
             Bug("mask one key too wide", "ahead <= right", "ahead <= right + 1"),
             Bug("keys that are gone are seen", "- left, gone", "- left, 0"),
-            Bug("every page is the first", "(tl.int64)\n        known", "(tl.int64) * 0\n        known"),
+            Bug("every page is the first", "(tl.int64)\n        valid", "(tl.int64) * 0\n        valid"),
             Bug("half of a row's sum left out", "sum(tl.reshape(x, [ROWS, 2, COL", "max(tl.reshape(x, [ROWS, 2, COL"),
             Bug("last state not merged", "(at < stop) &", "(at + SEGMENT < stop) &"),
             Bug("delta left out", "dweights - delta", "dweights"),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
 
     class Keywords(TypedDict, total=False):
-        """Keyword arguments that the type of the result does not depend on."""
+        """Keyword arguments other than ``return_lse``, which determines the type of the result."""
 
         causal: bool
         scale: float | None

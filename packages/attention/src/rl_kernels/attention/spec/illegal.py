@@ -1,4 +1,4 @@
-"""Calls of det_attention that must raise: the mistake of each, what its message must say, and the good call's case."""
+"""Calls of det_attention that must raise: the case of the good call, the mistake, and a pattern of the message."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ DENSE, PACKED, CACHE, PAGES = "", "packed", "decode", "pages"
 RANGE, ASCENDING = r"expected values in \[0", "expected numbers that ascend"
 
 
-def _of(name: str, edit: Callable[[Inputs], Any]) -> Change:
+def _with(name: str, edit: Callable[[Inputs], Any]) -> Change:
     return lambda call: {**call, name: edit(call)}
 
 
-def _each(**numbers: int) -> Change:
-    """Give every sequence these numbers."""
+def _for_each_sequence(**numbers: int) -> Change:
+    """Set one number per sequence, the same for all sequences."""
 
     def change(call: Inputs) -> Inputs:
         q = call["q"]
@@ -28,7 +28,7 @@ def _each(**numbers: int) -> Change:
     return change
 
 
-def _keys(edit: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+def _edit_keys(edit: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     return lambda call: {**call, **{name: edit(call[name]) for name in ("k", "v")}}
 
 
@@ -36,7 +36,7 @@ def _integers(shape: Callable[[torch.Tensor], tuple[int, ...]]) -> Callable[[Inp
     return lambda call: call["q"].new_zeros(shape(call["q"]), dtype=torch.int64)
 
 
-def _other(x: torch.Tensor) -> torch.Tensor:
+def _other_dtype(x: torch.Tensor) -> torch.Tensor:
     return x.half() if x.dtype != torch.float16 else x.float()
 
 
@@ -56,15 +56,15 @@ WRONG_TYPES: tuple[tuple[str, str, Change, str], ...] = (
     (DENSE, "q not a tensor", given(q=[1.0]), "q: expected a tensor"),
     (DENSE, "q of FP64", edited("q", torch.Tensor.double), "q: expected dtype"),
     (DENSE, "k of integers", edited("k", torch.Tensor.int), "k: expected dtype"),
-    (DENSE, "v of another dtype", edited("v", _other), "v: expected dtype"),
+    (DENSE, "v of another dtype", edited("v", _other_dtype), "v: expected dtype"),
     (DENSE, "scale text", given(scale="1"), "scale: expected a number"),
     (DENSE, "causal a number", given(causal=1), "causal: expected a bool"),
     (DENSE, "return_lse a number", given(return_lse=1), "return_lse: expected a bool"),
     (DENSE, "window a number", given(window=5), r"window: expected \(left, right\)"),
     (DENSE, "window of floats", given(window=(5.0, 0)), "window: expected an integer"),
-    (DENSE, "sinks of integers", _of("sinks", _integers(lambda q: (4,))), "sinks: expected dtype"),
+    (DENSE, "sinks of integers", _with("sinks", _integers(lambda q: (4,))), "sinks: expected dtype"),
     (DENSE, "backend not a name", given(backend=3), "backend: expected a name"),
-    (DENSE, "start of floats", _of("k_start", lambda c: c["q"][:, 0, 0, 0].float()), "k_start: expected dtype"),
+    (DENSE, "start of floats", _with("k_start", lambda c: c["q"][:, 0, 0, 0].float()), "k_start: expected dtype"),
     (PACKED, "cumulative of floats", edited("cu_seqlens_q", torch.Tensor.float), "cu_seqlens_q: expected dtype"),
     (PACKED, "longest a float", given(max_seqlen_k=3.0), "max_seqlen_k: expected an integer"),
 )
@@ -77,38 +77,43 @@ WRONG_VALUES: tuple[tuple[str, str, Change, str], ...] = (
     (DENSE, "another head size", edited("k", lambda x: torch.cat((x, x), -1)), "k: expected head size"),
     (DENSE, "v of another length", edited("v", lambda x: x[:, 1:]), "v: expected shape"),
     (DENSE, "heads that do not divide", _three_heads, "k: expected a number of heads"),
-    (DENSE, "no heads", _keys(lambda x: x[:, :, :0]), "k: expected a number of heads"),
-    (DENSE, "another batch", _keys(lambda x: torch.cat((x, x))), r"k: expected \d+ sequences"),
+    (DENSE, "no heads", _edit_keys(lambda x: x[:, :, :0]), "k: expected a number of heads"),
+    (DENSE, "another batch", _edit_keys(lambda x: torch.cat((x, x))), r"k: expected \d+ sequences"),
     (DENSE, "scale of 0", given(scale=0.0), "scale: expected a number > 0"),
     (DENSE, "scale NaN", given(scale=float("nan")), "scale: expected a finite number"),
     (DENSE, "softcap negative", given(softcap=-1.0), "softcap: expected a number >= 0"),
     (DENSE, "softcap infinite", given(softcap=float("inf")), "softcap: expected a finite number"),
     (DENSE, "window negative", given(window=(-2, 0)), "window: expected an integer >= 0"),
     (DENSE, "window of 70 bits", given(window=(2**70, 0)), "window: expected an integer <="),
-    (DENSE, "sinks of another shape", _of("sinks", lambda c: c["q"][0, 0, :-1, 0]), "sinks: expected shape"),
+    (DENSE, "sinks of another shape", _with("sinks", lambda c: c["q"][0, 0, :-1, 0]), "sinks: expected shape"),
     (DENSE, "unknown backend", given(backend="no-such"), "backend: det_attention has no backend"),
     (DENSE, "longest without packing", given(max_seqlen_q=3), "max_seqlen_q: expected None without"),
-    (DENSE, "packed keys alone", _of("cu_seqlens_k", _integers(lambda q: (2,))), "k: expected 3 dims"),
+    (DENSE, "packed keys alone", _with("cu_seqlens_k", _integers(lambda q: (2,))), "k: expected 3 dims"),
     (
         *(DENSE, "pages without lengths"),
-        *(_of("block_table", _integers(lambda q: (len(q), 1))), "seqused_k: expected the number"),
+        *(_with("block_table", _integers(lambda q: (len(q), 1))), "seqused_k: expected the number"),
     ),
-    (DENSE, "another number of starts", _of("k_start", _integers(lambda q: (len(q) + 1,))), "k_start: expected shape"),
-    (DENSE, "start negative without a window", _each(k_start=-1), f"k_start: {RANGE}"),
+    (
+        DENSE,
+        "another number of starts",
+        _with("k_start", _integers(lambda q: (len(q) + 1,))),
+        "k_start: expected shape",
+    ),
+    (DENSE, "start negative without a window", _for_each_sequence(k_start=-1), f"k_start: {RANGE}"),
     (
         *(DENSE, "start negative with a window that is open on the left"),
-        *(lambda c: {**_each(k_start=-1)(c), "window": (None, 0)}, f"k_start: {RANGE}"),
+        *(lambda c: {**_for_each_sequence(k_start=-1)(c), "window": (None, 0)}, f"k_start: {RANGE}"),
     ),
-    (DENSE, "start beyond the end", _each(k_start=10**6), f"k_start: {RANGE}"),
-    (DENSE, "more keys than there are", _each(seqused_k=10**6), f"seqused_k: {RANGE}"),
-    (DENSE, "more queries than there are", _each(seqused_q=10**6), f"seqused_q: {RANGE}"),
+    (DENSE, "start beyond the end", _for_each_sequence(k_start=10**6), f"k_start: {RANGE}"),
+    (DENSE, "more keys than there are", _for_each_sequence(seqused_k=10**6), f"seqused_k: {RANGE}"),
+    (DENSE, "more queries than there are", _for_each_sequence(seqused_q=10**6), f"seqused_q: {RANGE}"),
     (
         *(DENSE, "start beyond the keys in use"),
-        *(_each(k_start=1, seqused_k=0), "k_start: expected values of at most seqused_k"),
+        *(_for_each_sequence(k_start=1, seqused_k=0), "k_start: expected values of at most seqused_k"),
     ),
     (
         *(PACKED, "packed with a start"),
-        *(_of("k_start", lambda c: c["cu_seqlens_q"][:-1]), "k_start: expected None with cu_seqlens_k"),
+        *(_with("k_start", lambda c: c["cu_seqlens_q"][:-1]), "k_start: expected None with cu_seqlens_k"),
     ),
     (PACKED, "cumulative from 1", edited("cu_seqlens_q", lambda x: x + 1), f"cu_seqlens_q: {ASCENDING}"),
     (
@@ -122,12 +127,17 @@ WRONG_VALUES: tuple[tuple[str, str, Change, str], ...] = (
         *(edited("cu_seqlens_k", lambda x: torch.cat((x, x[-1:]))), "cu_seqlens_k: expected shape"),
     ),
     (PACKED, "longest too short", given(max_seqlen_q=0), "max_seqlen_q: expected at least"),
-    (PAGES, "page size odd", _keys(lambda x: x[:, :-1]), "k: expected a page size"),
+    (PAGES, "page size odd", _edit_keys(lambda x: x[:, :-1]), "k: expected a page size"),
     (PAGES, "page that does not exist", edited("block_table", lambda x: x + 10**6), f"block_table: {RANGE}"),
     (PAGES, "another number of tables", edited("block_table", lambda x: x[:-1]), "block_table: expected"),
     (PAGES, "more keys than pages", edited("seqused_k", lambda x: x + 10**6), f"seqused_k: {RANGE}"),
-    (PAGES, "more keys than a table has room for", _of("seqused_k", _beyond_the_table), f"seqused_k: {RANGE}"),
-    (PAGES, "pages with a start", _of("k_start", lambda c: c["seqused_k"]), "k_start: expected None with block_table"),
+    (PAGES, "more keys than a table has room for", _with("seqused_k", _beyond_the_table), f"seqused_k: {RANGE}"),
+    (
+        PAGES,
+        "pages with a start",
+        _with("k_start", lambda c: c["seqused_k"]),
+        "k_start: expected None with block_table",
+    ),
     (
         *(CACHE, "gradient of a cache"),
         *(edited("k", lambda x: x.clone().requires_grad_()), "k: expected a tensor that does not require grad"),

@@ -76,7 +76,7 @@ def _dimensions() -> Iterator[Case]:
 
 
 def _beyond(kind: Mapping[str, Any]) -> Iterator[Case]:
-    """Yield products that exceed every limit of a grid or a table in one dim and are small in the others."""
+    """Yield products that exceed every limit of a grid or a table in one dim; their other dims are small."""
     function, long = kind["function"], {"m_dim": 3, "n_dim": 5, "k_dim": 28672}
     bias = {"bias": True} if function == LINEAR else {}
     yield Case("n-65600", {"m_dim": 3, "n_dim": 65600, "k_dim": 5}, bias, relations=CHECKED, **kind)
@@ -102,7 +102,7 @@ DIMENSIONS: tuple[Case, ...] = tuple(_dimensions())
 
 
 def with_values(x: torch.Tensor, kind: str | None) -> torch.Tensor:
-    """Return an operand of another kind: whole, large or tiny numbers, infinities, or some rows of zeros."""
+    """Return an operand with other values: whole, large or tiny numbers, infinities, or some rows of zeros."""
     if kind == "ties":
         return x.round()
     if kind == "zero-rows":

@@ -1,4 +1,4 @@
-"""Calls of det_gemm, det_linear and det_gemm_dw that must raise: the mistake of each, and its message."""
+"""Calls of det_gemm, det_linear and det_gemm_dw that must raise: the mistake, and a pattern of the message."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _other_dtype(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.bfloat16 if x.dtype == torch.float32 else torch.float32)
 
 
-def _elsewhere(x: torch.Tensor) -> torch.Tensor:
+def _on_meta(x: torch.Tensor) -> torch.Tensor:
     return x.to("meta")
 
 
@@ -34,12 +34,12 @@ def _expanded_buffer(call: Inputs) -> Inputs:
 
 
 def _all_on_meta(call: Inputs) -> Inputs:
-    return {name: _elsewhere(value) if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+    return {name: _on_meta(value) if isinstance(value, torch.Tensor) else value for name, value in call.items()}
 
 
 def _operand(name: str, case: str, second: bool) -> Iterator[IllegalCall]:
-    """Yield the mistakes of any matrix operand, and those of an operand that must match the one before it."""
-    bad: list[Row] = [
+    """Yield mistakes in a matrix operand; a ``second`` operand must also match the first one."""
+    mistakes: list[Row] = [
         ("not a tensor", given(**{name: [[1.0]]}), TypeError, "expected a tensor, got list"),
         ("of integers", edited(name, torch.Tensor.int), TypeError, "expected dtype"),
         ("of FP64", edited(name, torch.Tensor.double), TypeError, "expected dtype"),
@@ -47,15 +47,15 @@ def _operand(name: str, case: str, second: bool) -> Iterator[IllegalCall]:
         ("without dims", given(**{name: torch.tensor(1.0)}), ValueError, "expected (2|at least 1) dims"),
     ]
     if name != "x":
-        bad.append(("of three dims", edited(name, lambda value: value[None]), ValueError, "expected 2 dims"))
+        mistakes.append(("of three dims", edited(name, lambda value: value[None]), ValueError, "expected 2 dims"))
     if second:
-        bad += [
+        mistakes += [
             ("of another dtype", edited(name, _other_dtype), TypeError, "expected dtype"),
-            ("elsewhere", edited(name, _elsewhere), ValueError, "expected device"),
+            ("elsewhere", edited(name, _on_meta), ValueError, "expected device"),
         ]
     return (
         IllegalCall(f"{case}: {name} {what}", change, error, f"{name}: {match}", case)
-        for what, change, error, match in bad
+        for what, change, error, match in mistakes
     )
 
 
@@ -95,7 +95,7 @@ MAIN_GRADS: tuple[Row, ...] = tuple(
         ("not a tensor", lambda _: [0.0], TypeError, "a tensor"),
         ("of BF16", torch.Tensor.bfloat16, TypeError, "dtype"),
         ("of another shape", lambda buffer: buffer[None], ValueError, "shape"),
-        ("elsewhere", _elsewhere, ValueError, "device"),
+        ("elsewhere", _on_meta, ValueError, "device"),
     )
 )
 ILLEGAL = (
@@ -113,7 +113,7 @@ ILLEGAL = (
         ("bias of another dtype", edited("bias", _other_dtype), TypeError, "bias: expected dtype"),
         ("bias of two dims", edited("bias", lambda bias: bias[None]), ValueError, "bias: expected 1 dims"),
         ("bias of another N", edited("bias", lambda bias: bias[1:]), ValueError, "bias: expected shape"),
-        ("bias elsewhere", edited("bias", _elsewhere), ValueError, "bias: expected device"),
+        ("bias elsewhere", edited("bias", _on_meta), ValueError, "bias: expected device"),
         *MAIN_GRADS,
         *SEGMENTS,
         *JOINED,
@@ -129,7 +129,7 @@ ILLEGAL = (
         ("buffer not a tensor", _buffer(lambda _: 0), TypeError, "accumulate_into: expected a tensor"),
         ("buffer of BF16", _buffer(torch.Tensor.bfloat16), TypeError, "accumulate_into: expected dtype float32"),
         ("buffer of another shape", _buffer(lambda out: out[None]), ValueError, "accumulate_into: expected shape"),
-        ("buffer elsewhere", _buffer(_elsewhere), ValueError, "accumulate_into: expected device"),
+        ("buffer elsewhere", _buffer(_on_meta), ValueError, "accumulate_into: expected device"),
         ("buffer requires grad", _buffer(torch.Tensor.requires_grad_), ValueError, "accumulate_into: .* require grad"),
         ("buffer expanded", _expanded_buffer, ValueError, "accumulate_into: .* storage of their own"),
         (

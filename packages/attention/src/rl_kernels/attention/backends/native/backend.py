@@ -37,7 +37,7 @@ FEWEST = 8
 LEAST = -87.0
 """Smallest exponent of a weight: powers below FP32's normal numbers take up to twenty times as long."""
 LOWEST = torch.finfo(torch.float32).min
-"""Takes the place of the maximum of a row that sees no key."""
+"""The maximum of a row that sees no key, instead of -inf."""
 
 
 def forward(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,7 +152,7 @@ def _by_blocks(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def _height(batch: Batch) -> int:
-    """Return how many rows of each sequence to compute at once: those of 64 queries, if the cache has room."""
+    """Return the number of rows per sequence to compute at once: the rows of 64 queries, if the cache has room."""
     rows = min(BLOCK * batch.group, ROWS) // BLOCK * BLOCK
     return rows if batch.heads * rows * batch.keys <= LARGEST else BLOCK
 

@@ -86,7 +86,7 @@ class Batch:
         return self.items == 1
 
     def rows_of(self, x: torch.Tensor, width: int) -> torch.Tensor:
-        """Return the queries in ``x[..., T, H, D]`` as rows, ``[items * Hkv, rows, width]`` in FP32 with zeros."""
+        """Return the queries in ``x[..., T, H, D]`` as FP32 rows ``[items * Hkv, rows, width]``, padded with zeros."""
         parts = []
         for place in self.places:
             queries = self._grouped(x, place)
@@ -132,14 +132,14 @@ class Batch:
         return x.view(*x.shape[:-2], self.kv_heads, self.group, x.shape[-1]).transpose(-4, -3)
 
     def _tokens(self, x: torch.Tensor, place: Place, width: int) -> torch.Tensor:
-        """Return rows in use, ``[..., Hkv, T, group, width]``."""
+        """Return the rows in use as ``[..., Hkv, T, group, width]``."""
         rows = place.rows * self.group
         if rows < self.rows or width < x.shape[-1]:
             x = x[..., :rows, :width]
         return x.view(*x.shape[:-2], place.rows, self.group, width)
 
     def visible_keys(self, row: int, count: int) -> VisibleKeys:
-        """Return the keys that ``count`` rows from ``row`` on see."""
+        """Return the keys that rows ``row`` to ``row + count`` see."""
         first, last = (self._bounds(at // self.group) for at in (row, row + count - 1))
         begin = min(max(min(low for low, _ in first), 0) // BLOCK * BLOCK, self.keys - BLOCK)
         end = max(high for _, high in last)

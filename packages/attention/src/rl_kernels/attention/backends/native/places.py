@@ -24,8 +24,8 @@ class Place:
         count: number of its queries, used or not; the last one stands at the last key.
         keys: index of its keys in k and v.
         length: number of its keys, dropped ones included.
-        missing: marks keys on pages that do not exist.
-        gone: keys before ``keys`` that the cache of a sliding window has dropped, modulo a block.
+        missing: mask of keys on pages that do not exist, or None without pages.
+        dropped: number of keys before ``keys`` that the cache of a sliding window has dropped, modulo a block.
         items: number of sequences.
     """
 

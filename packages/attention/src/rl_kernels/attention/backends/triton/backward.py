@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rl_kernels.attention.backends.triton.loads import UNIT, loaded
+from rl_kernels.attention.backends.triton.loads import UNIT, load_rows
 from rl_kernels.attention.backends.triton.tiles import LOG2E
 from rl_kernels.core.triton_lib.arithmetic import fma, product
 from rl_kernels.core.triton_lib.softcap import slope
@@ -32,9 +32,9 @@ def rows_of(
     rows = program * ROWS + tl.arange(0, ROWS)
     t, head = rows // HEADS, rows % HEADS
     inside = t < queries
-    out = loaded(OUT, ((b * queries + t) * HEADS + head) * DV, inside, DV, WIDTH_V)
+    out = load_rows(OUT, ((b * queries + t) * HEADS + head) * DV, inside, DV, WIDTH_V)
     offsets = b * g_batch * UNIT + t * (G_STEP * UNIT) + head * (G_HEAD * UNIT)
-    grad = loaded(GRAD, offsets, inside, DV, WIDTH_V)
+    grad = load_rows(GRAD, offsets, inside, DV, WIDTH_V)
     delta = tl.sum(product(out.to(tl.float32), grad.to(tl.float32)), 1)
     lse = tl.load(LSE + (b * HEADS + head) * queries + t, mask=inside, other=0.0)
     scaled = product(lse, tl.full(lse.shape, LOG2E, tl.float32))

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from rl_kernels.attention.backends.triton.backward import dscores_of, weights_of
 from rl_kernels.attention.backends.triton.dq import MORE_SIZES
-from rl_kernels.attention.backends.triton.loads import UNIT, keys_of, loaded, queries_of, row_box, rows_at, within
-from rl_kernels.attention.backends.triton.tiles import product_of, scores_of, sees
+from rl_kernels.attention.backends.triton.loads import UNIT, keys_of, load_rows, queries_of, row_box, rows_at, within
+from rl_kernels.attention.backends.triton.tiles import is_visible, product_of, scores_of
 from rl_kernels.core.triton_lib.arithmetic import product
 
 SIZES_OF_KEYS = tuple(name for name in MORE_SIZES if name not in ("pages", "table_step"))
@@ -33,7 +33,7 @@ def weights_with_rows(
     lse = tl.load(LSES + rows, mask=t < used, other=float("inf"))
     weights = weights_of(score, lse[None, :], factor)
     if (r < full_from) | (r + ROWS > full_to):
-        visible = tl.trans(sees(t + shift, at, left, right, gone, length)) & (t < used)[None, :]
+        visible = tl.trans(is_visible(t + shift, at, left, right, gone, length)) & (t < used)[None, :]
         weights = tl.where(visible, weights, 0.0)
     return score, weights
 
@@ -84,11 +84,11 @@ def of_keys(
     row, ahead = (first_k + tile * BLOCK).to(tl.int64), tl.arange(0, BLOCK).to(tl.int64)
     k_base = K + of_batch * k_batch * UNIT + row * (K_STEP * UNIT) + head.to(tl.int64) * k_head * UNIT
     v_base = V + of_batch * v_batch * UNIT + row * (V_STEP * UNIT) + head.to(tl.int64) * v_head * UNIT
-    known = at < length
+    valid = at < length
     if LEFT and FIRST_K is not None:
-        known = known & (at >= gone)
-    k = loaded(k_base, ahead * (K_STEP * UNIT), known, D, WIDTH)
-    v = loaded(v_base, ahead * (V_STEP * UNIT), known, DV, WIDTH_V)
+        valid = valid & (at >= gone)
+    k = load_rows(k_base, ahead * (K_STEP * UNIT), valid, D, WIDTH)
+    v = load_rows(v_base, ahead * (V_STEP * UNIT), valid, DV, WIDTH_V)
 
     origin = tl.maximum(-shift - right, 0) * GROUP
     t_low = tl.maximum(tile * BLOCK - right - shift, 0)
@@ -137,7 +137,7 @@ def of_keys(
     dk = product(dk, tl.full(dk.shape, scale, tl.float32))
     place = (of_batch * keys + row) * KV_HEADS + head
     d, dd = tl.arange(0, WIDTH), tl.arange(0, WIDTH_V)
-    mask, mask_v = known[:, None], known[:, None]
+    mask, mask_v = valid[:, None], valid[:, None]
     if D != WIDTH:
         mask = mask & (d < D)[None, :]
     if DV != WIDTH_V:

@@ -12,7 +12,7 @@ import triton.language as tl
 from rl_kernels.attention.backends.triton.backward import dscores_of, weights_of
 from rl_kernels.attention.backends.triton.forward import SIZES
 from rl_kernels.attention.backends.triton.loads import UNIT, key_box, keys_at, keys_of, queries_of, rows_at, within
-from rl_kernels.attention.backends.triton.tiles import product_of, scores_of, seen_from, seen_to, sees
+from rl_kernels.attention.backends.triton.tiles import end_visible, first_visible, is_visible, product_of, scores_of
 from rl_kernels.core.triton_lib.arithmetic import product
 
 MORE_SIZES = (*(name for name in SIZES if name != "segments"), "g_batch")
@@ -28,7 +28,7 @@ def weights_with_keys(
     weights = weights_of(score, lse[:, None], factor)
     if (n < low_most) | (n + BLOCK > high_least):
         at = n + tl.arange(0, BLOCK)
-        weights = tl.where(sees(position, at, left, right, gone, length), weights, 0.0)
+        weights = tl.where(is_visible(position, at, left, right, gone, length), weights, 0.0)
     return score, weights
 
 
@@ -67,8 +67,8 @@ def of_queries(
     t = rows // GROUP
     shift = length - count
     t_first, t_last = tile * ROWS // GROUP, tl.minimum((tile * ROWS + ROWS - 1) // GROUP, used - 1)
-    first, low_most = seen_from(t_first, shift, left, gone), seen_from(t_last, shift, left, gone)
-    high_least, end = seen_to(t_first, shift, right, length), seen_to(t_last, shift, right, length)
+    first, low_most = first_visible(t_first, shift, left, gone), first_visible(t_last, shift, left, gone)
+    high_least, end = end_visible(t_first, shift, right, length), end_visible(t_last, shift, right, length)
     end = tl.where(t_first < used, end, 0)
 
     q_base = Q + batch.to(tl.int64) * q_batch * UNIT + head.to(tl.int64) * (GROUP * Q_HEAD * UNIT)

@@ -13,10 +13,10 @@ import triton.language as tl
 from rl_kernels.attention.backends.triton.loads import SEGMENT, UNIT, keys_of, queries_of, rows_at
 from rl_kernels.attention.backends.triton.tiles import (
     empty_state,
+    end_visible,
     finish_rows,
+    first_visible,
     merge_states,
-    seen_from,
-    seen_to,
     segment_of,
 )
 
@@ -75,8 +75,8 @@ def attend(
     shift = length - count
     position = t + shift
     t_first, t_last = tile * ROWS // GROUP, tl.minimum((tile * ROWS + ROWS - 1) // GROUP, used - 1)
-    first, low_most = seen_from(t_first, shift, left, gone), seen_from(t_last, shift, left, gone)
-    high_least, end = seen_to(t_first, shift, right, length), seen_to(t_last, shift, right, length)
+    first, low_most = first_visible(t_first, shift, left, gone), first_visible(t_last, shift, left, gone)
+    high_least, end = end_visible(t_first, shift, right, length), end_visible(t_last, shift, right, length)
     # A tile without a query in use sees no key.
     end = tl.where(t_first < used, end, 0)
 

@@ -69,9 +69,9 @@ def keys_at(
     compile-time constant: an address register for each row would be too many. GONE: there may be keys that are gone.
     """
     ahead = tl.arange(0, BLOCK)
-    known = n + ahead < length
+    valid = n + ahead < length
     if GONE:
-        known = known & (ahead >= gone - n)
+        valid = valid & (ahead >= gone - n)
     # 64 bits from the start: the compiler cannot split a sum that is widened later into an address and constants.
     zero = tl.zeros((), tl.int64)
     offsets = ahead.to(tl.int64) * (STEP * UNIT)
@@ -80,16 +80,16 @@ def keys_at(
     elif PAGE % BLOCK == 0:
         page = tl.load(TABLE + n // PAGE).to(tl.int64)
         exists = (page >= 0) & (page < pages)
-        known = known & exists
+        valid = valid & exists
         # A missing page reads page 0 instead; its scores become NaN.
         rows = BASE + tl.where(exists, page, 0) * ((zero + page_step) * UNIT) + (zero + n % PAGE) * (STEP * UNIT)
     else:
-        page = tl.load(TABLE + (n + ahead) // PAGE, mask=known, other=0).to(tl.int64)
-        known = known & (page >= 0) & (page < pages)
+        page = tl.load(TABLE + (n + ahead) // PAGE, mask=valid, other=0).to(tl.int64)
+        valid = valid & (page >= 0) & (page < pages)
         rows = BASE
-        offsets = tl.where(known, page, 0) * ((zero + page_step) * UNIT)
+        offsets = tl.where(valid, page, 0) * ((zero + page_step) * UNIT)
         offsets += ((n + ahead) % PAGE).to(tl.int64) * (STEP * UNIT)
-    return loaded(rows, offsets, known, SIZE, WIDTH), known
+    return load_rows(rows, offsets, valid, SIZE, WIDTH), valid
 
 
 @triton.jit
@@ -109,19 +109,19 @@ def rows_at(
         # Then the offsets are the same for every tile.
         place = BASE + (zero + first + row // GROUP) * (STEP * UNIT)
         t, group = ahead // GROUP, ahead % GROUP
-        known = row // GROUP + t < used
+        valid = row // GROUP + t < used
     else:
         place = BASE + (zero + first) * (STEP * UNIT)
         t, group = (row + ahead) // GROUP, (row + ahead) % GROUP
-        known = t < used
-    return loaded(place, t.to(tl.int64) * (STEP * UNIT) + group.to(tl.int64) * (HEAD * UNIT), known, SIZE, WIDTH)
+        valid = t < used
+    return load_rows(place, t.to(tl.int64) * (STEP * UNIT) + group.to(tl.int64) * (HEAD * UNIT), valid, SIZE, WIDTH)
 
 
 @triton.jit
-def loaded(BASE, offsets, known, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Load rows, zeros where ``known`` is false; WIDTH is SIZE, or the next power of two."""
+def load_rows(BASE, offsets, valid, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Load rows, zeros where ``valid`` is false; WIDTH is SIZE, or the next power of two."""
     d = tl.arange(0, WIDTH)
-    mask = known[:, None]
+    mask = valid[:, None]
     if SIZE != WIDTH:
         mask = mask & (d < SIZE)[None, :]
     return tl.load(BASE + (offsets[:, None] + d.to(tl.int64)[None, :]), mask=mask, other=0.0)

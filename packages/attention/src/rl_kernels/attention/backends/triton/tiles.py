@@ -21,19 +21,19 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def seen_from(t, shift, left, gone):
+def first_visible(t, shift, left, gone):
     """Return the first key that query t sees; ``shift`` is the position of query 0."""
     return tl.maximum(t + shift - left, gone)
 
 
 @triton.jit
-def seen_to(t, shift, right, length):
+def end_visible(t, shift, right, length):
     """Return the end of the keys that query t sees: one after the last."""
     return tl.minimum(tl.maximum(t + shift + right + 1, 0), length)
 
 
 @triton.jit
-def sees(position, at, left, right, gone, length):
+def is_visible(position, at, left, right, gone, length):
     """Return a mask of the keys ``at`` that the queries at ``position`` see; two bounds per row take more registers."""
     ahead = at[None, :] - position[:, None]
     return (ahead >= -left) & (ahead <= right) & ((at >= gone) & (at < length))[None, :]
@@ -114,7 +114,7 @@ def finish_rows(top, total, acc, SINKS, heads):
 
 
 @triton.jit
-def masked(score, n, missing, position, left, right, low_most, high_least, gone, length, BLOCK: tl.constexpr):
+def mask_scores(score, n, missing, position, left, right, low_most, high_least, gone, length, BLOCK: tl.constexpr):
     """Mask the scores of the block at ``n``: -inf where a row does not see a key, NaN where its page is missing.
 
     All rows see keys ``low_most`` to ``high_least``, so blocks within these need no mask.
@@ -122,7 +122,7 @@ def masked(score, n, missing, position, left, right, low_most, high_least, gone,
     if (n < low_most) | (n + BLOCK > high_least) | missing:
         at = n + tl.arange(0, BLOCK)
         score = tl.where(missing, float("nan"), score)
-        score = tl.where(sees(position, at, left, right, gone, length), score, float("-inf"))
+        score = tl.where(is_visible(position, at, left, right, gone, length), score, float("-inf"))
     return score
 
 
@@ -164,7 +164,7 @@ def segment_of(
         for n in tl.range(first, whole, BLOCK):
             k, missing = key_box(K_BOX, TABLE, n, box_b, box_row, head, pages, WIDTH, PAGE, BLOCK)
             score = scores_of(q, tl.trans(k), cap, rate, CAPPED)
-            score = masked(score, n, missing, position, left, right, low_most, high_least, gone, length, BLOCK)
+            score = mask_scores(score, n, missing, position, left, right, low_most, high_least, gone, length, BLOCK)
             top, total, acc, weights = rescale_state(score, top, total, acc, factor, ROWS, BLOCK)
             # Not earlier: so the values arrive while the weights are computed.
             v, _ = key_box(V_BOX, TABLE, n, box_b, box_row, head, pages, WIDTH_V, PAGE, BLOCK)
@@ -172,18 +172,18 @@ def segment_of(
         if (whole < end) & (first < end):
             k, missing = key_box(K_BOX, TABLE, whole, box_b, box_row, head, pages, WIDTH, PAGE, BLOCK)
             score = scores_of(q, tl.trans(k), cap, rate, CAPPED)
-            score = masked(score, whole, missing, position, left, right, low_most, high_least, gone, length, BLOCK)
+            score = mask_scores(score, whole, missing, position, left, right, low_most, high_least, gone, length, BLOCK)
             top, total, acc, weights = rescale_state(score, top, total, acc, factor, ROWS, BLOCK)
             v, _ = key_box(V_BOX, TABLE, whole, box_b, box_row, head, pages, WIDTH_V, PAGE, BLOCK)
             acc = accumulate(acc, weights, within(v, whole, length, BLOCK))
     else:
         for n in tl.range(first, end, BLOCK):
-            k, known = keys_at(K, TABLE, n, gone, length, pages, k_page, K_STEP, D, WIDTH, PAGE, BLOCK, GONE)
+            k, valid = keys_at(K, TABLE, n, gone, length, pages, k_page, K_STEP, D, WIDTH, PAGE, BLOCK, GONE)
             score = scores_of(q, tl.trans(k), cap, rate, CAPPED)
             if TABLE is not None:
                 at = n + tl.arange(0, BLOCK)
-                score = tl.where(known[None, :] | (at >= length)[None, :], score, float("nan"))
-            score = masked(score, n, False, position, left, right, low_most, high_least, gone, length, BLOCK)
+                score = tl.where(valid[None, :] | (at >= length)[None, :], score, float("nan"))
+            score = mask_scores(score, n, False, position, left, right, low_most, high_least, gone, length, BLOCK)
             top, total, acc, weights = rescale_state(score, top, total, acc, factor, ROWS, BLOCK)
             v, _ = keys_at(V, TABLE, n, gone, length, pages, v_page, V_STEP, DV, WIDTH_V, PAGE, BLOCK, GONE)
             acc = accumulate(acc, weights, v)

@@ -73,9 +73,9 @@ class Linear:
     def gradients(
         self, dc: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, into: torch.Tensor | None, needed: Needed
     ) -> Gradients | None:
-        """Return ``dc @ weight`` and ``dc^T @ x``; with ``into[N, K]``, the chain of the second continues there.
+        """Return ``dc @ weight`` and ``dc^T @ x``; with ``into[N, K]``, the chain of the second continues in it.
 
-        Either all needed products are launched or none; None stands for one that is not needed.
+        A gradient that is not needed is None. Either all needed products are launched, or none.
         """
         needs_x, needs_weight = needed
         # A saved-tensor hook may swap the tensors of the forward pass, and a gradient can have any layout.
@@ -115,7 +115,7 @@ class Linear:
 
 
 class Product:
-    """``a @ b + bias`` for operands of one layout at any address; a transposed operand is passed as its transpose.
+    """``a @ b + bias`` for operands of one layout, at any address; a_transposed: ``a`` is passed as its transpose.
 
     Attributes:
         possible: whether it can be launched: if K is cut into segments, TMA must accept the operands.

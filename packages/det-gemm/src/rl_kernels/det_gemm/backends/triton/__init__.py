@@ -1,1 +1,1 @@
-"""The Triton backend of det_gemm: what launches the product, which is core's."""
+"""The Triton backend of det_gemm: it launches core's matrix product."""
