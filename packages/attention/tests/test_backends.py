@@ -41,7 +41,7 @@ PLANTED = (
         (
             Bug(
                 "accumulator not rescaled",
-                "acc = product(acc, tl.broadcast_to(keep[:, None], acc.shape))\n    return",
+                "acc = product(acc, tl.broadcast_to(old_scale[:, None], acc.shape))\n    return",
                 "return",
             ),
             Bug("mask one key too wide", "ahead <= right", "ahead <= right + 1"),

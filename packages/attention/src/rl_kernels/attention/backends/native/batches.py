@@ -69,7 +69,7 @@ class Batch:
         self.kv_heads, self.group = inputs.k.shape[-2], inputs.group
         self.items = sum(place.items for place in places)
         self.heads = self.items * self.kv_heads
-        self.rows, self.keys = _padded(inputs, places[0], multiple)
+        self.rows, self.keys = _padded_sizes(inputs, places[0], multiple)
         lead = places[0].queries[0]
         # A dense batch, or a part of it: a range of sequences, then one of queries.
         self._is_whole = len(places[0].queries) == 2 and isinstance(lead, slice)
@@ -181,11 +181,9 @@ class Batch:
 
 def _pad(x: torch.Tensor, width: int, first: int, rows: int, value: float) -> torch.Tensor:
     """Pad ``x[..., n, D]`` to ``rows`` rows, ``first`` of them in front, and ``width`` columns."""
-    behind = rows - x.shape[-2] - first
+    after = rows - x.shape[-2] - first
     missing = width - x.shape[-1]
-    return (
-        torch.constant_pad_nd(x, (0, missing, first, behind), value) if first or behind or missing else x.contiguous()
-    )
+    return torch.constant_pad_nd(x, (0, missing, first, after), value) if first or after or missing else x.contiguous()
 
 
 def _concatenated(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -228,7 +226,7 @@ def batches(inputs: Inputs, multiple: int, *, backward: bool) -> Iterator[Batch]
     for place in places(inputs):
         used = place.without_padding(inputs.right) if backward else place
         if used.rows > 0:
-            sizes.setdefault(_padded(inputs, used, multiple), []).append(used)
+            sizes.setdefault(_padded_sizes(inputs, used, multiple), []).append(used)
     for (rows, keys), group in sizes.items():
         most = max(LARGEST // (inputs.k.shape[-2] * min(rows, 64) * keys), 1)
         for place in group:
@@ -240,7 +238,7 @@ def batches(inputs: Inputs, multiple: int, *, backward: bool) -> Iterator[Batch]
             yield Batch(inputs, alone[first : first + most], multiple)
 
 
-def _padded(inputs: Inputs, place: Place, multiple: int) -> tuple[int, int]:
+def _padded_sizes(inputs: Inputs, place: Place, multiple: int) -> tuple[int, int]:
     rows = place.rows * inputs.group
     rows += -rows % (multiple if rows <= BLOCK else BLOCK)
     return rows, max(-(-place.length // BLOCK), 1) * BLOCK

@@ -50,8 +50,8 @@ class Place:
         """Return the place of sequences ``first`` to ``end`` of this batch."""
         lead = self.queries[0]
         assert isinstance(lead, slice)
-        some = slice(lead.start + first, lead.start + end)
-        queries, keys = (some, *self.queries[1:]), (some, *self.keys[1:])
+        sequences = slice(lead.start + first, lead.start + end)
+        queries, keys = (sequences, *self.queries[1:]), (sequences, *self.keys[1:])
         return replace(self, queries=queries, keys=keys, items=end - first)
 
 

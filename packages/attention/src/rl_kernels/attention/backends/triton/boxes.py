@@ -40,8 +40,8 @@ def box_of(shape: torch.Size, strides: tuple[int, ...], block: tuple[int, int], 
 
     None for an empty tensor and for a stride of 0: such tensors are loaded by pointers.
     """
-    lead = [1] * (DIMS - len(shape))
-    sizes, steps = [*lead, *shape], [0] * len(lead) + list(strides)
+    leading = [1] * (DIMS - len(shape))
+    sizes, steps = [*leading, *shape], [0] * len(leading) + list(strides)
     if not all(size == 1 or size * step for size, step in zip(sizes, steps, strict=True)):
         return None
     # The stride of a dim of size 1 is never used, but TMA must accept it.
@@ -51,7 +51,7 @@ def box_of(shape: torch.Size, strides: tuple[int, ...], block: tuple[int, int], 
     return Box(sizes, [*steps[:-1], 1], [1, *block, width])
 
 
-def described(
+def descriptors_of(
     boxes: tuple[Box, Box] | None, first: torch.Tensor, second: torch.Tensor
 ) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
     """Return the descriptors of two tensors, or (None, None) without boxes."""

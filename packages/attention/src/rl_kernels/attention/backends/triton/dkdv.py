@@ -79,11 +79,11 @@ def of_keys(
     GOES_ON: tl.constexpr = STARTS_Q is not None or USED_Q is not None
     shift = length - count
     at = tile * BLOCK + tl.arange(0, BLOCK)
-    of_batch = (b if STARTS_K is None else 0 * b).to(tl.int64)
+    key_batch = (b if STARTS_K is None else 0 * b).to(tl.int64)
     # Row of the tile's first key; offsets from it are constants.
     row, ahead = (first_k + tile * BLOCK).to(tl.int64), tl.arange(0, BLOCK).to(tl.int64)
-    k_base = K + of_batch * k_batch * UNIT + row * (K_STEP * UNIT) + head.to(tl.int64) * k_head * UNIT
-    v_base = V + of_batch * v_batch * UNIT + row * (V_STEP * UNIT) + head.to(tl.int64) * v_head * UNIT
+    k_base = K + key_batch * k_batch * UNIT + row * (K_STEP * UNIT) + head.to(tl.int64) * k_head * UNIT
+    v_base = V + key_batch * v_batch * UNIT + row * (V_STEP * UNIT) + head.to(tl.int64) * v_head * UNIT
     valid = at < length
     if LEFT and FIRST_K is not None:
         valid = valid & (at >= gone)
@@ -135,7 +135,7 @@ def of_keys(
             grad = rows_at(g_base, r, first_q, used, G_STEP, G_HEAD, GROUP, DV, WIDTH_V, ROWS)
             dk, dv = with_rows(dk, dv, score, weights, q, grad, v, r, DELTAS + place, used, cap, GROUP, CAPPED, ROWS)
     dk = product(dk, tl.full(dk.shape, scale, tl.float32))
-    place = (of_batch * keys + row) * KV_HEADS + head
+    place = (key_batch * keys + row) * KV_HEADS + head
     d, dd = tl.arange(0, WIDTH), tl.arange(0, WIDTH_V)
     mask, mask_v = valid[:, None], valid[:, None]
     if D != WIDTH:

@@ -102,10 +102,10 @@ def attend(
             D, DV, WIDTH, WIDTH_V, K_STEP, V_STEP, PAGE, CAPPED, ROWS, BLOCK, GONE, GOES_ON,
         )  # fmt: skip
         state = (((b.to(tl.int64) * KV_HEADS + head) * tiles + tile) * segments + part) * ROWS + tl.arange(0, ROWS)
-        there = t < count
-        tl.store(TOPS + state, top, mask=there)
-        tl.store(TOTALS + state, total, mask=there)
-        tl.store(ACCS + state[:, None] * WIDTH_V + tl.arange(0, WIDTH_V)[None, :], acc, mask=there[:, None])
+        has_row = t < count
+        tl.store(TOPS + state, top, mask=has_row)
+        tl.store(TOTALS + state, total, mask=has_row)
+        tl.store(ACCS + state[:, None] * WIDTH_V + tl.arange(0, WIDTH_V)[None, :], acc, mask=has_row[:, None])
     else:
         if ONE:
             top, total, acc = segment_of(
@@ -161,11 +161,11 @@ def finish(
     for first in range(0, stop, SEGMENT * AHEAD):
         for step in tl.static_range(AHEAD):
             at = tl.zeros([PART], tl.int32) + first + step * SEGMENT
-            there = (at < stop) & (t < count)
-            other_top = tl.load(TOPS + state, mask=there, other=float("-inf"))
-            other_total = tl.load(TOTALS + state, mask=there, other=0.0)
+            has_state = (at < stop) & (t < count)
+            other_top = tl.load(TOPS + state, mask=has_state, other=float("-inf"))
+            other_total = tl.load(TOTALS + state, mask=has_state, other=0.0)
             place = ACCS + state[:, None] * WIDTH_V + d[None, :]
-            other_acc = tl.load(place, mask=there[:, None], other=0.0)
+            other_acc = tl.load(place, mask=has_state[:, None], other=0.0)
             top, total, acc = merge_states(top, total, acc, other_top, other_total, other_acc)
             state += ROWS
     out, lse = finish_rows(top, total, acc, SINKS, heads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rl_kernels.attention.backends.triton.boxes import described
+from rl_kernels.attention.backends.triton.boxes import descriptors_of
 from rl_kernels.attention.backends.triton.plan import Plan, plan_of
 from rl_kernels.attention.gpu import Saved
 from rl_kernels.attention.inputs import Inputs
@@ -41,7 +41,7 @@ def launch_forward(plan: Plan, inputs: Inputs, out: torch.Tensor, lse: torch.Ten
         states = tuple([out.new_empty(count * size, dtype=torch.float32) for size in sizes])
     q, k, v = inputs.operands
     with device_of(q):
-        attend(q, k, v, out, lse, sinks, *integer_tensors, table, *described(plan.boxes, k, v), *states)
+        attend(q, k, v, out, lse, sinks, *integer_tensors, table, *descriptors_of(plan.boxes, k, v), *states)
         if count:
             finish(out, lse, sinks, *integer_tensors, *states)
 
@@ -53,6 +53,6 @@ def launch_backward(plan: Plan, inputs: Inputs, saved: Saved, into: tuple[torch.
     dq, dk, dv = into
     rows, queries, keys, boxes = plan.backward(grad.stride(), grad.dtype, out.dtype, lse.dtype)
     rows(out, grad, lse, lses, deltas)
-    queries(q, k, v, grad, lses, deltas, dq, *integer_tensors, table, *described(plan.boxes, k, v))
+    queries(q, k, v, grad, lses, deltas, dq, *integer_tensors, table, *descriptors_of(plan.boxes, k, v))
     if dk is not None and keys is not None:
-        keys(q, k, v, grad, lses, deltas, dk, dv, *integer_tensors[:4], *described(boxes, q, grad))
+        keys(q, k, v, grad, lses, deltas, dk, dv, *integer_tensors[:4], *descriptors_of(boxes, q, grad))

@@ -84,13 +84,13 @@ def finite(top):
 @triton.jit
 def merge_states(top, total, acc, other_top, other_total, other_acc):
     """Merge the states of two ranges of keys; the second range follows the first."""
-    above = tl.maximum(top, other_top)
-    base = finite(above)
+    new_top = tl.maximum(top, other_top)
+    base = finite(new_top)
     a, b = tl.exp2(top - base), tl.exp2(other_top - base)
     total = fma(total, a, product(other_total, b))
     factor = tl.broadcast_to(a[:, None], acc.shape)
     acc = fma(acc, factor, product(other_acc, tl.broadcast_to(b[:, None], acc.shape)))
-    return above, total, acc
+    return new_top, total, acc
 
 
 @triton.jit
@@ -98,18 +98,18 @@ def finish_rows(top, total, acc, SINKS, heads):
     """Return (out, lse) of rows from the state of all their keys, and add the sink to the total."""
     if SINKS is not None:
         sink = product(tl.load(SINKS + heads).to(tl.float32), tl.full(top.shape, LOG2E, tl.float32))
-        above = tl.maximum(top, sink)
-        base = finite(above)
-        keep = tl.exp2(top - base)
-        total = fma(total, keep, tl.exp2(sink - base))
-        acc = product(acc, tl.broadcast_to(keep[:, None], acc.shape))
-        top = above
-    some = total > 0
+        new_top = tl.maximum(top, sink)
+        base = finite(new_top)
+        old_scale = tl.exp2(top - base)
+        total = fma(total, old_scale, tl.exp2(sink - base))
+        acc = product(acc, tl.broadcast_to(old_scale[:, None], acc.shape))
+        top = new_top
+    has_keys = total > 0
     # Not a product with the inverse, which is infinite if the total is far below 1.
-    out = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
+    out = tl.where(has_keys[:, None], acc / tl.where(has_keys, total, 1.0)[:, None], 0.0)
     # NaN > 0 is false, but NaN must not become 0.
     out = tl.where((total != total)[:, None], total[:, None], out)
-    lse = product(top + tl.log2(tl.where(some, total, 1.0)), tl.full(top.shape, LN2, tl.float32))
+    lse = product(top + tl.log2(tl.where(has_keys, total, 1.0)), tl.full(top.shape, LN2, tl.float32))
     return out, tl.where(total == 0, float("-inf"), tl.where(total != total, total, lse))
 
 
@@ -129,14 +129,14 @@ def mask_scores(score, n, missing, position, left, right, low_most, high_least, 
 @triton.jit
 def rescale_state(score, top, total, acc, factor, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the state with a block of scores, and the block's weights, whose values ``accumulate`` adds to acc."""
-    above = tl.maximum(top, product(tl.max(score, 1), tl.full(top.shape, factor, tl.float32)))
-    base = finite(above)
+    new_top = tl.maximum(top, product(tl.max(score, 1), tl.full(top.shape, factor, tl.float32)))
+    base = finite(new_top)
     shift = tl.broadcast_to(-base[:, None], score.shape)
     weights = tl.exp2(fma(score, tl.full(score.shape, factor, tl.float32), shift))
-    keep = tl.exp2(top - base)
-    total = fma(total, keep, row_sum(weights, ROWS, BLOCK))
-    acc = product(acc, tl.broadcast_to(keep[:, None], acc.shape))
-    return above, total, acc, weights
+    old_scale = tl.exp2(top - base)
+    total = fma(total, old_scale, row_sum(weights, ROWS, BLOCK))
+    acc = product(acc, tl.broadcast_to(old_scale[:, None], acc.shape))
+    return new_top, total, acc, weights
 
 
 @triton.jit
