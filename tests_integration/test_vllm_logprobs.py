@@ -77,7 +77,7 @@ def test_names_of_tokens_get_the_numbers_of_sampled_ones(installed: Any, monkeyp
     from vllm.v1.worker.gpu.sample import sampler
 
     logprobs = installed
-    assert sampler.compute_topk_logprobs is logprobs._of_top
+    assert sampler.compute_topk_logprobs is logprobs._top_tokens
     sampled, ranks = torch.tensor([4, 7]), torch.zeros(2)
     ids = torch.tensor([[4, 9, 4], [7, 0, 7]], dtype=torch.int32)
     theirs = torch.tensor([[-1.0, -2.0, -1.0], [-3.0, -4.0, -torch.inf]])
@@ -89,7 +89,7 @@ def test_names_of_tokens_get_the_numbers_of_sampled_ones(installed: Any, monkeyp
             given.append((args, options))
             return LogprobsTensors(ids[:, :shown], theirs[:, :shown], ranks)
 
-        monkeypatch.setitem(logprobs._theirs, "of_top", stock)
+        monkeypatch.setitem(logprobs._originals, "top_tokens", stock)
         logits = torch.zeros(2, 10)
         got = sampler.compute_topk_logprobs(logits, shown - 1, sampled, [0, 1, 2], max_per_req_token_ids=5)
         expected = torch.tensor([[-0.5, -2.0, -0.5], [-0.25, -4.0, -torch.inf]])
@@ -140,7 +140,7 @@ def test_each_thread_has_its_own_step(installed: Any, monkeypatch: pytest.Monkey
     ids, _, expected = stepped(installed, monkeypatch)
 
     def other() -> torch.Tensor:
-        for call in (installed.scores, installed._copied, installed._of_all):
+        for call in (installed.scores, installed._copied, installed._over_vocabulary):
             with pytest.raises(RuntimeError, match="the last logits are none"):
                 call(ids)
         ids_of, _, expected_of = stepped(installed, monkeypatch, rows=3)
@@ -163,7 +163,7 @@ def test_numbers_of_other_tokens_are_vllms_and_ranks_count_logits(
         # A tie counts.
         logits[2, 7] = logits[2, 3]
         exact, ranks = logits.log_softmax(-1), (logits >= logits.gather(1, ids[:, None])).sum(-1)
-        theirs = installed._theirs["gathered"](exact, 3, ids)
+        theirs = installed._originals["gathered"](exact, 3, ids)
         copy = Sampler.compute_logprobs(logits)
         logits.zero_()
         sampler = Sampler()
@@ -189,7 +189,7 @@ def test_numbers_of_other_tokens_are_vllms_and_ranks_count_logits(
 def test_what_is_a_log_prob_already_stays_it(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, logits, _ = stepped(installed, monkeypatch)
     exact = logits.log_softmax(-1)
-    assert installed._of_all(exact) is exact
+    assert installed._over_vocabulary(exact) is exact
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])

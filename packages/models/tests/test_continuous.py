@@ -146,7 +146,7 @@ def test_dropped_keys_are_counted(gone):
         q, k, v = (torch.cat(parts) for parts in zip(*packed, strict=True))
         # One more, without a token: batches of a fixed size are filled up with such.
         ends = torch.tensor([0, *(len(part[1]) for part in packed), 0]).cumsum(0)
-        source, table, used = paged.placed(ends, torch.tensor([*dropped, 3]), len(k), int(ends.diff().max()))
+        source, table, used = paged.page_layout(ends, torch.tensor([*dropped, 3]), len(k), int(ends.diff().max()))
         k, v = (x[source].unflatten(0, (-1, paged.PAGE)) for x in (k, v))
         queries = torch.tensor([0, count, count, count, 0]).cumsum(0)
         found = det_attention(

@@ -16,7 +16,7 @@ from rl_kernels.core.validate import HALF_AND_FLOAT
 from rl_kernels.models.subclasses import subclass
 
 
-def _element_wise(base: type[nn.Module], function: Callable[..., torch.Tensor]) -> type[nn.Module]:
+def _position_independent(base: type[nn.Module], function: Callable[..., torch.Tensor]) -> type[nn.Module]:
     """Return the subclass of an activation that on a CPU rounds each element alike, wherever it stands."""
     original = base.forward
 
@@ -45,8 +45,8 @@ def _silu(x: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling() or is_traced() or forward_ad._current_level >= 0:
         return x / (1 + (-x).clamp(max=80).exp())
     if torch.is_grad_enabled() and x.requires_grad:
-        found: torch.Tensor = _Silu.apply(x)
-        return found
+        result: torch.Tensor = _Silu.apply(x)
+        return result
     return x / x.neg().clamp_(max=80).exp_().add_(1)
 
 
@@ -62,9 +62,9 @@ class _Silu(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         # The steps that autograd takes for the formula above, so that a compiled model has the same bits.
         (x,) = ctx.saved_tensors
-        power = (-x).clamp(max=80).exp()
-        below = 1 + power
-        return grad / below + torch.where(x < -80, 0.0, grad * (x / below / below) * power)
+        exponential = (-x).clamp(max=80).exp()
+        denominator = 1 + exponential
+        return grad / denominator + torch.where(x < -80, 0.0, grad * (x / denominator / denominator) * exponential)
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ _BY_NAME = {
     "SqrtSoftplusActivation": lambda x: torch.sqrt(_softplus(x)),
 }
 """Activations of transformers to swap; the others need no swap, or ``audit`` finds them."""
-_USUAL = {"alpha": 1.0, "beta": 1, "threshold": 20}
+_DEFAULTS = {"alpha": 1.0, "beta": 1, "threshold": 20}
 """Settings of the ELU, CELU and Softplus that are swapped."""
 
 
@@ -129,6 +129,6 @@ def activation(module: nn.Module) -> tuple[type[nn.Module] | None, str]:
         return None, ""
     if getattr(module, "approximate", None) == "tanh":
         function = _gelu_tanh
-    if any(getattr(module, name, value) != value for name, value in _USUAL.items()):
-        return None, f"on a CPU {type(module).__name__} with other settings than {_USUAL} rounds by position"
-    return _element_wise(type(module), function), ""
+    if any(getattr(module, name, value) != value for name, value in _DEFAULTS.items()):
+        return None, f"on a CPU {type(module).__name__} with other settings than {_DEFAULTS} rounds by position"
+    return _position_independent(type(module), function), ""

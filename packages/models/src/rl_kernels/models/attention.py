@@ -71,34 +71,34 @@ def attention_mask(
     """
     if use_vmap:
         raise ValueError(f"attention_mask: expected {OURS}; this model adds a pattern of its own")
-    first = None if attention_mask is None else _first_keys(attention_mask)
+    first_keys = None if attention_mask is None else _first_keys(attention_mask)
     # transformers passes this option for bidirectional masks only.
     if "allow_is_bidirectional_skip" in options:
-        if first is None or attention_mask is None:
+        if first_keys is None or attention_mask is None:
             return None
         if attention_mask.shape != (batch_size, kv_length) or (local_size is not None and kv_length != q_length):
             raise ValueError(f"attention_mask: expected shape {(batch_size, kv_length)} for bidirectional attention")
-        return _around_padding(first, attention_mask, q_length if local_size is None else None)
-    known = None
+        return _packed_with_padding(first_keys, attention_mask, q_length if local_size is None else None)
+    supported = None
     if not _is_causal(mask_function):
         assert mask_function is not None
-        begins, known = _pattern(mask_function, batch_size, q_length, q_offset, local_size, device)
+        begins, supported = _pattern(mask_function, batch_size, q_length, q_offset, local_size, device)
         if begins is not None:
-            if first is not None or kv_length != q_length or kv_offset:
+            if first_keys is not None or kv_length != q_length or kv_offset:
                 raise ValueError("attention_mask: expected packed sequences without padding or a cache")
             return _packed(begins.flatten().nonzero().flatten(), batch_size * q_length)
-    used = q_offset + q_length - kv_offset
-    if isinstance(used, torch.Tensor) or used != kv_length:
-        counts = torch.as_tensor(used, device=device).expand(batch_size)
-    elif first is None and known is None and not kv_offset:
+    keys_used = q_offset + q_length - kv_offset
+    if isinstance(keys_used, torch.Tensor) or keys_used != kv_length:
+        counts = torch.as_tensor(keys_used, device=device).expand(batch_size)
+    elif first_keys is None and supported is None and not kv_offset:
         return None
     else:
         counts = None
-    start = torch.zeros(batch_size, dtype=torch.int64, device=device) if first is None else first
+    start = torch.zeros(batch_size, dtype=torch.int64, device=device) if first_keys is None else first_keys
     # Keeps UNSUPPORTED, and stays within int32.
     start = (start - kv_offset).clamp(min=UNSUPPORTED)
-    if known is not None:
-        start = torch.where(known, start, UNSUPPORTED)
+    if supported is not None:
+        start = torch.where(supported, start, UNSUPPORTED)
     return torch.stack([start] if counts is None else [start, counts])[:, None, None].int()
 
 
@@ -112,14 +112,14 @@ def _is_causal(mask_function: MaskFunction | None) -> bool:
 def _first_keys(mask: torch.Tensor) -> torch.Tensor | None:
     """Return the first key of each sequence that is no padding, or None if there is no padding."""
     runs = mask[:, :1].sum(1) + (mask[:, 1:] & ~mask[:, :-1]).sum(1)
-    whole = runs <= 1
+    contiguous = runs <= 1
     first = torch.where(runs > 0, mask.int().argmax(1), mask.shape[1])
     if values_hidden(mask):
-        return torch.where(whole, first, UNSUPPORTED)
-    every, no_hole = torch.stack((mask.all(), whole.all())).tolist()
-    if not no_hole:
+        return torch.where(contiguous, first, UNSUPPORTED)
+    all_tokens, all_contiguous = torch.stack((mask.all(), contiguous.all())).tolist()
+    if not all_contiguous:
         raise ValueError("attention_mask: expected padding before or after a sequence, got some between its tokens")
-    return None if every else first
+    return None if all_tokens else first
 
 
 def _pattern(
@@ -144,20 +144,20 @@ def _pattern(
     last = query[:, -1:]
 
     def sees(key: torch.Tensor) -> torch.Tensor:
-        found = mask_function(row, torch.zeros_like(row), query, key.clamp(min=0).minimum(last))
-        return found.expand(batch, count) & (key >= 0) & (key <= last)
+        visible = mask_function(row, torch.zeros_like(row), query, key.clamp(min=0).minimum(last))
+        return visible.expand(batch, count) & (key >= 0) & (key <= last)
 
     begins = ~sees(query - 1)
     start = torch.where(begins, query, 0).cummax(1).values
     oldest = start if window is None else torch.maximum(start, query - window + 1)
     fits = (sees(query) & sees(oldest) & ~sees(query + 1) & ~sees(oldest - 1)).all()
-    one = ~(begins & (query > 0)).any()
+    single = ~(begins & (query > 0)).any()
     if values_hidden(query):
-        return None, fits & one
-    is_ours, is_one = torch.stack((fits, one)).tolist()
-    if not is_ours:
+        return None, fits & single
+    is_supported, is_single = torch.stack((fits, single)).tolist()
+    if not is_supported:
         raise ValueError(f"attention_mask: expected {OURS}; this model has another pattern")
-    return (None, None) if is_one else (begins, None)
+    return (None, None) if is_single else (begins, None)
 
 
 def _packed(first: torch.Tensor, total: int) -> torch.Tensor:
@@ -166,7 +166,7 @@ def _packed(first: torch.Tensor, total: int) -> torch.Tensor:
     return bounds.expand(PACKED, 1, int(bounds.diff().max()), -1)
 
 
-def _around_padding(first: torch.Tensor, mask: torch.Tensor, queries: int | None) -> torch.Tensor:
+def _packed_with_padding(first: torch.Tensor, mask: torch.Tensor, queries: int | None) -> torch.Tensor:
     """Return the mask of keys packed together with their padding.
 
     Args:
@@ -246,7 +246,7 @@ def attention_forward(
     dtype = autocast_dtype(value) or value.dtype
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     side = None if sliding_window is None else sliding_window - 1
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "causal": getattr(module, "is_causal", True) if is_causal is None else is_causal,
         "scale": scaling,
         "window": None if side is None else (side, side),
@@ -257,29 +257,29 @@ def attention_forward(
     if cache is not None:
         lengths: dict[str, Any] = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         lengths |= {"max_length_q": max_length_q, "max_length_k": max_length_k}
-        k, v, where = paged.keys_of(module, key, value, cache, sliding_window, options | lengths)
-        return det_attention(query[0].transpose(0, 1), k.to(dtype), v.to(dtype), **given, **where)[None], None
+        k, v, locations = paged.keys_of(module, key, value, cache, sliding_window, options | lengths)
+        return det_attention(query[0].transpose(0, 1), k.to(dtype), v.to(dtype), **arguments, **locations)[None], None
     if cu_seq_lens_q is not None:
         longest = {"max_seqlen_q": max_length_q, "max_seqlen_k": max_length_k}
-        given |= {"cu_seqlens_q": cu_seq_lens_q, "cu_seqlens_k": cu_seq_lens_k, **longest}
+        arguments |= {"cu_seqlens_q": cu_seq_lens_q, "cu_seqlens_k": cu_seq_lens_k, **longest}
     elif attention_mask is not None:
-        given |= _where(attention_mask, query.shape[2])
-    elif not given["causal"] and options.get("position_ids") is not None:
+        arguments |= _mask_arguments(attention_mask, query.shape[2])
+    elif not arguments["causal"] and options.get("position_ids") is not None:
         _require_one_sequence(options["position_ids"])
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if "cu_seqlens_q" not in given:
-        return det_attention(q, k, v, **given), None
-    out = det_attention(*(x.flatten(0, 1) for x in (q, k, v)), **given)
+    if "cu_seqlens_q" not in arguments:
+        return det_attention(q, k, v, **arguments), None
+    out = det_attention(*(x.flatten(0, 1) for x in (q, k, v)), **arguments)
     return out.unflatten(0, q.shape[:2]), None
 
 
 def _require_one_sequence(positions: torch.Tensor) -> None:
     """Fail if only positions separate the sequences of a row: some models drop their mask for flash attention."""
-    one = (positions.diff(dim=-1) == 1).all()
+    consecutive = (positions.diff(dim=-1) == 1).all()
     message = "position_ids: expected one sequence per row for bidirectional attention without a mask"
     if values_hidden(positions):
-        torch._assert_async(one, message)
-    elif not one:
+        torch._assert_async(consecutive, message)
+    elif not consecutive:
         raise ValueError(f"{message}; keep the model's own attention")
 
 
@@ -289,11 +289,11 @@ def _require_supported(start: torch.Tensor) -> None:
         torch._assert_async((start != UNSUPPORTED).all(), f"attention_mask: expected {OURS}")
 
 
-def _where(mask: torch.Tensor, queries: int) -> dict[str, Any]:
+def _mask_arguments(mask: torch.Tensor, num_queries: int) -> dict[str, Any]:
     """Return the arguments of det_attention that our mask of rows of so many queries encodes."""
     if mask.ndim != 4 or mask.dtype != torch.int32:
-        found = f"{mask.dtype} {tuple(mask.shape)}"
-        raise ValueError(f"attention_mask: expected [B, S], 0 for padding, or None; got {found}")
+        got = f"{mask.dtype} {tuple(mask.shape)}"
+        raise ValueError(f"attention_mask: expected [B, S], 0 for padding, or None; got {got}")
     kind, _, longest, _ = mask.shape
     if kind == PACKED:
         bounds = mask[0, 0, 0]
@@ -301,6 +301,6 @@ def _where(mask: torch.Tensor, queries: int) -> dict[str, Any]:
     start = mask[0, 0, 0]
     if kind == APART:
         lengths = {"cu_seqlens_q": start, "cu_seqlens_k": mask[APART // 2, 0, 0], "max_seqlen_k": longest}
-        return {**lengths, "max_seqlen_q": queries}
+        return {**lengths, "max_seqlen_q": num_queries}
     _require_supported(start)
     return {"k_start": start} if kind == 1 else {"k_start": start, "seqused_k": mask[1, 0, 0]}

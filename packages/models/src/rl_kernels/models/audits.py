@@ -12,7 +12,7 @@ from torch import nn
 
 from rl_kernels.core import validate as check
 from rl_kernels.models.differ import Comparison, Finding
-from rl_kernels.models.trace import Seen, watched
+from rl_kernels.models.trace import TracedTensor, watched
 from rl_kernels.models.variants import Piece, Variant, of_prompts, of_rows
 
 
@@ -79,18 +79,18 @@ def audit(
     variants = _variants(model, inputs, prompts, length, seed)
     _, alone = next(variants)
     rows, names = Comparison(model), []
-    found: list[tuple[int, Finding]] = []
-    with _evaluated(model):
+    differences: list[tuple[int, Finding]] = []
+    with _in_eval_mode(model):
         _run(model, alone, rows.remember)
         for name, pieces in variants:
             names.append(name)
             rows.begin(name)
             _run(model, pieces, rows.compare)
-            found += [] if rows.first is None else [rows.first]
+            differences += [] if rows.first is None else [rows.first]
     if not rows.compared:
         raise ValueError("inputs: no module has an output with the samples as first dim, nothing could be compared")
-    culprit = min(found, key=lambda one: one[0])[1] if found else None
-    return AuditResult(tuple(names), tuple(finding for _, finding in found), rows.compared, rows.skipped, culprit)
+    culprit = min(differences, key=lambda difference: difference[0])[1] if differences else None
+    return AuditResult(tuple(names), tuple(finding for _, finding in differences), rows.compared, rows.skipped, culprit)
 
 
 def _variants(
@@ -127,7 +127,7 @@ def random_prompts(vocabulary: int, count: int, length: int, seed: int) -> list[
 
 
 @contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -137,10 +137,10 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _run(model: nn.Module, pieces: list[Piece], see: Callable[[Piece, Seen], None]) -> None:
+def _run(model: nn.Module, pieces: list[Piece], callback: Callable[[Piece, TracedTensor], None]) -> None:
     output = None
     for piece in pieces:
-        with watched(model, partial(see, piece)):
+        with watched(model, partial(callback, piece)):
             output = piece.run(output if _continues(piece) else None)
 
 

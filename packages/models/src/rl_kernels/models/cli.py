@@ -48,18 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=count(2, 31), default=23, help="tokens of the longest prompt (%(default)s)")
     parser.add_argument("--seed", type=count(0, 63), default=0, help="seed of random prompts and weights (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
-    given = parser.parse_args(argv)
-    if given.layers and not given.random_weights:
+    args = parser.parse_args(argv)
+    if args.layers and not args.random_weights:
         parser.error("argument --layers: needs --random-weights")
     try:
-        model, inputs = _loaded(given)
-        with invariant(model) if given.invariant else nullcontext():
-            result = audit(model, inputs, prompts=given.prompts, length=given.length, seed=given.seed)
+        model, inputs = _loaded(args)
+        with invariant(model) if args.invariant else nullcontext():
+            result = audit(model, inputs, prompts=args.prompts, length=args.length, seed=args.seed)
     except Exception as error:  # the user's model may raise anything
-        told = " ".join(str(error).split())
-        print(f"rl-kernels audit: {type(error).__name__}: {told}", file=sys.stderr)
+        message = " ".join(str(error).split())
+        print(f"rl-kernels audit: {type(error).__name__}: {message}", file=sys.stderr)
         return USAGE
-    print(json.dumps(asdict(result), indent=2, default=str) if given.json else "\n".join(text(result)))
+    print(json.dumps(asdict(result), indent=2, default=str) if args.json else "\n".join(text(result)))
     return 0 if result.passed else 1
 
 
@@ -77,30 +77,30 @@ def text(result: AuditResult) -> list[str]:
     return [*lines, f"FAILED: the first module whose rows differ is {name} ({result.culprit.type})"]
 
 
-def _loaded(given: Any) -> tuple[nn.Module, Any]:
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if given.device == "auto" else given.device)
-    dtype = None if given.dtype is None else DTYPES[given.dtype]
-    if ":" in given.model:
-        made = load(given.model).function()
-        if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
-            raise ValueError(f"model: expected {given.model} to return a model and its inputs")
-        model, inputs = made
+def _loaded(args: Any) -> tuple[nn.Module, Any]:
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
+    dtype = None if args.dtype is None else DTYPES[args.dtype]
+    if ":" in args.model:
+        returned = load(args.model).function()
+        if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], nn.Module):
+            raise ValueError(f"model: expected {args.model} to return a model and its inputs")
+        model, inputs = returned
     else:
-        model, inputs = _pretrained(given, dtype or torch.float32), None
+        model, inputs = _pretrained(args, dtype or torch.float32), None
     return model.to(device=device, dtype=dtype), inputs
 
 
-def _pretrained(given: Any, dtype: torch.dtype) -> nn.Module:
+def _pretrained(args: Any, dtype: torch.dtype) -> nn.Module:
     if find_spec("transformers") is None:
         raise ValueError("model: transformers is not installed: pip install transformers; or give MODULE:FUNCTION")
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if given.model.startswith((".", "/")) and not Path(given.model).exists():
-        raise ValueError(f"model: expected an existing folder, got {given.model}")
-    if not given.random_weights:
-        return AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype)
-    config = AutoConfig.from_pretrained(given.model)
-    if given.layers:
-        config.num_hidden_layers = given.layers
-    torch.manual_seed(given.seed)
+    if args.model.startswith((".", "/")) and not Path(args.model).exists():
+        raise ValueError(f"model: expected an existing folder, got {args.model}")
+    if not args.random_weights:
+        return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+    config = AutoConfig.from_pretrained(args.model)
+    if args.layers:
+        config.num_hidden_layers = args.layers
+    torch.manual_seed(args.seed)
     return AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -51,8 +51,8 @@ def ordered_gradients(module: nn.Module, *, average: bool = False) -> nn.Module:
         hook = _averaged_hook if average else ordered_hook
         module.register_comm_hook(module.process_group, hook)
         return module
-    parts = module.modules() if isinstance(module, nn.Module) else ()
-    sharded = [part for part in parts if isinstance(part, FSDPModule)]
+    modules = module.modules() if isinstance(module, nn.Module) else ()
+    sharded = [part for part in modules if isinstance(part, FSDPModule)]
     if not sharded:
         got = type(module).__name__
         raise TypeError(f"module: expected DistributedDataParallel or a module under fully_shard, got {got}")
@@ -154,7 +154,7 @@ def clip_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: 
     """
     check.number("max_norm", max_norm, above=0)
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    grads = [one.grad for one in parameters if one.grad is not None]
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     groups = {id(group): group for group in map(_shards_of, grads) if group is not None}
     if len(groups) > 1:
         raise ValueError("parameters: expected gradients that are sharded over one mesh, got several")
@@ -170,8 +170,8 @@ def norm_of(rows: list[torch.Tensor]) -> torch.Tensor:
     """Return the norm of gradients, from the sums of squares of their rows."""
     if not rows:
         return torch.zeros((), dtype=torch.float32, device="cpu")
-    widest = torch.float64 if any(each.dtype == torch.float64 for each in rows) else torch.float32
-    return row_sum(torch.stack([row_sum(each.to(widest)) for each in rows])).sqrt()
+    widest = torch.float64 if any(sums.dtype == torch.float64 for sums in rows) else torch.float32
+    return row_sum(torch.stack([row_sum(sums.to(widest)) for sums in rows])).sqrt()
 
 
 def scale(grads: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
@@ -205,10 +205,10 @@ def row_squares(grad: torch.Tensor) -> torch.Tensor:
 def _whole(rows: list[torch.Tensor], grads: list[torch.Tensor], group: ProcessGroup) -> list[torch.Tensor]:
     """Return the sums of all rows, for gradients of which each rank has the sums of its shard."""
     size = group.size()
-    sharded = [place for place, grad in enumerate(grads) if isinstance(grad, DTensor)]
+    sharded = [index for index, grad in enumerate(grads) if isinstance(grad, DTensor)]
     # FSDP2 cuts dim 0 as torch.chunk does: all shards before the last one that is not empty are of one size.
-    widths = [-(-grads[place].shape[0] // size) for place in sharded]
-    padded = [F.pad(rows[place], (0, width - len(rows[place]))) for place, width in zip(sharded, widths, strict=True)]
+    widths = [-(-grads[index].shape[0] // size) for index in sharded]
+    padded = [F.pad(rows[index], (0, width - len(rows[index]))) for index, width in zip(sharded, widths, strict=True)]
     parts = all_gather(torch.cat(padded)[None], group).split(widths, 1)
-    whole = {place: part.flatten()[: grads[place].shape[0]] for place, part in zip(sharded, parts, strict=True)}
-    return [whole.get(place, own) for place, own in enumerate(rows)]
+    whole = {index: part.flatten()[: grads[index].shape[0]] for index, part in zip(sharded, parts, strict=True)}
+    return [whole.get(index, own) for index, own in enumerate(rows)]

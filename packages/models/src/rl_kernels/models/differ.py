@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rl_kernels.core.testing import bits_of
-from rl_kernels.models.trace import Place, Seen
+from rl_kernels.models.trace import Place, TracedTensor
 from rl_kernels.models.variants import Piece, Row
 
 
@@ -66,49 +66,56 @@ class Comparison:
     @property
     def skipped(self) -> tuple[str, ...]:
         """Modules without an output that can be compared."""
-        seen = {place.module for _, place in self._alone if place.kind == "output"}
-        return tuple(sorted(self._called - seen))
+        compared = {place.module for _, place in self._alone if place.kind == "output"}
+        return tuple(sorted(self._called - compared))
 
     def begin(self, variant: str) -> None:
         """Start another variant."""
         self._variant, self.first = variant, None
 
-    def remember(self, piece: Piece, seen: Seen) -> None:
+    def remember(self, piece: Piece, traced: TracedTensor) -> None:
         """Keep the rows of a sample that runs alone."""
-        self._called.add(seen.place.module)
-        self._order.setdefault(seen.place, len(self._order))
+        self._called.add(traced.place.module)
+        self._order.setdefault(traced.place, len(self._order))
         for row in piece.rows:
-            value = rows_of(piece, seen.value, row)
+            value = rows_of(piece, traced.value, row)
             if value is not None:
-                self._alone[row.sample, seen.place] = value.clone()
+                self._alone[row.sample, traced.place] = value.clone()
 
-    def compare(self, piece: Piece, seen: Seen) -> None:
+    def compare(self, piece: Piece, traced: TracedTensor) -> None:
         """Compare the rows of a variant with those that were kept."""
-        order = self._order.get(seen.place)
+        order = self._order.get(traced.place)
         if order is None or (self.first is not None and self.first[0] <= order):
             return
         for row in piece.rows:
-            here, alone = rows_of(piece, seen.value, row), self._alone.get((row.sample, seen.place))
+            here, alone = rows_of(piece, traced.value, row), self._alone.get((row.sample, traced.place))
             if here is None or alone is None:
                 continue
-            whole = tuple(alone.shape)
+            full_shape = tuple(alone.shape)
             if row.length:
                 alone = alone[row.start : row.start + row.length]
             if here.shape != alone.shape or here.dtype != alone.dtype:
                 continue
             self.compared += 1
             if not torch.equal(bits_of(here), bits_of(alone)):
-                self._note(order, seen, row, here, alone, (1, *whole))
+                self._note(order, traced, row, here, alone, (1, *full_shape))
                 return
 
     def _note(
-        self, order: int, seen: Seen, row: Row, here: torch.Tensor, alone: torch.Tensor, whole: tuple[int, ...]
+        self,
+        order: int,
+        traced: TracedTensor,
+        row: Row,
+        here: torch.Tensor,
+        alone: torch.Tensor,
+        full_shape: tuple[int, ...],
     ) -> None:
         distance = ulps(here, alone)
-        where = distance.flatten(1).amax(1) if row.length and distance.ndim > 1 else distance
-        token = row.start + int(where.nonzero()[0, 0]) if row.length else None
+        by_token = distance.flatten(1).amax(1) if row.length and distance.ndim > 1 else distance
+        token = row.start + int(by_token.nonzero()[0, 0]) if row.length else None
+        shape = tuple(traced.value.shape)
         finding = Finding(
-            *(self._variant, seen.maker, self._types[seen.maker], seen.place, tuple(seen.value.shape), whole),
+            *(self._variant, traced.maker, self._types[traced.maker], traced.place, shape, full_shape),
             *(row.sample, token, int((distance > 0).sum()), distance.numel(), int(distance.max())),
         )
         self.first = order, finding

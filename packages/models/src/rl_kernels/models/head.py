@@ -56,13 +56,13 @@ def head_logp(
         rows, weight, bias = _operands(module, hidden)
         return linear_logp(rows, weight, target_ids.to(rows.device), bias, **options)
 
-    for each in (head, module):
-        if _is_sharded(each):
-            return _through(each, lambda hidden: copied(forward(hidden)), hidden)
+    for candidate in (head, module):
+        if _is_sharded(candidate):
+            return _call_with_forward(candidate, lambda hidden: copied(forward(hidden)), hidden)
     _check_hooks(head, *module.modules())
     _check_parts(module)
     # accelerate's hook moves the rows to the weight, and loads a weight that it offloads.
-    return _through(module, forward, hidden, WITHIN_HOOK) if HOOK in vars(module) else forward(hidden)
+    return _call_with_forward(module, forward, hidden, WITHIN_HOOK) if HOOK in vars(module) else forward(hidden)
 
 
 def is_cut(module: nn.Module) -> bool:
@@ -73,11 +73,11 @@ def is_cut(module: nn.Module) -> bool:
 
 def _active_module(head: Any) -> nn.Module:
     """Return the module that PEFT calls for a head that it trains as a whole, or the head itself."""
-    found: nn.Module = head
+    module: nn.Module = head
     if all(hasattr(head, name) for name in SAVED):
         active = None if head.disable_adapters else next(iter(head.active_adapters), None)
-        found = dict(head.modules_to_save.items()).get(active, head.original_module)
-    return found
+        module = dict(head.modules_to_save.items()).get(active, head.original_module)
+    return module
 
 
 def _check_hooks(*modules: nn.Module) -> None:
@@ -96,9 +96,9 @@ def _check_parts(module: nn.Module) -> None:
             raise TypeError(f"head: accelerate offloads the weight of {name}; give the head a device in device_map")
 
 
-def copied(found: torch.Tensor | LogpStats) -> torch.Tensor | LogpStats:
+def copied(result: torch.Tensor | LogpStats) -> torch.Tensor | LogpStats:
     """Return results that are no views, as FSDP2 wants a module's."""
-    return found.clone() if isinstance(found, torch.Tensor) else LogpStats(*(value.clone() for value in found))
+    return result.clone() if isinstance(result, torch.Tensor) else LogpStats(*(value.clone() for value in result))
 
 
 def _is_sharded(head: nn.Module) -> bool:
@@ -109,7 +109,7 @@ def _is_sharded(head: nn.Module) -> bool:
     return isinstance(head, FSDPModule)
 
 
-def _through(
+def _call_with_forward(
     head: nn.Module, forward: Callable[[torch.Tensor], Any], hidden: torch.Tensor, name: str = "forward"
 ) -> Any:
     """Call a module and its hooks with another forward, in the place of its attribute ``name``."""
@@ -152,10 +152,10 @@ def _with_adapters(head: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch
     if len(parts) == 1:
         return hidden, weight, bias
     # Rows are padded to a multiple of 8 elements, which the Hopper kernels need.
-    rest = -sum(part.shape[1] for part in columns) % 8
-    if rest:
-        parts.append(hidden.new_zeros(*hidden.shape[:-1], rest))
-        columns.append(weight.new_zeros(weight.shape[0], rest))
+    padding = -sum(part.shape[1] for part in columns) % 8
+    if padding:
+        parts.append(hidden.new_zeros(*hidden.shape[:-1], padding))
+        columns.append(weight.new_zeros(weight.shape[0], padding))
     return torch.cat(parts, -1), torch.cat(columns, -1), bias
 
 

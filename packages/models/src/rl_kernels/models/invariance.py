@@ -67,46 +67,46 @@ class Invariance:
     ) -> None:
         self.undo()
 
-    def _take(self, model: nn.Module, name: str = "") -> None:
+    def _swap(self, model: nn.Module, name: str = "") -> None:
         """Swap what can be swapped in a model, or in a module ``name`` that is added to it; tell what is left."""
         modules = {
             f"{name}.{inner}".strip("."): module
             for inner, module in model.named_modules()
-            if not any(one.handle is not None and one.handle() is self for one in marks_of(module))
+            if not any(existing.handle is not None and existing.handle() is self for existing in marks_of(module))
         }
-        classes, left = _classes(modules)
-        configs, kept = _configs(modules, self._kinds)
-        left |= kept
+        subclasses, left = _subclasses(modules)
+        configs, kept_attention = _configs(modules, self._kinds)
+        left |= kept_attention
         if left:
-            message = _told(left)
+            message = _left_alone_message(left)
             if self._strict:
                 raise ValueError(message)
             warnings.warn(message, UserWarning, stacklevel=3)
         self._left |= left
-        self._swapped |= {name: original_of(module).__name__ for name, (module, _) in classes.items()}
+        self._swapped |= {name: original_of(module).__name__ for name, (module, _) in subclasses.items()}
         forget_graphs()
-        for module, other in classes.values():
+        for module, subclass in subclasses.values():
             if isinstance(module, nn.Linear) and module.weight.is_cuda:
-                _try_product(module.weight)
-            self._hold(module, CLASS, class_swap(other, original_of(module)))
-        self._take_transformers(modules, configs)
+                _check_product(module.weight)
+            self._hold(module, CLASS, class_swap(subclass, original_of(module)))
+        self._swap_transformers(modules, configs)
         for inner, module in modules.items():
-            new = Mark(inner, self._strict, weakref.ref(self) if self._holds else None, self._kinds)
-            self._releases.append(mark(module, new))
+            new_mark = Mark(inner, self._strict, weakref.ref(self) if self._holds else None, self._kinds)
+            self._releases.append(mark(module, new_mark))
 
-    def _take_transformers(self, modules: Mapping[str, nn.Module], configs: list[Any]) -> None:
+    def _swap_transformers(self, modules: Mapping[str, nn.Module], configs: list[Any]) -> None:
         if configs:
             pretrained.register()
         for config in configs:
             self._kinds.add(type(config))
             self._hold(config, ATTENTION, pretrained.attention_swap)
-        for part in modules.values():
-            if not pretrained.is_pretrained(part):
+        for module in modules.values():
+            if not pretrained.is_pretrained(module):
                 continue
-            self._hold(part, PACKED, partial(hook_swap, take_in=_on_registration))
-            file = rotary_module(part)
-            if file is not None:
-                self._hold(file, ROTARY, rotary_swap)
+            self._hold(module, PACKED, partial(hook_swap, on_new_layer=_on_registration))
+            modeling_file = rotary_module(module)
+            if modeling_file is not None:
+                self._hold(modeling_file, ROTARY, rotary_swap)
 
     def _hold(self, target: Any, what: str, swap: Callable[[Any], Undo]) -> None:
         if self._holds:
@@ -126,11 +126,11 @@ def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> 
     # The weights of a parametrized module do not depend on the batch.
     if module is None or name == "parametrizations":
         return
-    for one in marks_of(_wrapped(parent)):
-        handle = one.handle and one.handle()
+    for existing in marks_of(_wrapped(parent)):
+        handle = existing.handle and existing.handle()
         # Nobody kept the handle, or the model is a deep copy: it stays swapped all the same.
-        handle = handle or Invariance(one.strict, holds=one.handle is not None, kinds=one.kinds)
-        handle._take(module, f"{one.name}.{name}".strip("."))
+        handle = handle or Invariance(existing.strict, holds=existing.handle is not None, kinds=existing.kinds)
+        handle._swap(module, f"{existing.name}.{name}".strip("."))
 
 
 def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
@@ -182,7 +182,7 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
     _watch_registrations()
     handle = Invariance(strict)
     try:
-        handle._take(model)
+        handle._swap(model)
     except BaseException:
         handle.undo()
         raise
@@ -194,27 +194,27 @@ def _watch_registrations() -> None:
     torch.nn.modules.module.register_module_module_registration_hook(_on_registration)
 
 
-def _try_product(weight: torch.Tensor) -> None:
+def _check_product(weight: torch.Tensor) -> None:
     """Check here, before a model is compiled, that its products can run and have the recorded bits."""
     choose(OPERATOR, describe(weight, weight.t()))
 
 
-def _classes(
+def _subclasses(
     modules: Mapping[str, nn.Module],
 ) -> tuple[dict[str, tuple[nn.Module, type[nn.Module]]], dict[str, str]]:
     """Return the classes to swap and the modules left alone; changes nothing."""
-    classes, left = {}, {}
+    subclasses, left = {}, {}
     for name, module in modules.items():
         if held(module, CLASS):
             # Held once more, so that it stays swapped until this handle is undone too.
-            classes[name] = module, type(module)
+            subclasses[name] = module, type(module)
             continue
-        other, why = replacement(module)
-        if other is not None:
-            classes[name] = module, other
-        elif reason := why or why_unknown(module):
+        subclass, no_swap_reason = replacement(module)
+        if subclass is not None:
+            subclasses[name] = module, subclass
+        elif reason := no_swap_reason or why_unknown(module):
             left[name] = reason
-    return classes, left
+    return subclasses, left
 
 
 def _configs(modules: Mapping[str, nn.Module], kinds: set[type]) -> tuple[list[Any], dict[str, str]]:
@@ -226,24 +226,24 @@ def _configs(modules: Mapping[str, nn.Module], kinds: set[type]) -> tuple[list[A
     """
     configs: list[Any] = []
     left: dict[str, str] = {}
-    for name, part in modules.items():
-        if not pretrained.is_pretrained(part):
+    for name, module in modules.items():
+        if not pretrained.is_pretrained(module):
             continue
-        why = pretrained.why_not(part)
-        if why is None:
-            configs += pretrained.configs(part)
+        reason = pretrained.why_not(module)
+        if reason is None:
+            configs += pretrained.configs(module)
         else:
-            left[f"attention of {name or 'the model'}"] = why
-    met, kinds = {id(config) for config in configs}, kinds | {type(config) for config in configs}
-    for part in modules.values():
-        config = pretrained.kept_config(part)
-        if type(config) in kinds and id(config) not in met and not pretrained.is_pretrained(part):
-            met.add(id(config))
+            left[f"attention of {name or 'the model'}"] = reason
+    visited, kinds = {id(config) for config in configs}, kinds | {type(config) for config in configs}
+    for module in modules.values():
+        config = pretrained.kept_config(module)
+        if type(config) in kinds and id(config) not in visited and not pretrained.is_pretrained(module):
+            visited.add(id(config))
             configs.append(config)
     return configs, left
 
 
-def _told(left: Mapping[str, str]) -> str:
-    told = [f"{name or 'the model'} ({why})" for name, why in left.items()]
-    more = f"; and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
-    return f"model: left alone, and may depend on the batch: {'; '.join(told[:SHOWN])}{more}"
+def _left_alone_message(left: Mapping[str, str]) -> str:
+    entries = [f"{name or 'the model'} ({reason})" for name, reason in left.items()]
+    more = f"; and {len(entries) - SHOWN} more" if len(entries) > SHOWN else ""
+    return f"model: left alone, and may depend on the batch: {'; '.join(entries[:SHOWN])}{more}"

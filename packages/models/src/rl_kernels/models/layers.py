@@ -40,43 +40,43 @@ EPS = ("variance_epsilon", "eps", "epsilon")
 AGREES = 0.98
 """Share of a probe's elements that a form must reproduce bit for bit; another order of sums may change a few."""
 
-Found = tuple[type[nn.Module] | None, str]
+Replacement = tuple[type[nn.Module] | None, str]
 """The class to swap in, or None and the reason not to swap; an empty reason says that no swap is needed."""
-NOTHING: Found = (None, "")
+NO_SWAP: Replacement = (None, "")
 
 
-def replacement(module: nn.Module) -> Found:
+def replacement(module: nn.Module) -> Replacement:
     """Return the class that makes a module batch-invariant, or the reason to leave it alone."""
     if hasattr(type(module), SWAPPED):
         # A copy of a swapped model: it is taken over, and can be undone.
-        return next(made for made in type(module).__mro__ if SWAPPED in vars(made)), ""
+        return next(kind for kind in type(module).__mro__ if SWAPPED in vars(kind)), ""
     if isinstance(module, (DetLinear, LayerNorm, RMSNorm)):
-        return NOTHING
-    found = NOTHING
+        return NO_SWAP
+    result = NO_SWAP
     if isinstance(module, nn.Linear):
-        found = _linear(module)
+        result = _linear(module)
     elif is_foreign_linear(module):
-        found = None, f"{type(module).__name__} is not an nn.Linear; it may be quantized"
+        result = None, f"{type(module).__name__} is not an nn.Linear; it may be quantized"
     elif type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
-        found = subclass(type(module), (), _conv1d), ""
+        result = subclass(type(module), (), _conv1d), ""
     elif isinstance(module, nn.Embedding):
         # One with a custom forward or weight is left alone without a warning: it does not depend on the batch.
         is_plain = calls_own_forward(module) and not nn.utils.parametrize.is_parametrized(module)
-        found = (_embedding(type(module)), "") if is_plain else NOTHING
+        result = (_embedding(type(module)), "") if is_plain else NO_SWAP
     elif isinstance(module, nn.MultiheadAttention):
-        found = None, "nn.MultiheadAttention computes its products itself"
+        result = None, "nn.MultiheadAttention computes its products itself"
     elif is_activation(module):
-        found = activation(module)
+        result = activation(module)
     elif "norm" in type(module).__name__.lower():
-        found = _norm(module)
+        result = _norm(module)
     elif (forward := gated(module)) is not None:
-        found = subclass(type(module), (), forward), ""
-    if found[0] is not None and not calls_own_forward(module):
+        result = subclass(type(module), (), forward), ""
+    if result[0] is not None and not calls_own_forward(module):
         return None, "its forward was replaced on the object, so swapping its class has no effect"
-    return found
+    return result
 
 
-def _linear(module: nn.Linear) -> Found:
+def _linear(module: nn.Linear) -> Replacement:
     if type(module) is not nn.Linear:
         return None, f"{type(module).__name__} is a subclass of nn.Linear that may compute something else"
     if module.weight.dtype not in HALF_AND_FLOAT:
@@ -96,9 +96,9 @@ def _conv1d(self: Any, x: torch.Tensor) -> torch.Tensor:
     return det_linear(x, self.weight.t(), self.bias)
 
 
-def _norm(module: nn.Module) -> Found:
+def _norm(module: nn.Module) -> Replacement:
     if next(module.children(), None) is not None:
-        return NOTHING
+        return NO_SWAP
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and type(module) in (nn.LayerNorm, nn.RMSNorm):
         if len(module.normalized_shape) != 1:
             return None, "it normalizes over several dims"
@@ -137,8 +137,8 @@ def _recognized(module: nn.Module, eps: str) -> Form | None:
         return None
     if not isinstance(expected, torch.Tensor) or expected.shape != probe.shape:
         return None
-    known = {form: norm(probe, scale, None, getattr(module, eps), form, backend="native") for form in FORMS}
-    shares = {form: _share(found, expected) for form, found in known.items()}
+    results = {form: norm(probe, scale, None, getattr(module, eps), form, backend="native") for form in FORMS}
+    shares = {form: _matching_share(result, expected) for form, result in results.items()}
     best = max(FORMS, key=shares.__getitem__)
     return best if shares[best] >= AGREES else None
 
@@ -157,8 +157,8 @@ def norm(
     return rms_norm(x, weight, eps=eps, offset=form.offset, cast_first=form.cast_first, backend=backend)
 
 
-def _share(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found == expected).double().mean()) if found.dtype == expected.dtype else 0.0
+def _matching_share(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result == expected).double().mean()) if result.dtype == expected.dtype else 0.0
 
 
 def row_wise(base: type[nn.Module], form: Form, eps: str) -> type[nn.Module]:

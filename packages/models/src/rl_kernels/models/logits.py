@@ -49,23 +49,23 @@ def check_logits(
     weight = getattr(head, "weight", embedded)
     if not is_whole(weight):
         return
-    source = torch.Generator().manual_seed(0)
-    drawn = torch.randn(4, weight.shape[1], generator=source, dtype=torch.float32, device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(4, weight.shape[1], generator=generator, dtype=torch.float32, device="cpu")
     with torch.no_grad(), in_mode(model, training=False):
-        hidden = drawn.to(weight.device, embedded.dtype)
+        hidden = noise.to(weight.device, embedded.dtype)
         # An unsupported head is refused before it is called.
         score(hidden, torch.zeros(4, dtype=torch.int64, device=weight.device))
         # So large that a bound of the logits shows.
-        most = min(1e6, torch.finfo(hidden.dtype).max / 2)
-        factor = min(LARGE / max(float(head(hidden).abs().max()), 1e-9), most / float(drawn.abs().max()))
-        hidden = (drawn * factor).to(hidden)
+        largest = min(1e6, torch.finfo(hidden.dtype).max / 2)
+        factor = min(LARGE / max(float(head(hidden).abs().max()), 1e-9), largest / float(noise.abs().max()))
+        hidden = (noise * factor).to(hidden)
         ids = torch.arange(4, device=embedded.device)[None]
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "return_dict": True}
-        logits = _logits_of(model, hidden[None].to(embedded.device), given)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "return_dict": True}
+        logits = _logits_of(model, hidden[None].to(embedded.device), inputs)
         if logits is None:
             try:
-                hidden = model.base_model(**given).last_hidden_state[0].to(weight.device)
-                logits = model(**given).logits
+                hidden = model.base_model(**inputs).last_hidden_state[0].to(weight.device)
+                logits = model(**inputs).logits
             except Exception as error:  # it may want more than tokens
                 warnings.warn(f"model: could not compare its logits with the scores: {error}", stacklevel=3)
                 return
@@ -74,10 +74,10 @@ def check_logits(
     expected = (logits / temperature).log_softmax(-1).gather(-1, targets)
     with torch.no_grad():
         scored = score(hidden.repeat_interleave(2, 0), targets.flatten().to(hidden.device)).view(expected.shape)
-    away = float((scored.to(expected.device) - expected).abs().max()) * temperature
-    if not away <= CLOSE * float(logits.abs().max()):
+    difference = float((scored.to(expected.device) - expected).abs().max()) * temperature
+    if not difference <= CLOSE * float(logits.abs().max()):
         expectation = "expected logits that follow from the last hidden states and the head"
-        raise TypeError(f"model: {expectation}, those of {type(model).__name__} are {away:.3g} off")
+        raise TypeError(f"model: {expectation}, those of {type(model).__name__} are {difference:.3g} off")
 
 
 def is_whole(weight: torch.Tensor) -> bool:
@@ -85,7 +85,7 @@ def is_whole(weight: torch.Tensor) -> bool:
     return weight.ndim == 2 and bool(weight.numel()) and not weight.is_meta and not hasattr(weight, "full_tensor")
 
 
-def _logits_of(model: Any, hidden: torch.Tensor, given: dict[str, Any]) -> torch.Tensor | None:
+def _logits_of(model: Any, hidden: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor | None:
     """Return the logits of last hidden states ``[1, N, D]``; None if the model needs more than these."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -103,10 +103,10 @@ def _logits_of(model: Any, hidden: torch.Tensor, given: dict[str, Any]) -> torch
 
     try:
         with replaced(model.base_model, "forward", body):
-            found: torch.Tensor = model(**given).logits
+            logits: torch.Tensor = model(**inputs).logits
     except Exception:  # it needs more than this output
         return None
-    return found if called else None
+    return logits if called else None
 
 
 @contextmanager

@@ -41,13 +41,13 @@ def marks_of(module: nn.Module) -> list[Mark]:
 
 def mark(module: nn.Module, new: Mark) -> Callable[[], None]:
     """Mark a module; return a function that removes the mark. A handle takes over the marks of a copy."""
-    others = [one for one in marks_of(module) if one.handle is not None]
-    vars(module)[MARKS] = Marks([*others, new])
+    remaining = [existing for existing in marks_of(module) if existing.handle is not None]
+    vars(module)[MARKS] = Marks([*remaining, new])
 
     def remove() -> None:
-        others = [one for one in marks_of(module) if one != new]
-        vars(module)[MARKS] = Marks(others)
-        if not others:
+        remaining = [existing for existing in marks_of(module) if existing != new]
+        vars(module)[MARKS] = Marks(remaining)
+        if not remaining:
             del vars(module)[MARKS]
 
     return remove

@@ -25,7 +25,7 @@ from rl_kernels.models.attention import PACKED
 from rl_kernels.models.marks import MARKS, marks_of
 from rl_kernels.models.swap import Undo
 
-TakeIn = Callable[[nn.Module, str, nn.Module], None]
+OnNewLayer = Callable[[nn.Module, str, nn.Module], None]
 """Takes a module, and the name and the module of a child that came into it."""
 TEXT = 4
 """First dim of the positions of a model of images and text whose first row holds the positions of the text."""
@@ -36,52 +36,52 @@ NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 class _Hook:
     """Pre-hook of a ``PreTrainedModel``: puts the mask of its packed sequences into a call, and their lengths."""
 
-    def __init__(self, module: nn.Module, take_in: TakeIn) -> None:
+    def __init__(self, module: nn.Module, on_new_layer: OnNewLayer) -> None:
         # Read here, because torch.compile cannot trace it.
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-        self.names = tuple(one.name for one in parameters)
+        self.names = tuple(parameter.name for parameter in parameters)
         self.takes_sequences = {"position_ids", "attention_mask"} <= set(self.names)
         self.takes_lengths = bool(parameters) and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
-        self.take_in = take_in
+        self.on_new_layer = on_new_layer
         self.attention = pretrained.name() if pretrained.why_not(module) is None else None
 
     def __call__(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
         if not torch.compiler.is_compiling():
-            self._take_in_layers(module)
+            self._swap_new_layers(module)
         if self.attention is not None and module.config._attn_implementation != self.attention:
-            self._tell(module)
+            self._report_other_attention(module)
             return None
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        found = _lengths(given) if self.takes_sequences else None
-        if found is None:
+        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        packed = _lengths(arguments) if self.takes_sequences else None
+        if packed is None:
             return None
         if self.attention is None:
-            _refuse_mixing(given)
+            _refuse_mixing(arguments)
             return None
-        bounds, longest = found
+        bounds, longest = packed
         if "use_cache" in self.names:
             # The keys of several sequences in one row cannot be continued.
-            given["use_cache"] = False
-        given["attention_mask"] = bounds.expand(PACKED, 1, longest, -1)
+            arguments["use_cache"] = False
+        arguments["attention_mask"] = bounds.expand(PACKED, 1, longest, -1)
         if self.takes_lengths:
-            given |= dict(zip(NAMES, (bounds, bounds, longest, longest), strict=True))
-        return (), given
+            arguments |= dict(zip(NAMES, (bounds, bounds, longest, longest), strict=True))
+        return (), arguments
 
-    def _take_in_layers(self, module: nn.Module) -> None:
+    def _swap_new_layers(self, module: nn.Module) -> None:
         """Take in layers that PyTorch did not register when they came, as in ``nn.ModuleList.insert``."""
         for layers in module._modules.values():
             if isinstance(layers, nn.ModuleList):
                 for name, layer in layers._modules.items():
                     if MARKS not in vars(layer):
-                        self.take_in(layers, name, layer)
+                        self.on_new_layer(layers, name, layer)
 
-    def _tell(self, module: Any) -> None:
+    def _report_other_attention(self, module: Any) -> None:
         """Raise under ``strict``, or warn, that somebody set another attention."""
         message = (
             f"config: expected the attention of invariant(), {self.attention}, got "
             f"{module.config._attn_implementation}, whose bits may depend on the batch; call undo() before you set it"
         )
-        if any(one.strict for one in marks_of(module)):
+        if any(mark.strict for mark in marks_of(module)):
             raise ValueError(message)
         warnings.warn(message, UserWarning, stacklevel=3)
 
@@ -93,23 +93,23 @@ class _Hook:
         return self
 
 
-def _refuse_mixing(given: Mapping[str, Any]) -> None:
+def _refuse_mixing(arguments: Mapping[str, Any]) -> None:
     """Fail if a model with attention of its own would mix packed sequences.
 
     transformers keeps them apart by positions alone, in a call without a mask and without a cache.
     """
-    if given.get("attention_mask") is not None or given.get("use_cache") is not False:
+    if arguments.get("attention_mask") is not None or arguments.get("use_cache") is not False:
         expected = "expected one sequence per row, or use_cache=False and no attention_mask"
         raise ValueError(f"position_ids: {expected}: this model keeps its own attention, which would mix them")
 
 
-def _lengths(given: Mapping[str, Any]) -> tuple[torch.Tensor, int] | None:
+def _lengths(arguments: Mapping[str, Any]) -> tuple[torch.Tensor, int] | None:
     """Return cu_seqlens of the packed sequences of a call and the longest length; None if each row is a sequence."""
-    positions, mask = given.get("position_ids"), given.get("attention_mask")
-    if given.get(NAMES[0]) is not None:
+    positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
+    if arguments.get(NAMES[0]) is not None:
         # With a cache, as in continuous batching, queries and keys differ in length: the attention sees to that.
-        bounds, longest = given[NAMES[0]], given.get(NAMES[2])
-        plain = all(given.get(name) is None for name in ("cache", "past_key_values"))
+        bounds, longest = arguments[NAMES[0]], arguments.get(NAMES[2])
+        plain = all(arguments.get(name) is None for name in ("cache", "past_key_values"))
         is_new = mask is None or getattr(mask, "ndim", None) == 2
         return (bounds, longest) if plain and is_new and isinstance(longest, int) else None
     if positions is None or positions.shape[-1] < 2 or not (mask is None or getattr(mask, "ndim", None) == 2):
@@ -118,14 +118,14 @@ def _lengths(given: Mapping[str, Any]) -> tuple[torch.Tensor, int] | None:
         positions = positions[0]
     if positions.ndim not in (2, 3):
         return None
-    inputs = (given.get(name) for name in ("input_ids", "inputs_embeds"))
+    inputs = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
     batch = next((len(value) for value in inputs if value is not None), positions.shape[-2])
-    found = sequences(positions.expand(*positions.shape[:-2], batch, -1), mask)
-    if found is None:
+    cu_seqlens = sequences(positions.expand(*positions.shape[:-2], batch, -1), mask)
+    if cu_seqlens is None:
         return None
-    if given.get("past_key_values") is not None:
+    if arguments.get("past_key_values") is not None:
         raise ValueError("position_ids: expected one sequence per row with past_key_values, which mix them")
-    return found, int(found.diff().max())
+    return cu_seqlens, int(cu_seqlens.diff().max())
 
 
 def sequences(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -156,11 +156,11 @@ def sequences(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tenso
     return torch.cat((first, first.new_full((1,), begins.numel()))).int()
 
 
-def hook_swap(module: nn.Module, take_in: TakeIn) -> Undo:
-    """Put the hook in front of a model; return how to undo it. ``take_in`` is called for a layer that it finds."""
+def hook_swap(module: nn.Module, on_new_layer: OnNewLayer) -> Undo:
+    """Put the hook in front of a model; return how to undo it. ``on_new_layer`` is called for a layer that it finds."""
     # A copy of a model has its hook already.
     _unhook(module)
-    module.register_forward_pre_hook(_Hook(module, take_in), with_kwargs=True)
+    module.register_forward_pre_hook(_Hook(module, on_new_layer), with_kwargs=True)
     return _unhook
 
 

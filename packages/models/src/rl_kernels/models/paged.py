@@ -24,7 +24,7 @@ from rl_kernels.core.constants import KEY_SEGMENT
 PAGE = 64
 """Keys of a page: one block, so that TMA can load it."""
 
-Kept = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
+LocatedKeys = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
 """Keys, values, and the arguments of det_attention that locate each sequence in them."""
 
 
@@ -35,7 +35,7 @@ def keys_of(
     cache: Any,
     sliding_window: int | None,
     options: dict[str, Any],
-) -> Kept:
+) -> LocatedKeys:
     """Store the new keys of a layer in a ``PagedAttentionCache``, and return all keys that its queries see.
 
     Args:
@@ -49,41 +49,43 @@ def keys_of(
     Raises:
         ValueError: a layer with a sliding window was given no ``position_ids``.
     """
-    given = dict(options)
+    arguments = dict(options)
     index: Any = layer.layer_idx
-    if _says_where(cache.__class__):
-        key, value = cache.update(key, value, index, given)
+    if _takes_keyword_indices(cache.__class__):
+        key, value = cache.update(key, value, index, arguments)
         key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
     else:
-        key, value = cache.update(key, value, index, given["read_index"], given["write_index"])
+        key, value = cache.update(key, value, index, arguments["read_index"], arguments["write_index"])
         # These are dicts only if there are layers of several kinds.
         kind = "full_attention" if sliding_window is None else "sliding_attention"
-        for name, found in (("cu_seq_lens_k", given["cu_seq_lens_k"]), ("max_length_k", given["max_seqlen_k"])):
-            given[name] = found[kind] if isinstance(found, dict) else found
-        given["max_length_q"] = given["max_seqlen_q"]
-    of_queries, of_keys, longest = given["cu_seq_lens_q"], given["cu_seq_lens_k"], given["max_length_k"]
-    where = {"cu_seqlens_q": of_queries, "max_seqlen_q": given["max_length_q"]}
+        for name, source_name in (("cu_seq_lens_k", "cu_seq_lens_k"), ("max_length_k", "max_seqlen_k")):
+            lengths = arguments[source_name]
+            arguments[name] = lengths[kind] if isinstance(lengths, dict) else lengths
+        arguments["max_length_q"] = arguments["max_seqlen_q"]
+    cu_seqlens_q, cu_seqlens_k = arguments["cu_seq_lens_q"], arguments["cu_seq_lens_k"]
+    longest = arguments["max_length_k"]
+    query_arguments = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": arguments["max_length_q"]}
     if sliding_window is None:
-        return key, value, {**where, "cu_seqlens_k": of_keys, "max_seqlen_k": longest}
-    positions = given.get("position_ids")
+        return key, value, {**query_arguments, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": longest}
+    positions = arguments.get("position_ids")
     if positions is None:
         raise ValueError("position_ids: expected the positions of the tokens: the cache of a sliding window drops keys")
     # Sequences that only fill a batch of fixed size have no tokens, and begin after the last token.
-    begins = positions.flatten()[of_queries[:-1].long().clamp(max=positions.numel() - 1)]
-    gone = (begins + of_queries.diff() - of_keys.diff()).clamp(min=0)
-    source, table, used = placed(of_keys.long(), gone.long(), key.shape[0], longest)
+    begins = positions.flatten()[cu_seqlens_q[:-1].long().clamp(max=positions.numel() - 1)]
+    dropped = (begins + cu_seqlens_q.diff() - cu_seqlens_k.diff()).clamp(min=0)
+    source, table, used = page_layout(cu_seqlens_k.long(), dropped.long(), key.shape[0], longest)
     key, value = (x.index_select(0, source).unflatten(0, (-1, PAGE)) for x in (key, value))
-    return key, value, {**where, "block_table": table, "seqused_k": used}
+    return key, value, {**query_arguments, "block_table": table, "seqused_k": used}
 
 
 @functools.cache
-def _says_where(kind: type) -> bool:
+def _takes_keyword_indices(kind: type) -> bool:
     """Say whether ``update`` of a cache takes the keyword arguments, reads indices from them and adds lengths."""
     return "kwargs" in inspect.signature(kind.update).parameters  # type: ignore[attr-defined]
 
 
-def placed(
-    ends: torch.Tensor, gone: torch.Tensor, total: int, longest: int
+def page_layout(
+    ends: torch.Tensor, dropped: torch.Tensor, total: int, longest: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the index among ``total`` packed keys of each key of the pages, ``block_table`` and ``seqused_k``.
 
@@ -92,17 +94,17 @@ def placed(
 
     Args:
         ends: ``[B + 1]``, int64: cumulative lengths of the packed keys.
-        gone: ``[B]``, int64: number of dropped keys before each sequence.
+        dropped: ``[B]``, int64: number of dropped keys before each sequence.
         total: number of packed keys.
         longest: at least the length of the longest sequence.
     """
-    skipped, lead, held = gone % KEY_SEGMENT // PAGE, gone % PAGE, ends.diff()
-    pages = (lead + held + PAGE - 1) // PAGE
+    skipped, lead, lengths = dropped % KEY_SEGMENT // PAGE, dropped % PAGE, ends.diff()
+    pages = (lead + lengths + PAGE - 1) // PAGE
     first = pages.cumsum(0) - pages
-    count = total // PAGE + 2 * len(gone)
+    count = total // PAGE + 2 * len(dropped)
     row = torch.arange(count * PAGE, device=ends.device)
-    own = torch.searchsorted(first, row // PAGE, right=True) - 1
-    source = ends[own] + (row - first[own] * PAGE - lead[own]).clamp(min=0)
+    sequence = torch.searchsorted(first, row // PAGE, right=True) - 1
+    source = ends[sequence] + (row - first[sequence] * PAGE - lead[sequence]).clamp(min=0)
     width = (KEY_SEGMENT + longest) // PAGE + 1
     table = first[:, None] + (torch.arange(width, device=ends.device) - skipped[:, None]).clamp(min=0)
-    return source.clamp(max=total - 1), table.clamp(max=count - 1).int(), (gone % KEY_SEGMENT + held).int()
+    return source.clamp(max=total - 1), table.clamp(max=count - 1).int(), (dropped % KEY_SEGMENT + lengths).int()

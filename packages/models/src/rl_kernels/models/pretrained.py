@@ -72,14 +72,14 @@ def why_not(module: Any) -> str | None:
 
 def configs(model: Any) -> Iterator[Any]:
     """Yield the configs of a model and of its parts, the outer ones first."""
-    waiting, met = [model.config], set()
-    while waiting:
-        config = waiting.pop(0)
-        if id(config) in met:
+    queue, visited = [model.config], set()
+    while queue:
+        config = queue.pop(0)
+        if id(config) in visited:
             continue
-        met.add(id(config))
+        visited.add(id(config))
         yield config
-        waiting += [part for name in config.sub_configs if (part := getattr(config, name, None)) is not None]
+        queue += [part for name in config.sub_configs if (part := getattr(config, name, None)) is not None]
 
 
 def kept_config(module: Any) -> Any:
@@ -90,10 +90,10 @@ def kept_config(module: Any) -> Any:
 
 def attention_swap(config: Any) -> Undo:
     """Swap a config's attention implementation for ours; return how to undo it."""
-    found = config._attn_implementation
+    current = config._attn_implementation
     swapped = Swapped(name())
     # A deep copy of a swapped config is swapped too. A model made under our name never had another name.
-    swapped.original = getattr(found, "original", "sdpa" if found == swapped else found)
+    swapped.original = getattr(current, "original", "sdpa" if current == swapped else current)
     # The public setter would also set the inner configs, which are swapped one by one.
     config._attn_implementation_internal = swapped
 

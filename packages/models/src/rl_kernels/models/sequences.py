@@ -65,16 +65,16 @@ def sequence_logp(
             raise ValueError(f"{name}: expected {expected}, got {tuple(value.shape)}")
     if "_original_forward" in vars(base) and not torch.is_autocast_enabled(input_ids.device.type):
         raise ValueError("model: accelerate runs it in mixed precision; call this within accelerator.autocast()")
-    targets, given = input_ids[:, 1:], {"input_ids": input_ids, "position_ids": position_ids}
+    targets, inputs = input_ids[:, 1:], {"input_ids": input_ids, "position_ids": position_ids}
     if attention_mask is not None:
-        given["attention_mask"] = attention_mask
+        inputs["attention_mask"] = attention_mask
         if position_ids is None:
-            given["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-        seen = attention_mask.bool()
-        targets = targets.masked_fill(~(seen[:, 1:] & seen[:, :-1]), IGNORED)
+            inputs["position_ids"] = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+        is_token = attention_mask.bool()
+        targets = targets.masked_fill(~(is_token[:, 1:] & is_token[:, :-1]), IGNORED)
     # The compiler would lose the replaced forward at a break of its graph; a compiled model stays compiled.
     scored = torch.compiler.disable(_scored)
-    return scored(model, base, given, targets, {"ignore_index": IGNORED, **logit_options(base), **options})
+    return scored(model, base, inputs, targets, {"ignore_index": IGNORED, **logit_options(base), **options})
 
 
 def _base(model: Any) -> Any:
@@ -97,7 +97,7 @@ def _base(model: Any) -> Any:
 
 
 def _scored(
-    model: nn.Module, base: Any, given: dict[str, Any], targets: torch.Tensor, options: dict[str, Any]
+    model: nn.Module, base: Any, inputs: dict[str, Any], targets: torch.Tensor, options: dict[str, Any]
 ) -> torch.Tensor | LogpStats:
     def score(hidden: torch.Tensor, ids: torch.Tensor, **options: Any) -> Any:
         return head_logp(base.get_output_embeddings(), hidden, ids, **options)
@@ -109,11 +109,11 @@ def _scored(
 
     def forward(**received: Any) -> Any:
         # PEFT adds options, and accelerate moves the tensors.
-        inputs = {name: received[name] for name in given}
-        hidden = base.base_model(**inputs, use_cache=False, return_dict=True).last_hidden_state
+        received_inputs = {name: received[name] for name in inputs}
+        hidden = base.base_model(**received_inputs, use_cache=False, return_dict=True).last_hidden_state
         return copied(score(hidden[:, :-1], targets, **options))
 
     # Through the model, because hooks of wrappers gather weights, move inputs and select adapters.
     with replaced(base, WITHIN_HOOK if HOOK in vars(base) else "forward", forward):
-        found: torch.Tensor | LogpStats = model(**given)
-    return found
+        result: torch.Tensor | LogpStats = model(**inputs)
+    return result

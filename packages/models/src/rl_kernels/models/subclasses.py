@@ -12,7 +12,7 @@ from torch import nn
 
 from rl_kernels.models.swap import SWAPPED
 
-_made: dict[tuple[Any, ...], type[nn.Module]] = {}
+_subclasses: dict[tuple[Any, ...], type[nn.Module]] = {}
 
 
 def subclass(
@@ -26,8 +26,8 @@ def subclass(
 
     A deep copy keeps the class. A pickle has the original class, so that it can be read without this package.
     """
-    known = (base, *key)
-    if known not in _made:
+    cache_key = (base, *key)
+    if cache_key not in _subclasses:
         body = {
             **({} if forward is None else {"forward": _while_swapped(forward)}),
             SWAPPED: original or base,
@@ -37,8 +37,8 @@ def subclass(
             "__deepcopy__": _deep_copy,
             "__reduce_ex__": _pickled,
         }
-        _made[known] = type(f"RowWise{base.__name__}", bases or (base,), body)
-    return _made[known]
+        _subclasses[cache_key] = type(f"RowWise{base.__name__}", bases or (base,), body)
+    return _subclasses[cache_key]
 
 
 def _while_swapped(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,16 +56,16 @@ def _while_swapped(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _copy(self: nn.Module) -> nn.Module:
-    made = object.__new__(type(self))
-    made.__dict__.update(self.__dict__)
-    return made
+    copied = object.__new__(type(self))
+    copied.__dict__.update(self.__dict__)
+    return copied
 
 
 def _deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    made = object.__new__(type(self))
-    memo[id(self)] = made
-    made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-    return made
+    copied = object.__new__(type(self))
+    memo[id(self)] = copied
+    copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    return copied
 
 
 def _pickled(self: Any, protocol: int) -> tuple[Any, ...]:

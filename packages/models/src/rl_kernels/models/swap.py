@@ -22,14 +22,14 @@ Undo = Callable[[Any], None]
 """Takes the object and undoes its swap; it must not hold a reference to the object."""
 
 
-class _Held(NamedTuple):
+class _HeldSwap(NamedTuple):
     target: weakref.ref[Any]
     undo: Undo
     holders: int
 
 
 _lock = threading.RLock()
-_held: dict[tuple[int, str], _Held] = {}
+_held: dict[tuple[int, str], _HeldSwap] = {}
 """(id, what) -> the swap of an object, until the object is freed; by id, because configs have no hash."""
 
 
@@ -40,19 +40,19 @@ def hold(target: Any, what: str, swap: Callable[[Any], Undo]) -> Callable[[], No
         if key in _held:
             _held[key] = _held[key]._replace(holders=_held[key].holders + 1)
         else:
-            _held[key] = _Held(weakref.ref(target, lambda _: _held.pop(key, None)), swap(target), 1)
+            _held[key] = _HeldSwap(weakref.ref(target, lambda _: _held.pop(key, None)), swap(target), 1)
     return lambda: _release(target, what)
 
 
 def _release(target: Any, what: str) -> None:
     key = id(target), what
     with _lock:
-        found = _held[key]
-        if found.holders > 1:
-            _held[key] = found._replace(holders=found.holders - 1)
+        current = _held[key]
+        if current.holders > 1:
+            _held[key] = current._replace(holders=current.holders - 1)
             return
         del _held[key]
-        found.undo(target)
+        current.undo(target)
 
 
 def held(target: Any, what: str) -> bool:
@@ -72,12 +72,12 @@ def original_of(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), SWAPPED, type(module))
 
 
-def class_swap(other: type[nn.Module], original: type[nn.Module]) -> Callable[[nn.Module], Undo]:
+def class_swap(subclass: type[nn.Module], original: type[nn.Module]) -> Callable[[nn.Module], Undo]:
     """Return a function that swaps a module's class for a subclass; the object and its state stay as they are."""
 
     def swap(module: nn.Module) -> Undo:
-        _set_class(module, other)
-        return lambda module: _give_back(module, other, original)
+        _set_class(module, subclass)
+        return lambda module: _restore_class(module, subclass, original)
 
     return swap
 
@@ -98,23 +98,23 @@ def _is_own(value: Any, module: nn.Module) -> bool:
 
 def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
     """Set a module's class; its forward, where accelerate keeps it as an attribute, follows."""
-    kept = [name for name, value in vars(module).items() if _is_own(value, module)]
+    forwards = [name for name, value in vars(module).items() if _is_own(value, module)]
     module.__class__ = kind
-    for name in kept:
+    for name in forwards:
         vars(module)[name] = MethodType(kind.forward, module)
 
 
-def _give_back(module: nn.Module, other: type[nn.Module], original: type[nn.Module]) -> None:
+def _restore_class(module: nn.Module, subclass: type[nn.Module], original: type[nn.Module]) -> None:
     """Restore a module's class; a class that FSDP2 or a parametrization put on top stays."""
-    found = type(module)
-    if found is other:
+    current = type(module)
+    if current is subclass:
         _set_class(module, original)
-    elif other in found.__bases__:
-        bases = tuple(original if base is other else base for base in found.__bases__)
-        body = {name: value for name, value in vars(found).items() if name not in ("__dict__", "__weakref__")}
-        _set_class(module, type(found.__name__.replace(other.__name__, original.__name__), bases, body))
-    elif other in found.__mro__:
-        warnings.warn(f"model: a {found.__name__} stays swapped: its class was changed twice since", stacklevel=3)
+    elif subclass in current.__bases__:
+        bases = tuple(original if base is subclass else base for base in current.__bases__)
+        body = {name: value for name, value in vars(current).items() if name not in ("__dict__", "__weakref__")}
+        _set_class(module, type(current.__name__.replace(subclass.__name__, original.__name__), bases, body))
+    elif subclass in current.__mro__:
+        warnings.warn(f"model: a {current.__name__} stays swapped: its class was changed twice since", stacklevel=3)
 
 
 @contextmanager

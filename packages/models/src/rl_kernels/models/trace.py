@@ -24,7 +24,7 @@ class Place(NamedTuple):
     """Which of the inputs or outputs: ``[0]``, ``hidden_states``, ``logits``."""
 
 
-class Seen(NamedTuple):
+class TracedTensor(NamedTuple):
     """A tensor, where it was seen, and the module whose forward made it."""
 
     place: Place
@@ -33,7 +33,7 @@ class Seen(NamedTuple):
 
 
 @contextmanager
-def watched(model: nn.Module, see: Callable[[Seen], None]) -> Iterator[None]:
+def watched(model: nn.Module, callback: Callable[[TracedTensor], None]) -> Iterator[None]:
     """Call ``see`` with each floating-point input and output of every module during one forward pass."""
     calls: Counter[str] = Counter()
     running: list[tuple[str, int]] = [("", 0)]
@@ -43,7 +43,7 @@ def watched(model: nn.Module, see: Callable[[Seen], None]) -> Iterator[None]:
             maker, call = running[-1][0], calls[name]
             calls[name] += 1
             for path, value in [*_tensors(args, ""), *_tensors(kwargs, "")]:
-                see(Seen(Place(name, call, "input", path), maker, value))
+                callback(TracedTensor(Place(name, call, "input", path), maker, value))
             running.append((name, call))
 
         return hook
@@ -52,7 +52,7 @@ def watched(model: nn.Module, see: Callable[[Seen], None]) -> Iterator[None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             _, call = running.pop()
             for path, value in _tensors(output, ""):
-                see(Seen(Place(name, call, "output", path), name, value))
+                callback(TracedTensor(Place(name, call, "output", path), name, value))
 
         return hook
 

@@ -65,8 +65,8 @@ def _call_in_forward(module: nn.Module) -> str | None:
         return None
     names = f"{PRODUCTS}|{ACTIVATIONS}" if "cpu" in devices and library != "transformers" else PRODUCTS
     code = re.sub(r'""".*?"""', "", source, flags=re.DOTALL)
-    found = re.search(rf"\b(?:({names})|(?:F|functional)\.(linear))\(| (@) ", code)
-    return next((name for name in found.groups() if name), None) if found else None
+    match = re.search(rf"\b(?:({names})|(?:F|functional)\.(linear))\(| (@) ", code)
+    return next((name for name in match.groups() if name), None) if match else None
 
 
 def is_foreign_linear(module: nn.Module) -> bool:

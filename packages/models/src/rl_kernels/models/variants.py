@@ -47,25 +47,25 @@ Variant = tuple[str, list[Piece]]
 
 def of_prompts(model: nn.Module, prompts: Sequence[torch.Tensor]) -> Iterator[Variant]:
     """Yield the variants of prompts, 1-D token ids, for a causal language model; the first is each prompt alone."""
-    takes = _arguments(model)
+    argument_names = _arguments(model)
 
     def piece(kwargs: dict[str, Any], rows: list[Row]) -> Piece:
-        known = {name: value for name, value in kwargs.items() if name in takes}
+        arguments = {name: value for name, value in kwargs.items() if name in argument_names}
 
-        def run(before: Any) -> Any:
-            cache = {} if before is None else {"past_key_values": before.past_key_values}
-            return model(**known, **cache)
+        def run(previous: Any) -> Any:
+            cache = {} if previous is None else {"past_key_values": previous.past_key_values}
+            return model(**arguments, **cache)
 
         return Piece(run, rows, *kwargs["input_ids"].shape)
 
-    each = list(enumerate(prompts))
-    yield "alone", [_chunk(piece, index, ids, 0, len(ids), cached=False) for index, ids in each]
-    yield "batched, padded on the left", [_padded(piece, each, 0, left=True)]
-    yield "batched, padded on the right", [_padded(piece, each, 0, left=False)]
-    yield "in another place of the batch", [_padded(piece, each[::-1], 0, left=True)]
-    yield "alone, padded on the left", [_padded(piece, [one], PAD, left=True) for one in each]
-    if "past_key_values" in takes:
-        longest = max(each, key=lambda one: len(one[1]))
+    samples = list(enumerate(prompts))
+    yield "alone", [_chunk(piece, index, ids, 0, len(ids), cached=False) for index, ids in samples]
+    yield "batched, padded on the left", [_padded(piece, samples, 0, left=True)]
+    yield "batched, padded on the right", [_padded(piece, samples, 0, left=False)]
+    yield "in another place of the batch", [_padded(piece, samples[::-1], 0, left=True)]
+    yield "alone, padded on the left", [_padded(piece, [sample], PAD, left=True) for sample in samples]
+    if "past_key_values" in argument_names:
+        longest = max(samples, key=lambda sample: len(sample[1]))
         yield f"in chunks of {CHUNK}, the rest token by token", list(_chunks(piece, *longest))
 
 
@@ -73,24 +73,24 @@ def _arguments(model: nn.Module) -> set[str]:
     """Return the names of the arguments of a model; a wrapper, such as PEFT's, also takes those of the model inside."""
     parameters = inspect.signature(model.forward).parameters
     names = set(parameters)
-    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         inner = next((module for module in model.modules() if is_pretrained(module)), model)
         names |= set(inspect.signature(inner.forward).parameters)
     return names
 
 
-def _padded(piece: Callable[..., Piece], each: list[tuple[int, torch.Tensor]], more: int, *, left: bool) -> Piece:
-    width = max(len(ids) for _, ids in each) + more
-    tokens = each[0][1].new_zeros(len(each), width)
+def _padded(piece: Callable[..., Piece], samples: list[tuple[int, torch.Tensor]], extra: int, *, left: bool) -> Piece:
+    width = max(len(ids) for _, ids in samples) + extra
+    tokens = samples[0][1].new_zeros(len(samples), width)
     mask, rows = torch.zeros_like(tokens), []
-    for row, (sample, ids) in enumerate(each):
+    for row, (sample, ids) in enumerate(samples):
         first = width - len(ids) if left else 0
         tokens[row, first : first + len(ids)] = ids
         mask[row, first : first + len(ids)] = 1
         rows.append(Row(sample, row, first, 0, len(ids)))
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    given = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "use_cache": False}
-    return piece(given, rows)
+    arguments = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "use_cache": False}
+    return piece(arguments, rows)
 
 
 def _chunks(piece: Callable[..., Piece], sample: int, ids: torch.Tensor) -> Iterator[Piece]:
@@ -115,8 +115,8 @@ def of_rows(model: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[Varian
         rows = [Row(sample, row) for row, sample in enumerate(samples)]
         return Piece(lambda before: model(*chosen), rows, len(samples), None)
 
-    every = list(range(count))
-    yield "alone", [piece([sample]) for sample in every]
-    yield "batched", [piece(every)]
-    yield "in another place of the batch", [piece(every[::-1])]
-    yield "in two batches", [piece(every[: count // 2]), piece(every[count // 2 :])]
+    indices = list(range(count))
+    yield "alone", [piece([sample]) for sample in indices]
+    yield "batched", [piece(indices)]
+    yield "in another place of the batch", [piece(indices[::-1])]
+    yield "in two batches", [piece(indices[: count // 2]), piece(indices[count // 2 :])]

@@ -48,8 +48,8 @@ def embedding(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None =
         padding_idx: the id whose row gets no gradient, if any.
     """
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
-    found: torch.Tensor = _Embedding.apply(ids, weight, padding)
-    return found
+    result: torch.Tensor = _Embedding.apply(ids, weight, padding)
+    return result
 
 
 class _Embedding(torch.autograd.Function):
@@ -70,10 +70,12 @@ class _Embedding(torch.autograd.Function):
             return None, torch.ops.aten.embedding_dense_backward(grad, ids, rows, padding, False), None
         dweight = grad.new_zeros(ctx.shape)
         if ids.numel():
-            known, order = torch.sort(ids.reshape(-1), stable=True)
-            ends = torch.searchsorted(known, known, right=True)
-            grid = known.numel(), ceil_div(size, COLUMNS)
+            sorted_ids, order = torch.sort(ids.reshape(-1), stable=True)
+            ends = torch.searchsorted(sorted_ids, sorted_ids, right=True)
+            grid = sorted_ids.numel(), ceil_div(size, COLUMNS)
             with device_of(grad):
                 flat = grad.resolve_neg().reshape(-1, size).contiguous()
-                launch(kernels.sum_rows, grid, flat, known, order, ends, dweight, padding, size, COLUMNS, num_warps=4)
+                launch(
+                    kernels.sum_rows, grid, flat, sorted_ids, order, ends, dweight, padding, size, COLUMNS, num_warps=4
+                )
         return None, dweight, None

@@ -30,8 +30,8 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """
     if not torch.is_grad_enabled() or not (gate.requires_grad or up.requires_grad):
         return _product(gate, up)
-    found: torch.Tensor = _SiluMul.apply(gate, up)
-    return found
+    result: torch.Tensor = _SiluMul.apply(gate, up)
+    return result
 
 
 def _product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -75,8 +75,8 @@ def _silu_mul_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor)
     from rl_kernels.models.fused import kernels
 
     grad = grad.resolve_neg().contiguous()
-    of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+    d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
     with device_of(gate):
         grid = (ceil_div(gate.numel(), BLOCK),)
-        launch(kernels.gate_backward, grid, grad, gate, up, of_gate, of_up, gate.numel(), BLOCK, num_warps=4)
-    return of_gate, of_up
+        launch(kernels.gate_backward, grid, grad, gate, up, d_gate, d_up, gate.numel(), BLOCK, num_warps=4)
+    return d_gate, d_up

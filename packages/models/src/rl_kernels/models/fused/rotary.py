@@ -31,8 +31,8 @@ def takes(q: Any, k: Any, cos: Any, sin: Any) -> bool:
         return False
     batch, _, tokens, size = q.shape
     fitting = k.shape[0] == batch and k.shape[2:] == q.shape[2:] and cos.shape[1:] == (tokens, size)
-    apart = all(x.stride(-1) == 1 for x in (q, k, cos))
-    return fitting and apart and cos.shape[0] in (1, batch) and size % 2 == 0
+    contiguous = all(x.stride(-1) == 1 for x in (q, k, cos))
+    return fitting and contiguous and cos.shape[0] in (1, batch) and size % 2 == 0
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,9 +43,9 @@ def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     are allowed.
     """
     if not torch.is_grad_enabled() or not (q.requires_grad or k.requires_grad):
-        return _turned(q, k, cos, sin, cos.dtype, back=False)
-    found: tuple[torch.Tensor, torch.Tensor] = _Rotary.apply(q, k, cos, sin)
-    return found
+        return _rotate(q, k, cos, sin, cos.dtype, back=False)
+    result: tuple[torch.Tensor, torch.Tensor] = _Rotary.apply(q, k, cos, sin)
+    return result
 
 
 def rotary_at(
@@ -55,10 +55,10 @@ def rotary_at(
 
     The bits are those of ``rotary`` with these rows; no gradient. ``takes`` must hold for q, k and such rows.
     """
-    return _turned(q, k, cos[None], sin[None], cos.dtype, back=False, places=places.contiguous())
+    return _rotate(q, k, cos[None], sin[None], cos.dtype, back=False, places=places.contiguous())
 
 
-def _turned(
+def _rotate(
     q: torch.Tensor,
     k: torch.Tensor,
     cos: torch.Tensor,
@@ -97,15 +97,15 @@ class _Rotary(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         save(ctx, cos, sin)
         ctx.dtype = q.dtype
-        return _turned(q, k, cos, sin, cos.dtype, back=False)
+        return _rotate(q, k, cos, sin, cos.dtype, back=False)
 
     @staticmethod
-    def backward(ctx: Any, of_q: torch.Tensor, of_k: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *first_order(_rotary_backward, of_q, of_k, *ctx.saved_tensors, ctx.dtype), None, None
+    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *first_order(_rotary_backward, dq, dk, *ctx.saved_tensors, ctx.dtype), None, None
 
 
 def _rotary_backward(
-    of_q: torch.Tensor, of_k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype
+    dq: torch.Tensor, dk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    of_q, of_k = (readable(x, x.stride(-1) == 1) for x in (of_q.resolve_neg(), of_k.resolve_neg()))
-    return _turned(of_q, of_k, cos, sin, dtype, back=True)
+    dq, dk = (readable(x, x.stride(-1) == 1) for x in (dq.resolve_neg(), dk.resolve_neg()))
+    return _rotate(dq, dk, cos, sin, dtype, back=True)

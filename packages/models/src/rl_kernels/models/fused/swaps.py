@@ -28,10 +28,10 @@ def rotary_module(part: nn.Module) -> ModuleType | None:
     """Return the modeling file of a ``PreTrainedModel`` if its rotary embedding rotates halves as ours does."""
     module = sys.modules.get(type(part).__module__)
     function = getattr(module, ROTARY, None)
-    return module if function is not None and _turns_halves(function, torch.float32) else None
+    return module if function is not None and _rotates_halves(function, torch.float32) else None
 
 
-def _turns_halves(function: Callable[..., Any], dtype: torch.dtype) -> bool:
+def _rotates_halves(function: Callable[..., Any], dtype: torch.dtype) -> bool:
     """Say whether a function rotates queries and keys of a dtype by FP32 angles with exactly our formula."""
     generator = torch.Generator().manual_seed(0)
     q, k, cos, sin = (
@@ -40,8 +40,8 @@ def _turns_halves(function: Callable[..., Any], dtype: torch.dtype) -> bool:
     q, k = q.to(dtype), k.to(dtype)
     expected = [x * cos[:, None] + torch.cat((-x[..., 4:], x[..., :4]), -1) * sin[:, None] for x in (q, k)]
     try:
-        found = function(q, k, cos, sin)
-        pairs = list(zip(found, expected, strict=True))
+        result = function(q, k, cos, sin)
+        pairs = list(zip(result, expected, strict=True))
         return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
     except Exception:  # it wants other arguments, so it is another function
         return False
@@ -51,7 +51,7 @@ def rotary_swap(module: ModuleType) -> Undo:
     """Swap the function of a modeling file for ours; this affects all its models, but changes no bit."""
     original = getattr(module, ROTARY)
     # Olmo's returns the dtype of q and k, whatever the dtype of the angles.
-    promotes = _turns_halves(original, torch.bfloat16)
+    promotes = _rotates_halves(original, torch.bfloat16)
 
     def apply(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **options: Any) -> Any:
         if args or options or not rotary.takes(q, k, cos, sin) or not (promotes or q.dtype == cos.dtype):
@@ -73,15 +73,15 @@ def gated(module: nn.Module) -> Callable[..., torch.Tensor] | None:
         return None
     twin = copy.copy(module)
     scales = {"gate_proj": 0.5, "up_proj": -1.5, "down_proj": 2.0}
-    twin.__dict__["_modules"] = {**{name: _Scaled(by) for name, by in scales.items()}, "act_fn": nn.SiLU()}
+    twin.__dict__["_modules"] = {**{name: _Scaled(factor) for name, factor in scales.items()}, "act_fn": nn.SiLU()}
     probe = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), **PROBE)
     try:
         with torch.no_grad():
-            found = type(module).forward(twin, probe)
+            result = type(module).forward(twin, probe)
     except Exception:  # it wants more than rows, so it is another kind of MLP
         return None
     expected = F.silu(probe * 0.5) * (probe * -1.5) * 2.0
-    return _forward if isinstance(found, torch.Tensor) and torch.equal(found, expected) else None
+    return _forward if isinstance(result, torch.Tensor) and torch.equal(result, expected) else None
 
 
 def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -103,9 +103,9 @@ def _is_watched(module: nn.Module) -> bool:
 
 
 class _Scaled(nn.Module):
-    def __init__(self, by: float) -> None:
+    def __init__(self, factor: float) -> None:
         super().__init__()
-        self.by = by
+        self.factor = factor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.by
+        return x * self.factor

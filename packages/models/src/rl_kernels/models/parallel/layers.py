@@ -30,8 +30,8 @@ def _ranks_of(layer: DetLinear) -> Ranks:
     """Return the ranks of a parallel layer; refuse what only a layer of one process takes."""
     if layer.join_tokens is not None:
         raise ValueError(f"join_tokens: expected None on a parallel layer, got {layer.join_tokens}")
-    found: Ranks = getattr(layer, SHARED)
-    return found
+    ranks: Ranks = getattr(layer, SHARED)
+    return ranks
 
 
 class ColumnParallelLinear(DetLinear):
@@ -99,11 +99,13 @@ class VocabParallelHead(DetLinear):
     def logp(self, hidden: torch.Tensor, target_ids: torch.Tensor, **options: Any) -> torch.Tensor | LogpStats:
         """Return ``linear_logp`` over the whole vocabulary; ``options`` are those of ``linear_logp``."""
         ranks = _ranks_of(self)
-        where: dict[str, Any] = {"vocab_segments": SEGMENTS}
+        shard_options: dict[str, Any] = {"vocab_segments": SEGMENTS}
         if ranks.size > 1:
-            where |= {"process_group": ranks.group, "vocab_size": self.vocab_size}
-        found: torch.Tensor | LogpStats = linear_logp(hidden, self.weight, target_ids, self.bias, **where, **options)
-        return found
+            shard_options |= {"process_group": ranks.group, "vocab_size": self.vocab_size}
+        result: torch.Tensor | LogpStats = linear_logp(
+            hidden, self.weight, target_ids, self.bias, **shard_options, **options
+        )
+        return result
 
 
 @functools.cache

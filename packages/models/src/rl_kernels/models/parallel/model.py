@@ -90,12 +90,12 @@ def parallelize(
     """
     group = None if mesh is None else group_of(mesh, "mesh")
     error: Exception | None = None
-    ranks, plan, held = None, None, None
+    ranks, plan, handle = None, None, None
     try:
         ranks = Ranks(group, segments, sequence_parallel)
         plan = plan_of(model, ranks)
         _check(model, plan, ranks)
-        held = invariant(model, strict=strict)
+        handle = invariant(model, strict=strict)
     except (TypeError, ValueError, RuntimeError) as raised:
         error = raised
     try:
@@ -106,12 +106,12 @@ def parallelize(
         elif error is not None:
             raise error
     except BaseException:
-        if held is not None:
-            held.undo()
+        if handle is not None:
+            handle.undo()
         raise
     assert ranks is not None
     assert plan is not None
-    assert held is not None
+    assert handle is not None
     for name, style in plan.styles.items():
         style.apply(model.get_submodule(name))
     paths = [name.rpartition(".") for name in plan.styles]
@@ -121,7 +121,7 @@ def parallelize(
     setattr(plan.body, PARTS, parts)
     _hook(plan, ranks, validate)
     return Parallel(
-        {name: type(style).__name__ for name, style in plan.styles.items()}, dict(held.left), ranks.size, segments
+        {name: type(style).__name__ for name, style in plan.styles.items()}, dict(handle.left), ranks.size, segments
     )
 
 
@@ -176,16 +176,16 @@ def _check_parts(body: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         return
     for parent, name, part in getattr(body, PARTS):
-        found = parent._modules.get(name)
-        if found is not part:
-            kind = type(found) if found is None else original_of(found)
+        current = parent._modules.get(name)
+        if current is not part:
+            kind = type(current) if current is None else original_of(current)
             named = f"{kind.__module__}.{kind.__qualname__}"
             raise TypeError(f"parallelize: expected {name} as it was cut, found {named}; change layers before the cut")
 
 
 def _hidden(args: Any, kwargs: Any) -> torch.Tensor:
-    found: torch.Tensor = args[0] if args else kwargs["hidden_states"]
-    return found
+    hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+    return hidden
 
 
 def _with_hidden(args: Any, kwargs: Any, hidden: torch.Tensor) -> Any:
@@ -193,8 +193,8 @@ def _with_hidden(args: Any, kwargs: Any, hidden: torch.Tensor) -> Any:
 
 
 def _check_inputs(ranks: Ranks, validate: Validate, number: int, body: nn.Module, args: Any, kwargs: Any) -> None:
-    given = {**dict(zip(INPUTS[:1], args, strict=False)), **kwargs}
-    tensors = {name: given[name] for name in INPUTS if isinstance(given.get(name), torch.Tensor)}
+    arguments = {**dict(zip(INPUTS[:1], args, strict=False)), **kwargs}
+    tensors = {name: arguments[name] for name in INPUTS if isinstance(arguments.get(name), torch.Tensor)}
     if any(values_hidden(value) for value in tensors.values()):
         return
     assert ranks.group is not None

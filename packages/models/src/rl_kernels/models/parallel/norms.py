@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +12,19 @@ from torch.distributed import ProcessGroup
 
 from rl_kernels.core.distributed import all_gather
 from rl_kernels.core.saved import save
+
+
+class _Norm(NamedTuple):
+    """A norm of rows that are cut over ranks."""
+
+    module: nn.Module
+    forward: Callable[..., torch.Tensor]
+    """The forward of the module's class."""
+    group: ProcessGroup
+    dim: int
+    """The dim of the rows that is cut."""
+    names: tuple[str, ...]
+    """Names of the module's parameters."""
 
 
 def norm_of_part(
@@ -24,37 +37,37 @@ def norm_of_part(
 
     Args:
         module: a norm with a weight, and maybe a bias.
-        forward: of its class.
+        forward: the forward of its class.
         x: the rows of this rank.
         group: the ranks.
-        dim: of ``x`` that is cut.
+        dim: the dim of ``x`` that is cut.
     """
     parameters = {name: value for name, value in module.named_parameters(recurse=False)}
-    found: torch.Tensor = _NormOfPart.apply(x, (module, forward, group, dim, tuple(parameters)), *parameters.values())
-    return found
+    norm = _Norm(module, forward, group, dim, tuple(parameters))
+    result: torch.Tensor = _NormOfPart.apply(x, norm, *parameters.values())
+    return result
 
 
 class _NormOfPart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, how: tuple[Any, ...], *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, norm: _Norm, *parameters: torch.Tensor) -> torch.Tensor:
         save(ctx, x, *parameters)
         # Not saved for backward: main_grad may change in place between this call and its backward pass.
-        ctx.how = *how, [getattr(value, "main_grad", None) for value in parameters]
-        return _run(how, x, parameters)
+        ctx.norm, ctx.main_grads = norm, [getattr(value, "main_grad", None) for value in parameters]
+        return _run(norm, x, parameters)
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, *parameters = ctx.saved_tensors
-        *how, buffers = ctx.how
-        _, _, group, dim, _ = how
+        norm: _Norm = ctx.norm
         dx = None
         if ctx.needs_input_grad[0]:
-            (dx,) = _gradients(how, x, [value.detach() for value in parameters], upstream, of_x=True)
+            (dx,) = _gradients(norm, x, [value.detach() for value in parameters], upstream, of_x=True)
         if not any(ctx.needs_input_grad[2:]):
             return dx, None, *[None] * len(parameters)
-        rows, upstreams = (all_gather(value, group, dim) for value in (x, upstream))
-        leaves = [_leaf(value, buffer) for value, buffer in zip(parameters, buffers, strict=True)]
-        return dx, None, *_gradients(how, rows, leaves, upstreams, of_x=False)
+        rows, upstreams = (all_gather(value, norm.group, norm.dim) for value in (x, upstream))
+        leaves = [_leaf(value, buffer) for value, buffer in zip(parameters, ctx.main_grads, strict=True)]
+        return dx, None, *_gradients(norm, rows, leaves, upstreams, of_x=False)
 
 
 def _leaf(parameter: torch.Tensor, main_grad: torch.Tensor | None) -> torch.Tensor:
@@ -65,18 +78,16 @@ def _leaf(parameter: torch.Tensor, main_grad: torch.Tensor | None) -> torch.Tens
 
 
 def _gradients(
-    how: Any, x: torch.Tensor, parameters: list[torch.Tensor], upstream: torch.Tensor, *, of_x: bool
+    norm: _Norm, x: torch.Tensor, parameters: list[torch.Tensor], upstream: torch.Tensor, *, of_x: bool
 ) -> tuple[torch.Tensor | None, ...]:
     with torch.enable_grad():
         rows = x.detach().requires_grad_(of_x)
-        found = _run(how, rows, parameters)
-        return torch.autograd.grad(found, [rows] if of_x else parameters, upstream, allow_unused=True)
+        result = _run(norm, rows, parameters)
+        return torch.autograd.grad(result, [rows] if of_x else parameters, upstream, allow_unused=True)
 
 
-def _run(how: Any, x: torch.Tensor, parameters: Any) -> torch.Tensor:
-    module, forward, _, _, names = how
+def _run(norm: _Norm, x: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     # A copy with other parameters; no hook runs, because the forward of the class is called directly.
-    twin = copy.copy(module)
-    twin.__dict__["_parameters"] = dict(zip(names, parameters, strict=True))
-    found: torch.Tensor = forward(twin, x)
-    return found
+    twin = copy.copy(norm.module)
+    twin.__dict__["_parameters"] = dict(zip(norm.names, parameters, strict=True))
+    return norm.forward(twin, x)

@@ -90,10 +90,10 @@ def _kinds(body: Any, modules: dict[str, nn.Module]) -> Iterator[tuple[str, str]
         raise ValueError(f"model: expected a config with base_model_tp_plan, {type(body).__name__} has none")
     for pattern, kind in patterns.items():
         # A config may name parts that only some of its models have.
-        found = [name for name in modules if fnmatchcase(name, pattern)]
-        if found and kind not in (COLUMN, ROW, HEAD_NORM):
-            raise ValueError(f"model: expected linear layers that are cut by columns or rows; {found[0]} is {kind!r}")
-        for name in found:
+        matches = [name for name in modules if fnmatchcase(name, pattern)]
+        if matches and kind not in (COLUMN, ROW, HEAD_NORM):
+            raise ValueError(f"model: expected linear layers that are cut by columns or rows; {matches[0]} is {kind!r}")
+        for name in matches:
             if hasattr(modules[name], SHARED):
                 raise ValueError(f"model: expected a model that is whole; {name} is cut already")
             if kind != HEAD_NORM and original_of(modules[name]) is not nn.Linear:

@@ -32,8 +32,8 @@ def cuts_of(model: nn.Module) -> Iterator[tuple[str, Cut]]:
             if isinstance(module, VocabParallelHead):
                 spans = vocab_shards(whole, ranks.size)
             else:
-                each = whole // ranks.size
-                spans = tuple((each * rank, each * (rank + 1)) for rank in range(ranks.size))
+                size = whole // ranks.size
+                spans = tuple((size * rank, size * (rank + 1)) for rank in range(ranks.size))
             yield f"{prefix}.{name}" if prefix else name, Cut(ranks, dim, spans)
 
 

@@ -183,9 +183,9 @@ def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         )
 
 
-def _refuse_whole(module: nn.Module, state: Mapping[str, Any], prefix: str, *others: Any) -> None:
+def _refuse_whole(module: nn.Module, state: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
     """Name the function that loads whole weights."""
-    errors: list[str] = others[-1]
+    errors: list[str] = arguments[-1]
     for name, (dim, whole) in getattr(module, CUT).items():
         value = state.get(prefix + name)
         if value is not None and value.ndim > dim and value.shape[dim] == whole:

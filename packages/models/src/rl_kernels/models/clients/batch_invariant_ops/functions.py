@@ -72,13 +72,13 @@ def bmm_batch_invariant(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor |
     """
     check.tensor("a", a, check.HALF_AND_FLOAT, ndim=3)
     check.tensor("b", b, check.HALF_AND_FLOAT, ndim=3)
-    found = products.batches("a", a, "b", b)
+    result = products.batches("a", a, "b", b)
     if out is None:
-        return found
+        return result
     check.tensor("out", out, (a.dtype,))
-    check.shape("out", out, found.shape, "B by M of a by N of b")
+    check.shape("out", out, result.shape, "B by M of a by N of b")
     check.same_device(a=a, out=out)
-    return out.copy_(found)
+    return out.copy_(result)
 
 
 def log_softmax(input: torch.Tensor, dim: int = -1) -> torch.Tensor:

@@ -16,9 +16,9 @@ def log_softmax(X, NORM, OUT, columns, row_stride, column_stride, BLOCK: tl.cons
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = d < columns
     x = tl.load(X + row * row_stride + d.to(tl.int64) * column_stride, mask=mask, other=0.0).to(tl.float32)
-    found = (x - tl.load(NORM + 2 * row)) - tl.load(NORM + 2 * row + 1)
-    found = tl.where(found > 0.0, 0.0, found)
-    tl.store(OUT + row * columns + d, found.to(OUT.dtype.element_ty), mask=mask)
+    result = (x - tl.load(NORM + 2 * row)) - tl.load(NORM + 2 * row + 1)
+    result = tl.where(result > 0.0, 0.0, result)
+    tl.store(OUT + row * columns + d, result.to(OUT.dtype.element_ty), mask=mask)
 
 
 @triton.jit

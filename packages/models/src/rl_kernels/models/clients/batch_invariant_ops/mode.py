@@ -115,12 +115,12 @@ def _kernel(ours: Callable[..., torch.Tensor | None], stock: Any) -> Callable[..
             # Autograd has recorded the op already; it must not record our computation too.
             try:
                 with torch.no_grad():
-                    found = ours(*args, **kwargs)
+                    result = ours(*args, **kwargs)
             except (TypeError, ValueError) as error:
                 # As PyTorch's kernels do; and ``a @ b`` would replace a TypeError by one without our message.
                 raise RuntimeError(str(error)) from error
-            if found is not None:
-                return found
+            if result is not None:
+                return result
         if stock is None:
             raise NotImplementedError("input: expected a floating dtype, PyTorch has no integer kernel here")
         return stock.call_boxed(keyset, *args, **kwargs)
@@ -179,26 +179,26 @@ def _into(ours: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tenso
     """Return the variant of an op that writes to ``out``."""
 
     def run(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
-        found = ours(*args, **kwargs)
-        return None if found is None else _write("out", out, found)
+        result = ours(*args, **kwargs)
+        return None if result is None else _write("out", out, result)
 
     return run
 
 
 def _addmm_in_place(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-    found = _addmm(self, *args, **kwargs)
-    return None if found is None else _write("input", self, found)
+    result = _addmm(self, *args, **kwargs)
+    return None if result is None else _write("input", self, result)
 
 
-def _write(name: str, out: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    if out.dtype != found.dtype:
-        raise TypeError(f"{name}: expected dtype {found.dtype}, got {out.dtype}")
-    if out.shape != found.shape and name == "out" and not out.numel():
+def _write(name: str, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    if out.dtype != result.dtype:
+        raise TypeError(f"{name}: expected dtype {result.dtype}, got {out.dtype}")
+    if out.shape != result.shape and name == "out" and not out.numel():
         # An empty out leaves the size to the op.
-        out.resize_(found.shape)
-    if out.shape != found.shape:
-        raise ValueError(f"{name}: expected shape {tuple(found.shape)}, got {tuple(out.shape)}")
-    return out.copy_(found)
+        out.resize_(result.shape)
+    if out.shape != result.shape:
+        raise ValueError(f"{name}: expected shape {tuple(result.shape)}, got {tuple(out.shape)}")
+    return out.copy_(result)
 
 
 OPS: dict[str, Callable[..., torch.Tensor | None]] = {

@@ -42,8 +42,8 @@ def matrices(
         return det_gemm(a, b, out_dtype=out_dtype)
     if out_dtype not in (None, torch.float64):
         raise ValueError(f"out_dtype: expected None or torch.float64 for FP64 operands, got {out_dtype}")
-    found: torch.Tensor = as_native(fp64.matmul, a, b)
-    return found
+    result: torch.Tensor = as_native(fp64.matmul, a, b)
+    return result
 
 
 def batches(
@@ -130,7 +130,7 @@ def _check_bias(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype:
     if bias.dtype not in (a.dtype, out_dtype):
         raise TypeError(f"input: expected dtype {a.dtype} (that of mat1), got {bias.dtype}")
     check.same_device(mat1=a, input=bias)
-    wanted = (a.shape[0], b.shape[1])
-    sizes = zip(reversed(bias.shape), reversed(wanted), strict=False)
-    if bias.ndim > len(wanted) or any(size not in (1, whole) for size, whole in sizes):
-        raise ValueError(f"input: expected a shape that broadcasts to {wanted}, got {tuple(bias.shape)}")
+    expected = (a.shape[0], b.shape[1])
+    sizes = zip(reversed(bias.shape), reversed(expected), strict=False)
+    if bias.ndim > len(expected) or any(size not in (1, whole) for size, whole in sizes):
+        raise ValueError(f"input: expected a shape that broadcasts to {expected}, got {tuple(bias.shape)}")

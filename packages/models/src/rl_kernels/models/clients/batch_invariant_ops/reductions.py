@@ -51,8 +51,8 @@ def log_probabilities(x: torch.Tensor, dim: int, out_dtype: torch.dtype | None =
     work = compute_dtype(x.dtype)
     ids = torch.zeros(rows.shape[0], dtype=torch.int64, device=x.device)
     _, norm = ops["forward"](rows, ids, scalar(1.0, work), None, None, chosen)
-    found = _minus_norm(rows, norm, out_dtype).view(turned.shape)
-    return found.movedim(-1, place).contiguous() if x.ndim else found[0]
+    result = _minus_norm(rows, norm, out_dtype).view(turned.shape)
+    return result.movedim(-1, place).contiguous() if x.ndim else result[0]
 
 
 def _minus_norm(rows: torch.Tensor, norm: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -72,8 +72,8 @@ def _minus_norm(rows: torch.Tensor, norm: torch.Tensor, dtype: torch.dtype) -> t
 def log_softmax(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Return ``log_probabilities(x, dim)``, differentiable."""
     if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
-        found: torch.Tensor = _LogSoftmax.apply(x, dim)
-        return found
+        result: torch.Tensor = _LogSoftmax.apply(x, dim)
+        return result
     return log_probabilities(x, dim)
 
 
@@ -116,19 +116,19 @@ def mean(
     if not dtype.is_floating_point:
         raise TypeError(f"dtype: expected a floating dtype, got {dtype}")
     reduced = dims(dim, x.ndim)
-    kept = [place for place in range(x.ndim) if place not in reduced]
+    remaining = [place for place in range(x.ndim) if place not in reduced]
     count = 1
     for place in reduced:
         count *= x.shape[place]
-    rows = x.permute([*kept, *reduced]).reshape([*(x.shape[place] for place in kept), count])
+    rows = x.permute([*remaining, *reduced]).reshape([*(x.shape[place] for place in remaining), count])
     work = torch.float64 if torch.float64 in (x.dtype, dtype) else torch.float32
     if _fits_triton(rows, dtype):
-        found = _row_means(rows, dtype)
+        result = _row_means(rows, dtype)
     else:
         total = tree_sum(rows.to(work))
         # Not by a Python number: on a GPU PyTorch multiplies by its reciprocal, which rounds twice.
-        found = (total / total.new_full((), count)).to(dtype)
-    return found.view([1 if place in reduced else size for place, size in enumerate(x.shape)]) if keepdim else found
+        result = (total / total.new_full((), count)).to(dtype)
+    return result.view([1 if place in reduced else size for place, size in enumerate(x.shape)]) if keepdim else result
 
 
 def _fits_triton(x: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -145,14 +145,14 @@ def _row_means(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     count, columns = rows.shape
     width = 1 << (min(columns, SEGMENT) - 1).bit_length()
     at = min(width, AT_ONCE)
-    segments, each = ceil_div(columns, width), min(BLOCK // width, MOST_ROWS)
+    segments, rows_per_program = ceil_div(columns, width), min(BLOCK // width, MOST_ROWS)
     out, whole = x.new_empty(x.shape[:-1], dtype=dtype), segments == 1
     sums = out if whole else x.new_empty((count, segments), dtype=torch.float32)
     with device_of(x):
-        grid = (ceil_div(count, each) * segments,)
+        grid = (ceil_div(count, rows_per_program) * segments,)
         sizes = count, columns, *rows.stride(), segments
         levels = at.bit_length() - 1
-        launch(kernels.segment_sums, grid, rows, sums, *sizes, each, width, at, levels, whole, num_warps=4)
+        launch(kernels.segment_sums, grid, rows, sums, *sizes, rows_per_program, width, at, levels, whole, num_warps=4)
         if not whole:
             grid = (ceil_div(count, MOST_ROWS),)
             launch(kernels.means, grid, sums, out, count, segments, columns, MOST_ROWS, num_warps=2)
@@ -163,7 +163,7 @@ def dims(dim: int | Sequence[int] | None, ndim: int) -> list[int]:
     """Return the indices of dims in ascending order; all dims for None or an empty list."""
     if dim is None or (not isinstance(dim, int) and not len(dim)):
         return list(range(ndim))
-    places = sorted(one_dim(one, ndim) for one in ([dim] if isinstance(dim, int) else dim))
+    places = sorted(one_dim(d, ndim) for d in ([dim] if isinstance(dim, int) else dim))
     if len(set(places)) < len(places):
         raise ValueError(f"dim: expected each dim once, got {tuple(dim) if not isinstance(dim, int) else dim}")
     # PyTorch lets a tensor without dims have dim 0.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rl_kernels.attention import Attended, det_attention
-from rl_kernels.models.paged import PAGE, placed
+from rl_kernels.models.paged import PAGE, page_layout
 
 UNLIMITED = -1
 """An unlimited side of a window, in PyTorch and here; in PyTorch also None."""
@@ -47,17 +47,17 @@ def attend(
         raise ValueError("return_debug_mask: expected False, det_attention keeps no matrix of weights")
     if alibi_slopes is not None:
         raise ValueError("alibi_slopes: expected None, det_attention has no bias; use a model without ALiBi")
-    where: dict[str, Any] = {"seqused_k": seqused_k, "block_table": block_table}
+    sequence_arguments: dict[str, Any] = {"seqused_k": seqused_k, "block_table": block_table}
     if seqused_k is None and block_table is None:
-        where |= packed(key, cum_seq_q, cum_seq_k, max_q, max_k)
+        sequence_arguments |= packed(key, cum_seq_q, cum_seq_k, max_q, max_k)
     else:
         _refuse_gradients(query, key, value)
         if seqused_k is None:
             raise ValueError("seqused_k: expected the number of keys in use of each sequence with block_table")
         if block_table is None and cum_seq_k is not None:
-            key, value, where = _in_pages(key, value, cum_seq_k, max_k, seqused_k)
+            key, value, sequence_arguments = _in_pages(key, value, cum_seq_k, max_k, seqused_k)
         if cum_seq_q is not None:
-            where |= {"cu_seqlens_q": cum_seq_q, "max_seqlen_q": max_q}
+            sequence_arguments |= {"cu_seqlens_q": cum_seq_q, "max_seqlen_q": max_q}
     with torch.no_grad():
         return det_attention(
             query,
@@ -66,7 +66,7 @@ def attend(
             causal=is_causal,
             scale=scale,
             window=window(window_size_left, window_size_right),
-            **where,
+            **sequence_arguments,
             return_lse=True,
             validate=False,
         )
@@ -110,16 +110,16 @@ def packed(
     max_k: int,
 ) -> dict[str, Any]:
     """Return the arguments of det_attention for packed sequences without a cache."""
-    where: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if cum_seq_q is None and cum_seq_k is not None:
         raise ValueError("cum_seq_k: expected None without cum_seq_q, packed keys need packed queries")
     if cum_seq_q is not None:
-        where = {"cu_seqlens_q": cum_seq_q, "max_seqlen_q": max_q}
+        arguments = {"cu_seqlens_q": cum_seq_q, "max_seqlen_q": max_q}
         if cum_seq_k is not None:
-            where |= {"cu_seqlens_k": cum_seq_k, "max_seqlen_k": max_k}
+            arguments |= {"cu_seqlens_k": cum_seq_k, "max_seqlen_k": max_k}
         elif key.ndim == PACKED_DIMS:
             raise ValueError("cum_seq_k: expected the starts of packed sequences of keys, got None without block_table")
-    return where
+    return arguments
 
 
 def _in_pages(
@@ -129,18 +129,18 @@ def _in_pages(
     if cum_seq_k.shape[0] == 1 or not key.shape[0]:
         # Nothing to copy: no sequence, or none with a key.
         return key, value, {"cu_seqlens_k": cum_seq_k, "max_seqlen_k": max_k}
-    none_gone = torch.zeros_like(seqused_k, dtype=torch.int64)
-    source, table, _ = placed(cum_seq_k.long(), none_gone, key.shape[0], max_k)
+    none_dropped = torch.zeros_like(seqused_k, dtype=torch.int64)
+    source, table, _ = page_layout(cum_seq_k.long(), none_dropped, key.shape[0], max_k)
     key, value = (x.index_select(0, source).unflatten(0, (-1, PAGE)) for x in (key, value))
     return key, value, {"block_table": table, "seqused_k": seqused_k}
 
 
-def laid_out(like: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+def laid_out(like: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """Return a result with the strides of ``torch.empty_like(like)``, which PyTorch's compiler expects."""
-    if found.stride() == like.stride():
-        return found
-    wanted = torch.empty_like(like)
-    return found if wanted.stride() == found.stride() else wanted.copy_(found)
+    if result.stride() == like.stride():
+        return result
+    copy = torch.empty_like(like)
+    return result if copy.stride() == result.stride() else copy.copy_(result)
 
 
 def auxiliary(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -73,7 +73,7 @@ def flash_attention_forward(
     Raises:
         TypeError, ValueError: det_attention has no such option, or an argument is not as above; the message names it.
     """
-    found = calls.attend(
+    attended = calls.attend(
         *(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask),
         scale=scale,
         window_size_left=window_size_left,
@@ -83,10 +83,10 @@ def flash_attention_forward(
         block_table=block_table,
         num_splits=num_splits,
     )
-    return calls.laid_out(query, found.out), found.lse, *calls.auxiliary(query)
+    return calls.laid_out(query, attended.out), attended.lse, *calls.auxiliary(query)
 
 
-def flash_attention_forward_inplace(out: Tensor, query: Tensor, *others: Any, **options: Any) -> Tensor:
+def flash_attention_forward_inplace(out: Tensor, query: Tensor, *args: Any, **options: Any) -> Tensor:
     """Write to ``out``, return lse: ``aten::_flash_attention_forward_no_dropout_inplace``, of ``varlen_attn_out``.
 
     The arguments after query are those of ``flash_attention_forward``; out has the shape and dtype of query.
@@ -95,11 +95,11 @@ def flash_attention_forward_inplace(out: Tensor, query: Tensor, *others: Any, **
         TypeError, ValueError: as there, or ``out`` is of another shape or dtype.
     """
     if out.shape != query.shape or out.dtype != query.dtype:
-        wanted, got = (f"{x.dtype} {tuple(x.shape)}" for x in (query, out))
-        raise ValueError(f"out: expected {wanted} as query has, got {got}")
-    found = calls.attend(query, *others, **options)
-    out.copy_(found.out)
-    return found.lse
+        expected, got = (f"{x.dtype} {tuple(x.shape)}" for x in (query, out))
+        raise ValueError(f"out: expected {expected} as query has, got {got}")
+    attended = calls.attend(query, *args, **options)
+    out.copy_(attended.out)
+    return attended.lse
 
 
 def flash_attention_backward(
@@ -131,7 +131,7 @@ def flash_attention_backward(
     """
     calls.refuse(query, value, dropout_p)
     with torch.no_grad():
-        found = det_attention_backward(
+        gradients = det_attention_backward(
             *(grad_out, query, key, value, out, logsumexp),
             causal=is_causal,
             scale=scale,
@@ -139,7 +139,7 @@ def flash_attention_backward(
             **calls.packed(key, cum_seq_q, cum_seq_k, max_q, max_k),
             validate=False,
         )
-        dq, dk, dv = (calls.laid_out(x, dx) for x, dx in zip((query, key, value), found, strict=True))
+        dq, dk, dv = (calls.laid_out(x, dx) for x, dx in zip((query, key, value), gradients, strict=True))
     return dq, dk, dv
 
 
@@ -172,8 +172,15 @@ def sdpa_forward(
     """
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     longest = query.shape[2], key.shape[2]
-    found = calls.attend(q, k, v, None, None, *longest, dropout_p, is_causal, return_debug_mask, scale=scale)
-    return calls.laid_out(query, found.out.transpose(1, 2)), found.lse, None, None, *longest, *calls.auxiliary(query)
+    attended = calls.attend(q, k, v, None, None, *longest, dropout_p, is_causal, return_debug_mask, scale=scale)
+    return (
+        calls.laid_out(query, attended.out.transpose(1, 2)),
+        attended.lse,
+        None,
+        None,
+        *longest,
+        *calls.auxiliary(query),
+    )
 
 
 def sdpa_backward(
@@ -202,7 +209,7 @@ def sdpa_backward(
         TypeError, ValueError: as ``flash_attention_backward``.
     """
     grad, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    rest = dropout_p, is_causal, philox_seed, philox_offset
-    found = flash_attention_backward(grad, q, k, v, o, logsumexp, None, None, max_q, max_k, *rest, scale=scale)
-    dq, dk, dv = (dx.transpose(1, 2) for dx in found)
+    options = dropout_p, is_causal, philox_seed, philox_offset
+    gradients = flash_attention_backward(grad, q, k, v, o, logsumexp, None, None, max_q, max_k, *options, scale=scale)
+    dq, dk, dv = (dx.transpose(1, 2) for dx in gradients)
     return dq, dk, dv

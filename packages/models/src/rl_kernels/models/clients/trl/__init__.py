@@ -80,9 +80,9 @@ def use_in(
         score_with(base, head, places=invariant, around=trainer.accelerator.autocast)
     if record:
         # Wrappers apply autocast only to training passes.
-        given = (trainer._generate_single_turn, heads[0], bases[0], trainer.accelerator.autocast)
+        recording = (trainer._generate_single_turn, heads[0], bases[0], trainer.accelerator.autocast)
         config = trainer.continuous_batching_config
-        trainer._generate_single_turn = continuous.recorded(*given, config) if in_batches else recorded(*given)
+        trainer._generate_single_turn = continuous.recorded(*recording, config) if in_batches else recorded(*recording)
         if invariant:
             take_from_rollout(trainer)
     trainer._compute_loss = partial(compute_loss, trainer, backend=backend, validate=validate)

@@ -65,29 +65,29 @@ def check_invariant(trainer: Any, models: Iterable[Any]) -> None:
     for model in models:
         for path, module in model.named_modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-                found = f"{path} has {module.p}"
-                raise ValueError(f"disable_dropout: expected no dropout with invariant, {found}; set it in GRPOConfig")
-        if _draws(model):
+                got = f"{path} has {module.p}"
+                raise ValueError(f"disable_dropout: expected no dropout with invariant, {got}; set it in GRPOConfig")
+        if _is_random(model):
             raise ValueError("model: expected no dropout with invariant, set that of its config to 0")
 
 
-def _draws(model: Any) -> bool:
+def _is_random(model: Any) -> bool:
     """Say whether two training passes of a model differ, as they do with dropout."""
     weight = model.get_input_embeddings().weight
     if not is_whole(weight):
         # Sharded weights are gathered only when the whole model is called.
         return False
     ids = torch.arange(4, device=weight.device)[None]
-    with _drawing_apart(model), in_mode(model, training=True), torch.no_grad(), warnings.catch_warnings():
+    with _restored_generators(model), in_mode(model, training=True), torch.no_grad(), warnings.catch_warnings():
         # Activation checkpointing warns that no input requires grad.
         warnings.simplefilter("ignore")
-        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "return_dict": True}
-        first, second = (model.base_model(**given).last_hidden_state.float() for _ in range(2))
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "return_dict": True}
+        first, second = (model.base_model(**inputs).last_hidden_state.float() for _ in range(2))
     return bool((first - second).abs().max() > 0.01 * first.abs().max())
 
 
 @contextmanager
-def _drawing_apart(model: nn.Module) -> Iterator[None]:
+def _restored_generators(model: nn.Module) -> Iterator[None]:
     """Restore the random generators of the CPU and of a model's devices afterwards."""
     with torch.random.fork_rng(sorted({value.get_device() for value in model.parameters() if value.is_cuda})):
         yield

@@ -58,19 +58,21 @@ def recorded(sample: Callable[..., Any], head: Head, model: Any, around: Around,
         results: list[Any] = []
 
         def generate_batch(*args: Any, **options: Any) -> Any:
-            found = theirs(*args, **options)
-            results.extend(found.values())
-            return found
+            outputs = theirs(*args, **options)
+            results.extend(outputs.values())
+            return outputs
 
         theirs = model.generate_batch
-        with _asked_for(config), _scored_by(head, around), replaced(model, "generate_batch", generate_batch):
+        with _logprobs_enabled(config), _scored_by(head, around), replaced(model, "generate_batch", generate_batch):
             ids, _ = sample(prompts, *args, **options)
         if len(results) != len(prompts):
             raise RuntimeError(f"rollout: continuous batching answered {len(results)} of {len(prompts)} prompts")
-        for each, own in zip(results, ids, strict=True):
-            if each.error is not None or len(each.logprobs) != len(own):
-                raise RuntimeError(f"rollout: continuous batching failed: {each.error or 'it lost log-probabilities'}")
-        return ids, [each.logprobs for each in results]
+        for output, tokens in zip(results, ids, strict=True):
+            if output.error is not None or len(output.logprobs) != len(tokens):
+                raise RuntimeError(
+                    f"rollout: continuous batching failed: {output.error or 'it lost log-probabilities'}"
+                )
+        return ids, [output.logprobs for output in results]
 
     return sampled
 
@@ -84,7 +86,7 @@ def _runner() -> Any:
 
 
 @contextmanager
-def _asked_for(config: Any) -> Iterator[None]:
+def _logprobs_enabled(config: Any) -> Iterator[None]:
     """Make the runner allocate room for log-probabilities."""
     before, config.return_logprobs = config.return_logprobs, True
     try:
@@ -107,12 +109,12 @@ def _scored_by(head: Head, around: Around) -> Iterator[None]:
         prev_output_ids: torch.Tensor,
         output_ids: torch.Tensor,
     ) -> None:
-        given = (model, batch_data, carry_over_ids, prev_output_ids, output_ids)
+        arguments = (model, batch_data, carry_over_ids, prev_output_ids, output_ids)
         if model.get_output_embeddings() is not head.module:
-            theirs(self, *given)
+            theirs(self, *arguments)
             return
         with inputs_of(head.module) as passes:
-            theirs(self, *given)
+            theirs(self, *arguments)
         (hidden,), places = passes, batch_data["logits_indices"]
         rows = hidden[0] if "logits_to_keep" in batch_data else hidden[0, places]
         with around():

@@ -21,9 +21,9 @@ def check_engine(trainer: Any, dtype: Any) -> None:
     Raises:
         ValueError: the message names the setting, and what to do.
     """
-    given = {name: getattr(trainer, name) for name in SAMPLED} | (trainer.args.generation_kwargs or {})
-    given["structured_outputs"] = trainer.args.vllm_structured_outputs_regex
-    for name, value in given.items():
+    settings = {name: getattr(trainer, name) for name in SAMPLED} | (trainer.args.generation_kwargs or {})
+    settings["structured_outputs"] = trainer.args.vllm_structured_outputs_regex
+    for name, value in settings.items():
         allowed = PLAIN.get(name, (value,))
         if value is not None and value not in allowed:
             raise ValueError(f"{name}: expected {allowed[0]!r} with invariant and use_vllm, got {value!r}")
@@ -38,15 +38,16 @@ def check_engine(trainer: Any, dtype: Any) -> None:
     engine = getattr(generation, "llm", None)
     if engine is not None:
         config = engine.llm_engine.vllm_config
-        found = config.model_config.dtype
+        engine_dtype = config.model_config.dtype
         if getattr(config.attention_config.backend, "name", None) != "CUSTOM":
             raise ValueError(f"{VARIABLE}: expected 1 before the trainer is made, vLLM runs without the plugin")
     elif getattr(generation, "vllm_client", None) is not None:
-        found = generation.vllm_client.get_server_info()["model_config"]["dtype"]
+        engine_dtype = generation.vllm_client.get_server_info()["model_config"]["dtype"]
     else:
         return
-    if str(found).removeprefix("torch.") != str(dtype).removeprefix("torch."):
+    if str(engine_dtype).removeprefix("torch.") != str(dtype).removeprefix("torch."):
         raise ValueError(
-            f"dtype: expected {found} as in vLLM's engine, the trainer's model has {dtype}; for a model that TRL loads "
-            f'set model_init_kwargs={{"dtype": "{str(found).removeprefix("torch.")}"}} in GRPOConfig'
+            f"dtype: expected {engine_dtype} as in vLLM's engine, the trainer's model has {dtype}; "
+            "for a model that TRL loads "
+            f'set model_init_kwargs={{"dtype": "{str(engine_dtype).removeprefix("torch.")}"}} in GRPOConfig'
         )

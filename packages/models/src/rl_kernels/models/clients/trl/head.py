@@ -71,32 +71,32 @@ class Head:
             TypeError: ``head_logp`` does not take the head.
         """
         labels = labels.to(hidden.device)
-        kept = labels != IGNORED
-        found = self._found(hidden[kept], labels[kept])
+        is_scored = labels != IGNORED
+        result = self._score_rows(hidden[is_scored], labels[is_scored])
 
         def spread(values: torch.Tensor) -> torch.Tensor:
             # Stays connected to the model even if no position has a label.
-            return values.new_zeros(kept.shape).masked_scatter(kept, values)
+            return values.new_zeros(is_scored.shape).masked_scatter(is_scored, values)
 
-        if isinstance(found, LogpStats):
-            return Scores(spread(found.logp), spread(found.entropy))
-        return Scores(spread(found))
+        if isinstance(result, LogpStats):
+            return Scores(spread(result.logp), spread(result.entropy))
+        return Scores(spread(result))
 
     def logps(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return the log-probabilities ``[N]`` of tokens ``[N]`` given the hidden states ``[N, D]`` before them."""
-        found = self._found(rows, ids)
-        return found.logp if isinstance(found, LogpStats) else found
+        result = self._score_rows(rows, ids)
+        return result.logp if isinstance(result, LogpStats) else result
 
-    def _found(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | LogpStats:
+    def _score_rows(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | LogpStats:
         head = self.module
         # In a model split over devices, tokens are on the device of its embeddings.
         device = getattr(head, "weight", rows).device
         ids = ids.to(device)
         if rows.device != device:
-            found = self._found(rows.to(device), ids)
-            if isinstance(found, LogpStats):
-                return LogpStats(*(value.to(rows.device) for value in found))
-            return found.to(rows.device)
+            result = self._score_rows(rows.to(device), ids)
+            if isinstance(result, LogpStats):
+                return LogpStats(*(value.to(rows.device) for value in result))
+            return result.to(rows.device)
         if not self._in_fp32:
             return head_logp(head, rows, ids, **self._options)
         # In this mode TRL replaces the forward of the head by a product in FP32.
@@ -122,20 +122,20 @@ def score_with(model: Any, head: Head, *, places: bool = False, around: Callable
 
     # Keeps the signature of the class, which ``generate`` inspects.
     @functools.wraps(type(model).forward)
-    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **given: Any) -> Any:
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **arguments: Any) -> Any:
         # Read from the object that is called: it may be a deep copy, whose attributes are its own.
         head, theirs = getattr(self, SCORED)
         if not fused_lm_head:
-            return theirs(*args, **given)
-        labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
-        given.pop("num_items_in_batch", None)
-        attention = given.get("attention_mask")
-        if places and attention is not None and given.get("position_ids") is None:
-            given["position_ids"] = (attention.long().cumsum(-1) - 1).clamp(min=0)
-        hidden = self.base_model(*args, **{**given, "use_cache": False}).last_hidden_state
-        if shifted is None:
-            hidden, shifted = hidden[:, :-1], labels[:, 1:]
-        return head.scores(hidden, shifted)
+            return theirs(*args, **arguments)
+        labels, shift_labels = arguments.pop("labels", None), arguments.pop("shift_labels", None)
+        arguments.pop("num_items_in_batch", None)
+        attention = arguments.get("attention_mask")
+        if places and attention is not None and arguments.get("position_ids") is None:
+            arguments["position_ids"] = (attention.long().cumsum(-1) - 1).clamp(min=0)
+        hidden = self.base_model(*args, **{**arguments, "use_cache": False}).last_hidden_state
+        if shift_labels is None:
+            hidden, shift_labels = hidden[:, :-1], labels[:, 1:]
+        return head.scores(hidden, shift_labels)
 
     setattr(model, SCORED, (head, theirs))
     model.forward = MethodType(forward, model)

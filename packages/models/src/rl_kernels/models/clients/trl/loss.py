@@ -30,10 +30,10 @@ def compute_loss(trainer: Any, model: Any, inputs: dict[str, Any], **options: An
     """
     ids = torch.cat((inputs["prompt_ids"], inputs["completion_ids"]), 1)
     attention = torch.cat((inputs["prompt_mask"], inputs["completion_mask"]), 1)
-    kept = inputs["completion_ids"].shape[1]
-    seen = {name: inputs[name] for name in IMAGES if name in inputs}
+    completion_length = inputs["completion_ids"].shape[1]
+    image_inputs = {name: inputs[name] for name in IMAGES if name in inputs}
     logps, entropy, _ = trainer._get_per_token_logps_and_entropies(
-        model, ids, attention, kept, compute_entropy=True, **seen
+        model, ids, attention, completion_length, compute_entropy=True, **image_inputs
     )
     mask = inputs["completion_mask"]
     mask = (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
@@ -57,7 +57,7 @@ def compute_loss(trainer: Any, model: Any, inputs: dict[str, Any], **options: An
 def objective(trainer: Any) -> Objective:
     """Return the objective of a trainer's configuration; the advantages stay TRL's."""
     args, loss_type = trainer.args, trainer.loss_type
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "loss_type": loss_type,
         "beta": trainer.beta,
         "clip_low": trainer.epsilon_low,
@@ -66,14 +66,14 @@ def objective(trainer: Any) -> Objective:
         "kl_correction": bool(args.use_bias_correction_kl),
     }
     if loss_type == "cispo":
-        found["cispo_cap"] = trainer.epsilon_high
+        settings["cispo_cap"] = trainer.epsilon_high
     if loss_type == "sapo":
-        found |= {f"sapo_temperature_{sign}": getattr(args, f"sapo_temperature_{sign}") for sign in ("pos", "neg")}
+        settings |= {f"sapo_temperature_{sign}": getattr(args, f"sapo_temperature_{sign}") for sign in ("pos", "neg")}
     elif loss_type == "vespo":
-        found |= {f"vespo_{name}": getattr(args, f"vespo_{name}") for name in WEIGHTS}
+        settings |= {f"vespo_{name}": getattr(args, f"vespo_{name}") for name in WEIGHTS}
     elif loss_type != "cispo" and args.delta is not None:
-        found["delta"] = args.delta
-    return Objective(**found)
+        settings["delta"] = args.delta
+    return Objective(**settings)
 
 
 def normalizer(trainer: Any, inputs: dict[str, Any], mask: torch.Tensor) -> Normalizer:

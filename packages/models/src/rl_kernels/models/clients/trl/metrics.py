@@ -36,17 +36,17 @@ def log(
     means: dict[str, torch.Tensor] = {}
     if trainer.beta:
         assert ref is not None
-        away = ref - logps
-        kl = away.exp() - away - 1
+        distance = ref - logps
+        kl = distance.exp() - distance - 1
         means["kl"] = kl * ratio if trainer.args.use_bias_correction_kl else kl
     means["entropy"] = entropy
     sampled = inputs.get("sampling_per_token_logps")
-    found = trainer._metrics["train" if trainer.model.training else "eval"]
+    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
     # TRL logs its own values for vLLM, and none for a rollout_func.
     if sampled is not None and not trainer.use_vllm and getattr(trainer, "rollout_func", None) is None:
-        away = torch.where(mask, (logps if old is None else old) - sampled, 0.0).abs()
-        means["sampling/sampling_logp_difference/mean"] = away
-        found["sampling/sampling_logp_difference/max"].append(trainer.accelerator.gather(away.max()).max().item())
+        distance = torch.where(mask, (logps if old is None else old) - sampled, 0.0).abs()
+        means["sampling/sampling_logp_difference/mean"] = distance
+        metrics["sampling/sampling_logp_difference/max"].append(trainer.accelerator.gather(distance.max()).max().item())
     sequences: dict[str, torch.Tensor] = {}
     if trainer.loss_type in CLIPPED:
         bounded = ratio if trainer.args.delta is None else ratio.clamp(max=trainer.args.delta)
@@ -67,12 +67,14 @@ def log(
         )
     sums = trainer.accelerator.reduce(torch.stack([_sum(x, mask) for x in means.values()]), reduction="sum")
     for name, mean in zip(means, (sums[:, 0] / sums[:, 1].clamp(min=1)).tolist(), strict=True):
-        found[name].append(mean)
+        metrics[name].append(mean)
     for name, share in sequences.items():
-        each = trainer.accelerator.gather(share[:, 0] if share.shape[1] == 1 else (share * mask).sum(-1) / mask.sum(-1))
-        each = each[~each.isnan()]
+        values = trainer.accelerator.gather(
+            share[:, 0] if share.shape[1] == 1 else (share * mask).sum(-1) / mask.sum(-1)
+        )
+        values = values[~values.isnan()]
         extreme = torch.min if name.endswith("min") else torch.max
-        found[name].append(extreme(each).item() if each.numel() else float("nan"))
+        metrics[name].append(extreme(values).item() if values.numel() else float("nan"))
 
 
 def _sum(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

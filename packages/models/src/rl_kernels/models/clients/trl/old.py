@@ -34,13 +34,13 @@ def take_from_rollout(trainer: Any) -> None:
         return turns[-1]
 
     def scored(
-        self: Any, model: Any, ids: torch.Tensor, mask: torch.Tensor, kept: int, *args: Any, **given: Any
+        self: Any, model: Any, ids: torch.Tensor, mask: torch.Tensor, completion_length: int, *args: Any, **options: Any
     ) -> Any:
         if awaited and not torch.is_grad_enabled():
             awaited.clear()
             if len(turns) == 1 and len(turns[0][0]) == len(ids):
-                return _padded(turns[0], ids, kept), None, None
-        return score(model, ids, mask, kept, *args, **given)
+                return _padded(turns[0], ids, completion_length), None, None
+        return score(model, ids, mask, completion_length, *args, **options)
 
     def produced(self: Any, *args: Any, **options: Any) -> Any:
         turns.clear()
@@ -57,7 +57,7 @@ def take_from_rollout(trainer: Any) -> None:
 
 def _padded(turn: Sampled, ids: torch.Tensor, width: int) -> torch.Tensor:
     """Return recorded log-probabilities as ``[B, width]``, FP32, 0 after the end of a completion."""
-    found = torch.zeros((len(ids), width), dtype=torch.float32, device="cpu")
-    for row, values in zip(found, turn[1], strict=True):
+    result = torch.zeros((len(ids), width), dtype=torch.float32, device="cpu")
+    for row, values in zip(result, turn[1], strict=True):
         row[: len(values)] = torch.tensor(values, dtype=torch.float32, device="cpu")
-    return found.to(ids.device)
+    return result.to(ids.device)

@@ -66,26 +66,26 @@ def recorded(sample: Callable[..., Any], head: Head, model: Any, around: Around)
 
         def generate(*args: Any, **options: Any) -> torch.Tensor:
             with inputs_of(head.module, lambda hidden: hidden[:, -1].clone()) as rows:
-                found: torch.Tensor = theirs(*args, **options)
+                sequences: torch.Tensor = theirs(*args, **options)
             # Here, because weights gathered for the call are released after it.
-            logps.extend(_logps(head, rows, found[:, options["input_ids"].shape[1] :]))
-            return found
+            logps.extend(_logps(head, rows, sequences[:, options["input_ids"].shape[1] :]))
+            return sequences
 
         theirs = model.generate
         with around(), replaced(model, "generate", generate):
             ids, _ = sample(*args, **options)
-        return ids, [values[: len(each)] for values, each in zip(logps, ids, strict=True)]
+        return ids, [values[: len(tokens)] for values, tokens in zip(logps, ids, strict=True)]
 
     return sampled
 
 
 @contextmanager
 def inputs_of(
-    module: nn.Module, kept: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden
+    module: nn.Module, select: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden
 ) -> Iterator[list[torch.Tensor]]:
     """Collect the hidden states that a head gets, reduced by ``kept``: one list entry per pass."""
     rows: list[torch.Tensor] = []
-    hook = module.register_forward_pre_hook(lambda _, args: rows.append(kept(args[0])))
+    hook = module.register_forward_pre_hook(lambda _, args: rows.append(select(args[0])))
     try:
         yield rows
     finally:

@@ -56,9 +56,9 @@ def _with_engine(patch: Callable[..., None]) -> Callable[..., None]:
         if is_ours(model) and not before.__module__.startswith(("verl.", "rl_kernels.")):
             with replaced(type(model), "forward", before):
                 check_logits(model, partial(scores, model))
-        found = sys.modules.get(engine.MODULE)
-        if found is not None:
-            engine.install(found)
+        engine_module = sys.modules.get(engine.MODULE)
+        if engine_module is not None:
+            engine.install(engine_module)
 
     return patched
 

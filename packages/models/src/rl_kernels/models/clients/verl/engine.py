@@ -23,10 +23,10 @@ def install(module: ModuleType) -> None:
         ImportError: the module does not have the engine of verl 0.9.1.
     """
     kind = getattr(module, ENGINE, None)
-    theirs = getattr(kind, METHOD, None)
-    if theirs is None:
+    original = getattr(kind, METHOD, None)
+    if original is None:
         raise ImportError(f"verl: expected the hooks of verl {KNOWN}, {MODULE}.{ENGINE}.{METHOD} is missing")
-    if hasattr(theirs, "replaced"):
+    if hasattr(original, "replaced"):
         return
 
     def prepare_model_inputs(self: Any, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -35,23 +35,23 @@ def install(module: ModuleType) -> None:
         is_fused = tensordict_utils.get_non_tensor_data(data=micro_batch, key=FUSED, default=False)
         differs = isinstance(micro_batch["temperature"], torch.Tensor)
         if not is_fused or not differs or not is_ours(_innermost(self.module)):
-            found: tuple[dict[str, Any], dict[str, Any]] = theirs(self, micro_batch)
-            return found
+            result: tuple[dict[str, Any], dict[str, Any]] = original(self, micro_batch)
+            return result
         # The path for logits packs, pads and cuts temperatures like the tokens.
         tensordict_utils.assign_non_tensor(micro_batch, **{FUSED: False})
         try:
-            inputs, others = theirs(self, micro_batch)
+            inputs, output_args = original(self, micro_batch)
         finally:
             tensordict_utils.assign_non_tensor(micro_batch, **{FUSED: True})
         inputs["return_dict"] = True
-        if "temperature_rmpad" in others:
-            inputs["temperature"] = others["temperature_rmpad"].unsqueeze(0)
-            inputs["shift_labels"] = others["input_ids_rmpad_rolled"].unsqueeze(0)
+        if "temperature_rmpad" in output_args:
+            inputs["temperature"] = output_args["temperature_rmpad"].unsqueeze(0)
+            inputs["shift_labels"] = output_args["input_ids_rmpad_rolled"].unsqueeze(0)
         else:
-            inputs["temperature"] = others["temperature"]
-        return inputs, others
+            inputs["temperature"] = output_args["temperature"]
+        return inputs, output_args
 
-    prepare_model_inputs.replaced = theirs  # type: ignore[attr-defined]
+    prepare_model_inputs.replaced = original  # type: ignore[attr-defined]
     setattr(kind, METHOD, prepare_model_inputs)
 
 

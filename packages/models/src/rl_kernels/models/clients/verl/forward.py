@@ -31,23 +31,23 @@ def forward_of(theirs: Callable[..., Any], output: type[Any]) -> Callable[..., A
         shift_labels: torch.Tensor | None = None,
         temperature: float | torch.Tensor = 1.0,
         return_dict: bool | None = None,
-        **given: Any,
+        **arguments: Any,
     ) -> Any:
         if getattr(self, BACKEND, "torch") != "torch":
             options = {"labels": labels, "shift_labels": shift_labels, "temperature": temperature}
-            return theirs(self, input_ids, *args, **options, return_dict=return_dict, **given)
+            return theirs(self, input_ids, *args, **options, return_dict=return_dict, **arguments)
         if args:
             raise TypeError("forward: expected all but input_ids by name, as verl's engines call it")
         if not return_dict:
             raise ValueError("return_dict: expected True, a tuple has no place for log-probabilities")
-        labels = shift_labels if shift_labels is not None else _next(labels, input_ids)
-        given.pop("logits_to_keep", None)
-        found = self.base_model(input_ids=input_ids, return_dict=True, **given)
-        hidden = found.last_hidden_state
-        scored = scores(self, hidden, labels, temperature=_of_rows(temperature, labels), return_stats=True)
+        labels = shift_labels if shift_labels is not None else _next_tokens(labels, input_ids)
+        arguments.pop("logits_to_keep", None)
+        result = self.base_model(input_ids=input_ids, return_dict=True, **arguments)
+        hidden = result.last_hidden_state
+        scored = scores(self, hidden, labels, temperature=_per_label(temperature, labels), return_stats=True)
         assert isinstance(scored, LogpStats)
-        rest = {name: getattr(found, name, None) for name in ("past_key_values", "hidden_states", "attentions")}
-        return output(log_probs=scored.logp, entropy=scored.entropy, **rest)
+        optional = {name: getattr(result, name, None) for name in ("past_key_values", "hidden_states", "attentions")}
+        return output(log_probs=scored.logp, entropy=scored.entropy, **optional)
 
     forward.replaced = theirs  # type: ignore[attr-defined]
     return forward
@@ -67,15 +67,15 @@ def is_ours(model: Any) -> bool:
     return hasattr(type(model).forward, "replaced") and getattr(model, BACKEND, "torch") == "torch"
 
 
-def _next(labels: torch.Tensor | None, ids: torch.Tensor | None) -> torch.Tensor:
+def _next_tokens(labels: torch.Tensor | None, ids: torch.Tensor | None) -> torch.Tensor:
     """Return the token after each token; the last one gets the first token, whose score is not read."""
-    given = ids if labels is None else labels
-    if given is None:
+    tokens = ids if labels is None else labels
+    if tokens is None:
         raise ValueError("input_ids: expected ids or labels, neither was given")
-    return given.roll(-1, -1)
+    return tokens.roll(-1, -1)
 
 
-def _of_rows(temperature: float | torch.Tensor, labels: torch.Tensor) -> float | torch.Tensor:
+def _per_label(temperature: float | torch.Tensor, labels: torch.Tensor) -> float | torch.Tensor:
     """Return the temperature as a number, or expanded to one per label."""
     if not isinstance(temperature, torch.Tensor) or not temperature.ndim:
         return float(temperature)

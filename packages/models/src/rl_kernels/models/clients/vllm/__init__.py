@@ -24,10 +24,10 @@ def register() -> None:
     Raises:
         ValueError: the variable is neither empty nor 0 nor 1.
     """
-    wanted = os.environ.get(VARIABLE, "")
-    if wanted not in ("", "0", "1"):
-        raise ValueError(f"{VARIABLE}: expected 0 or 1, got {wanted!r}")
-    if wanted == "1":
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{VARIABLE}: expected 0 or 1, got {value!r}")
+    if value == "1":
         # The one that was timed; vLLM would take its second runner for these models.
         os.environ.setdefault(RUNNER, "0")
         from rl_kernels.models.clients.vllm import attention, layers, logprobs, refusals

@@ -30,7 +30,7 @@ PAGES_OF = 16
 
 
 @dataclass
-class Placed(AttentionMetadata):
+class StepMetadata(AttentionMetadata):
     """Where the tokens of a step and their keys lie: tensors that vLLM keeps from step to step, for CUDA graphs."""
 
     starts: torch.Tensor
@@ -39,7 +39,7 @@ class Placed(AttentionMetadata):
     longest: int
 
 
-class Builder(AttentionMetadataBuilder[Placed]):
+class Builder(AttentionMetadataBuilder[StepMetadata]):
     """Makes the metadata of a step; nothing is computed or waited for."""
 
     # Not ALWAYS: a graph keeps the most queries of a request that it was captured with, and vLLM's second runner
@@ -50,13 +50,13 @@ class Builder(AttentionMetadataBuilder[Placed]):
         """Take what vLLM gives each builder."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Placed:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> StepMetadata:
         """Return the metadata of one step."""
         common = common_attn_metadata
-        return Placed(common.query_start_loc, common.seq_lens, common.block_table_tensor, common.max_query_len)
+        return StepMetadata(common.query_start_loc, common.seq_lens, common.block_table_tensor, common.max_query_len)
 
 
-class Implementation(AttentionImpl[Placed]):
+class Implementation(AttentionImpl[StepMetadata]):
     """The attention of one layer."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Implementation(AttentionImpl[Placed]):
         logits_soft_cap: float | None = None,
         attn_type: str = "decoder",
         kv_sharing_target_layer_name: str | None = None,
-        **others: Any,
+        **unsupported: Any,
     ) -> None:
         """Take what vLLM knows of a layer.
 
@@ -83,7 +83,7 @@ class Implementation(AttentionImpl[Placed]):
             "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
             "attn_type": None if attn_type == "decoder" else attn_type,
             "kv_cache_dtype": None if kv_cache_dtype == "auto" else kv_cache_dtype,
-            **others,
+            **unsupported,
         }
         for name, value in refused.items():
             if value is not None:
@@ -106,7 +106,7 @@ class Implementation(AttentionImpl[Placed]):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: Placed | None,
+        attn_metadata: StepMetadata | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
@@ -114,7 +114,7 @@ class Implementation(AttentionImpl[Placed]):
         """Fill ``output[T, H, D]``; with zeros while vLLM measures memory, when there is no metadata."""
         if attn_metadata is None:
             return output.fill_(0)
-        found = det_attention(
+        result = det_attention(
             query,
             kv_cache[:, 0],
             kv_cache[:, 1],
@@ -128,7 +128,7 @@ class Implementation(AttentionImpl[Placed]):
             block_table=attn_metadata.table,
             validate=False,
         )
-        return output.copy_(found)
+        return output.copy_(result)
 
 
 class Backend(AttentionBackend):
@@ -177,9 +177,9 @@ _configure: Any = EngineArgs.create_engine_config
 def _configured(self: Any, *args: Any, **options: Any) -> Any:
     if self.attention_backend in (None, "auto") and self.attention_config.backend is None:
         self.attention_backend = AttentionBackendEnum.CUSTOM
-    made = _configure(self, *args, **options)
-    check(made)
-    return made
+    config = _configure(self, *args, **options)
+    check(config)
+    return config
 
 
 def install() -> None:

@@ -62,10 +62,10 @@ class _Rotary:
         config = get_current_vllm_config()
         model, device = config.model_config, config.device_config.device
         with torch.device("cpu"):
-            made = LlamaRotaryEmbedding(model.hf_text_config)
+            rotary_embedding = LlamaRotaryEmbedding(model.hf_text_config)
         # vLLM gives one module to all models of a process whose rotary embedding is the same, however long they are.
         places = torch.arange(max(self.max_position_embeddings, model.max_model_len), device=device)[None]
-        cos, sin = made.to(device)(torch.empty(0, dtype=model.dtype, device=device), places)
+        cos, sin = rotary_embedding.to(device)(torch.empty(0, dtype=model.dtype, device=device), places)
         # Buffers: vLLM keeps them when it sleeps.
         self.register_buffer("angles_cos", cos[0].contiguous(), persistent=False)
         self.register_buffer("angles_sin", sin[0].contiguous(), persistent=False)
@@ -104,7 +104,7 @@ def _apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = N
     return det_linear(x, layer.weight, bias)
 
 
-def _keep(self: Any, layer: Any) -> None:
+def _keep_weight(self: Any, layer: Any) -> None:
     """Leave the weight as it was loaded."""
 
 
@@ -115,4 +115,4 @@ def install() -> None:
     RotaryEmbedding.register_oot(Rotary, name="RotaryEmbedding")
     Llama3RotaryEmbedding.register_oot(Llama3Rotary, name="Llama3RotaryEmbedding")
     for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
-        method.apply, method.process_weights_after_loading = _apply, _keep
+        method.apply, method.process_weights_after_loading = _apply, _keep_weight

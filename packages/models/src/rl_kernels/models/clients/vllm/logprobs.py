@@ -64,8 +64,8 @@ def _last(rows: int) -> LinearLogits:
     """
     last: LinearLogits | None = getattr(_steps, "last", None)
     if last is None or len(last.norm) != rows:
-        made = "none" if last is None else f"those of {len(last.norm)} rows"
-        raise RuntimeError(f"log-probabilities of {rows} rows were asked for, the last logits are {made}")
+        got = "none" if last is None else f"those of {len(last.norm)} rows"
+        raise RuntimeError(f"log-probabilities of {rows} rows were asked for, the last logits are {got}")
     return last
 
 
@@ -86,19 +86,19 @@ def _ranks(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     for x in (logits, chosen):
         # As vLLM has it: one program for all numbers of rows.
         torch._dynamo.decorators.mark_unbacked(x, 0)
-    counted: torch.Tensor = batched_count_greater_than(logits, chosen)
-    return counted
+    ranks: torch.Tensor = batched_count_greater_than(logits, chosen)
+    return ranks
 
 
-def _with_scores(found: Any, token_ids: torch.Tensor) -> Any:
+def _with_scores(result: Any, token_ids: torch.Tensor) -> Any:
     """Return vLLM's log-probabilities with ours for the token of each row, wherever it is named; -inf is padding."""
-    is_own = (found.logprob_token_ids == token_ids[:, None]) & (found.logprobs > -torch.inf)
-    return found._replace(logprobs=torch.where(is_own, scores(token_ids)[:, None], found.logprobs))
+    is_own = (result.logprob_token_ids == token_ids[:, None]) & (result.logprobs > -torch.inf)
+    return result._replace(logprobs=torch.where(is_own, scores(token_ids)[:, None], result.logprobs))
 
 
 def _sampler(self: Sampler, logprobs_mode: str = "raw_logprobs", *args: Any, **options: Any) -> None:
     """Make the first runner's sampler; it forms processed log-probabilities as raw ones."""
-    _made(self, "raw_logprobs" if logprobs_mode == PROCESSED else logprobs_mode, *args, **options)
+    _sampler_init(self, "raw_logprobs" if logprobs_mode == PROCESSED else logprobs_mode, *args, **options)
 
 
 def _copied(logits: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ def _copied(logits: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-def _of_all(logprobs: torch.Tensor) -> torch.Tensor:
+def _over_vocabulary(logprobs: torch.Tensor) -> torch.Tensor:
     """Return the log-probabilities of the whole vocabulary, of what ``_copied`` returned."""
     return logprobs.log_softmax(-1) if logprobs is _last(len(logprobs)).logits else logprobs
 
@@ -119,31 +119,31 @@ def _gathered(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor
     chosen = last.logits.gather(1, ids)
     ranks = _ranks(last.logits, chosen)
     if num_logprobs:
-        found = _with_scores(_theirs["gathered"](_of_all(logprobs), num_logprobs, token_ids), token_ids)
-        found = found._replace(selected_token_ranks=ranks)
+        result = _with_scores(_originals["gathered"](_over_vocabulary(logprobs), num_logprobs, token_ids), token_ids)
+        result = result._replace(selected_token_ranks=ranks)
     else:
-        found = LogprobsTensors(ids.to(torch.int32), last.logp_of(chosen), ranks)
+        result = LogprobsTensors(ids.to(torch.int32), last.logp_of(chosen), ranks)
     # Nothing asks again, and those of a long prompt are large.
     _steps.last = None
-    return found
+    return result
 
 
-def _of_named(self: Sampler, logprobs: torch.Tensor, named: dict[int, list[int]], sampled: torch.Tensor) -> Any:
+def _named_tokens(self: Sampler, logprobs: torch.Tensor, named: dict[int, list[int]], sampled: torch.Tensor) -> Any:
     """Return the log-probabilities of the sampled token of each row and of tokens that its request names."""
-    found = _theirs["of_named"](self, _of_all(logprobs), named, sampled)
-    return None if found is None else _with_scores(found, sampled)
+    result = _originals["named_tokens"](self, _over_vocabulary(logprobs), named, sampled)
+    return None if result is None else _with_scores(result, sampled)
 
 
-def _of_top(logits: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
+def _top_tokens(logits: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
     """Return what the second runner's function does, with our log-probabilities of the sampled tokens."""
-    return _with_scores(_theirs["of_top"](logits, num_logprobs, token_ids, *args, **options), token_ids)
+    return _with_scores(_originals["top_tokens"](logits, num_logprobs, token_ids, *args, **options), token_ids)
 
 
-_made: Any = Sampler.__init__
-_theirs: dict[str, Any] = {
+_sampler_init: Any = Sampler.__init__
+_originals: dict[str, Any] = {
     "gathered": Sampler.gather_logprobs,
-    "of_named": Sampler.gather_specific_token_logprobs,
-    "of_top": second_runner.compute_topk_logprobs,
+    "named_tokens": Sampler.gather_specific_token_logprobs,
+    "top_tokens": second_runner.compute_topk_logprobs,
 }
 """vLLM's own functions by the names of ours."""
 
@@ -154,5 +154,5 @@ def install() -> None:
     Sampler.__init__ = _sampler
     Sampler.compute_logprobs = staticmethod(_copied)
     Sampler.gather_logprobs = staticmethod(_gathered)
-    Sampler.gather_specific_token_logprobs = _of_named
-    second_runner.compute_topk_logprobs = _of_top
+    Sampler.gather_specific_token_logprobs = _named_tokens
+    second_runner.compute_topk_logprobs = _top_tokens

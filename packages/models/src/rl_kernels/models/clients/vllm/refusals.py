@@ -58,8 +58,8 @@ def check_request(mode: str, params: Any) -> None:
         ValueError: the message names the option.
     """
     # Requests of pooling have neither.
-    asked = getattr(params, "logprobs", None) is not None or getattr(params, "logprob_token_ids", None)
-    if mode != PROCESSED or not asked:
+    wants_logprobs = getattr(params, "logprobs", None) is not None or getattr(params, "logprob_token_ids", None)
+    if mode != PROCESSED or not wants_logprobs:
         return
     for name, values in PLAIN.items():
         value = getattr(params, name)
@@ -72,9 +72,9 @@ def check_request(mode: str, params: Any) -> None:
 _validate: Any = InputProcessor._validate_params
 
 
-def _validated(self: Any, params: Any, *others: Any, **options: Any) -> None:
+def _validated(self: Any, params: Any, *args: Any, **options: Any) -> None:
     check_request(self.model_config.logprobs_mode, params)
-    _validate(self, params, *others, **options)
+    _validate(self, params, *args, **options)
 
 
 def install() -> None:
