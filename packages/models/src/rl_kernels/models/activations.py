@@ -1,4 +1,4 @@
-"""Activations that on a CPU round each element alike, wherever it stands in its tensor."""
+"""Activations whose result for an element does not depend on its position in the tensor, on a CPU too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_kernels.models.subclasses import subclass
 
 
 def _position_independent(base: type[nn.Module], function: Callable[..., torch.Tensor]) -> type[nn.Module]:
-    """Return the subclass of an activation that on a CPU rounds each element alike, wherever it stands."""
+    """Return the subclass of an activation whose rounding on a CPU does not depend on an element's position."""
     original = base.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ def _silu(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Silu(torch.autograd.Function):
-    """SiLU that saves its input alone."""
+    """SiLU that saves only its input."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -112,9 +112,9 @@ _BY_NAME = {
     "MishActivation": _mish,
     "SqrtSoftplusActivation": lambda x: torch.sqrt(_softplus(x)),
 }
-"""Activations of transformers to swap; the others need no swap, or ``audit`` finds them."""
+"""Activations of transformers to swap, by class name; other ones need no swap, or ``audit`` finds them."""
 _DEFAULTS = {"alpha": 1.0, "beta": 1, "threshold": 20}
-"""Settings of the ELU, CELU and Softplus that are swapped."""
+"""Default settings of ELU, CELU and Softplus; only modules with these are swapped."""
 
 
 def is_activation(module: nn.Module) -> bool:
@@ -123,7 +123,7 @@ def is_activation(module: nn.Module) -> bool:
 
 
 def activation(module: nn.Module) -> tuple[type[nn.Module] | None, str]:
-    """Return the class to swap in for an activation; or None, and why one that depends on the batch is left alone."""
+    """Return the class to swap in for an activation; or None and the reason, empty if no swap is needed."""
     function = _ACTIVATIONS.get(type(module)) or _BY_NAME.get(type(module).__name__)
     if function is None:
         return None, ""

@@ -24,15 +24,15 @@ from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.models import paged
 
 MaskFunction = Callable[..., torch.Tensor]
-"""Takes broadcast indices (sequence, head, query, key); says whether the query sees the key."""
+"""Takes broadcast indices (sequence, head, query, key); returns whether the query sees the key."""
 
 UNSUPPORTED = -(2**31)
 """k_start of a sequence with an unsupported mask, set where the mask's values cannot be read."""
 OURS = "a causal mask (with a window, padding or packed sequences) or a bidirectional one (with padding)"
 PACKED = 3
-"""The first dim of a mask that holds cu_seqlens."""
+"""First dim of a mask that holds cu_seqlens shared by queries and keys."""
 APART = 4
-"""The first dim of a mask that holds cu_seqlens of queries and others of keys."""
+"""First dim of a mask that holds separate cu_seqlens of queries and of keys."""
 
 
 def attention_mask(
@@ -48,7 +48,7 @@ def attention_mask(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> torch.Tensor | None:
-    """Return the mask for layers of one kind; the signature is that of transformers' AttentionMaskInterface.
+    """Return the mask for layers of one kind, with the signature of transformers' AttentionMaskInterface.
 
     Args:
         batch_size: number of sequences, B.
@@ -60,8 +60,8 @@ def attention_mask(
         attention_mask: ``[B, S]``, bool: False for padding.
         local_size: size of the sliding window, or None.
         use_vmap: transformers' mark for a pattern that the model adds to.
-        device: of the mask.
-        options: those of other attention implementations; ignored.
+        device: device of the mask.
+        options: options of other attention implementations; ignored.
 
     Returns:
         None or an int32 mask of four dims, as the module docstring lists them.
@@ -110,7 +110,7 @@ def _is_causal(mask_function: MaskFunction | None) -> bool:
 
 
 def _first_keys(mask: torch.Tensor) -> torch.Tensor | None:
-    """Return the first key of each sequence that is no padding, or None if there is no padding."""
+    """Return the first key after the padding of each sequence, or None if there is no padding."""
     runs = mask[:, :1].sum(1) + (mask[:, 1:] & ~mask[:, :-1]).sum(1)
     contiguous = runs <= 1
     first = torch.where(runs > 0, mask.int().argmax(1), mask.shape[1])
@@ -133,11 +133,11 @@ def _pattern(
     """Probe a pattern at each query's neighbors and at both ends of the range that the query should see.
 
     Returns:
-        a pair: which queries begin a sequence, ``[B, T]``, or None if only the first do; and whether the pattern is
-        causal within one sequence, as a tensor if its values cannot be read now, else None.
+        a pair: the queries that begin a sequence, ``[B, T]``, bool, or None if only the first do; and whether the
+        pattern is causal within one sequence, as a tensor if its values cannot be read now, else None.
 
     Raises:
-        ValueError: it is not causal in packed sequences.
+        ValueError: the pattern is not causal in packed sequences.
     """
     row = torch.arange(batch, device=device)[:, None]
     query = (torch.arange(count, device=device) + offset).expand(batch, count)
@@ -170,10 +170,10 @@ def _packed_with_padding(first: torch.Tensor, mask: torch.Tensor, queries: int |
     """Return the mask of keys packed together with their padding.
 
     Args:
-        first: the first key of each sequence that is no padding.
+        first: the first key after the padding of each sequence.
         mask: ``[B, S]``: False for padding.
-        queries: number of queries of each sequence, which all see the keys that are no padding: those of a decoder see
-            the keys of its encoder. None: each key's own, as a window needs it; padding attends to itself.
+        queries: number of queries of each sequence, all of which see all keys but padding, as a decoder's queries see
+            its encoder's keys. None: one query for each key, as a window needs it; padding attends to itself.
     """
     _require_supported(first)
     batch, length = mask.shape
@@ -211,7 +211,7 @@ def attention_forward(
     cache: Any = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return attention ``[B, T, H, Dv]`` and no weights; the signature is that of transformers' AttentionInterface.
+    """Return attention ``[B, T, H, Dv]`` and no weights, with the signature of transformers' AttentionInterface.
 
     Args:
         module: the layer; its ``is_causal`` counts if the argument is None.
@@ -226,12 +226,12 @@ def attention_forward(
             causality also on its right.
         softcap: bound of the scores; None or 0 is no cap.
         s_aux: ``[H]``: a sink for each head, or None.
-        cu_seq_lens_q: ``[N + 1]``: sequences packed in one row, as ``DataCollatorWithFlattening`` gives them.
+        cu_seq_lens_q: ``[N + 1]``: sequences packed in one row, as ``DataCollatorWithFlattening`` makes them.
         cu_seq_lens_k: the same for keys.
-        max_length_q: length of the longest of them.
+        max_length_q: length of the longest sequence.
         max_length_k: the same for keys.
         cache: of continuous batching; it returns the keys of its requests, and the mask is then ignored.
-        options: those of other attention implementations and of continuous batching. ``position_bias`` and
+        options: options of other attention implementations and of continuous batching. ``position_bias`` and
             ``block_table`` would change the result and must be None.
 
     Raises:
@@ -274,7 +274,7 @@ def attention_forward(
 
 
 def _require_one_sequence(positions: torch.Tensor) -> None:
-    """Fail if only positions separate the sequences of a row: some models drop their mask for flash attention."""
+    """Raise if only positions separate the sequences of a row: some models drop their mask for flash attention."""
     consecutive = (positions.diff(dim=-1) == 1).all()
     message = "position_ids: expected one sequence per row for bidirectional attention without a mask"
     if values_hidden(positions):
@@ -284,13 +284,13 @@ def _require_one_sequence(positions: torch.Tensor) -> None:
 
 
 def _require_supported(start: torch.Tensor) -> None:
-    """Fail on a mask that could not be checked when it was made: on a GPU this ends the process."""
+    """Raise if a mask that could not be checked when it was made is unsupported: on a GPU this ends the process."""
     if values_hidden(start):
         torch._assert_async((start != UNSUPPORTED).all(), f"attention_mask: expected {OURS}")
 
 
 def _mask_arguments(mask: torch.Tensor, num_queries: int) -> dict[str, Any]:
-    """Return the arguments of det_attention that our mask of rows of so many queries encodes."""
+    """Return the arguments of det_attention that our mask encodes, for rows of ``num_queries`` queries."""
     if mask.ndim != 4 or mask.dtype != torch.int32:
         got = f"{mask.dtype} {tuple(mask.shape)}"
         raise ValueError(f"attention_mask: expected [B, S], 0 for padding, or None; got {got}")

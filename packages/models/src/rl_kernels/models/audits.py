@@ -18,11 +18,11 @@ from rl_kernels.models.variants import Piece, Variant, of_prompts, of_rows
 
 @dataclass(frozen=True)
 class AuditResult:
-    """What ``audit`` found.
+    """Result of ``audit``.
 
     Attributes:
         variants: names of the variants that ran, such as ``batched, padded on the left``.
-        findings: the first difference of each variant that has one.
+        findings: the first difference of each variant with a difference.
         compared: number of comparisons of tensors.
         skipped: modules without an output that could be compared: no output has the rows as its first dims.
         culprit: the finding that comes first in the model; None if every bit is the same.
@@ -63,7 +63,7 @@ def audit(
             transformers.
         prompts: number of prompts to draw, at least 2.
         length: tokens of the longest drawn prompt, at least 2.
-        seed: of the random prompts.
+        seed: seed of the random prompts.
 
     Returns:
         the variants that ran, and the first difference of each.

@@ -1,7 +1,7 @@
 """Gradients of DDP and FSDP2 whose sums over ranks have a fixed order, and a gradient norm that no rank count changes.
 
-The order is that of the ranks, ``((g0 + g1) + g2) + g3``, in the dtype in which the wrapper reduces gradients: the bits
-of one process that accumulates the same micro-batches in ``.grad``, one after the other.
+Gradients are added in rank order, ``((g0 + g1) + g2) + g3``, in the dtype in which the wrapper reduces gradients. The
+bits are those of one process that accumulates the same micro-batches in ``.grad``, one after the other.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ from rl_kernels.core.rowwise.sums import row_sum
 
 CHAIN = "chain"
 BLOCK = 1 << 24
-"""Numbers of a gradient whose squares are formed at once; rows are summed alone, so this changes no bit."""
+"""Elements of a gradient that are squared at once; each row is summed on its own, so this changes no bit."""
 TINY = 1e-6
 """Added to the norm before the division, as in PyTorch's ``clip_grad_norm_``."""
 NEEDED = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms", "set_gradient_divide_factor")
@@ -32,17 +32,17 @@ NEEDED = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms", "set
 def ordered_gradients(module: nn.Module, *, average: bool = False) -> nn.Module:
     """Let DDP or FSDP2 sum gradients in the order of ranks; return the module. Call it once, before the first backward.
 
-    Each rank gives one micro-batch: then the gradient has the bits of one process that runs the micro-batches one after
-    the other. If ranks accumulate several, their sums are added, which is another order.
+    If each rank contributes one micro-batch, the gradient has the bits of one process that runs the micro-batches one
+    after the other. If ranks accumulate several, the ranks' sums are added, which is another order.
 
     Args:
         module: a ``DistributedDataParallel``, or a module in which ``fully_shard`` was applied over a mesh with one
             dim; all modules in it that it shards are set.
-        average: divide the sum by the number of ranks, as both wrappers do by default. False is for losses that are
-            those of the whole batch, as of ``grpo_loss`` with a process_group.
+        average: divide the sum by the number of ranks, as both wrappers do by default. False is for losses over the
+            whole batch, such as ``grpo_loss`` with a process_group.
 
     Raises:
-        TypeError: the module is neither.
+        TypeError: the module is neither of these.
         ValueError: FSDP2 shards it over a mesh with more than one dim.
         RuntimeError: this PyTorch has no custom reduce-scatter for FSDP2.
     """
@@ -82,7 +82,7 @@ def ordered_hook(state: ProcessGroup | None, bucket: distributed.GradBucket) -> 
 
     Args:
         state: the process group of the ranks; None is the default group.
-        bucket: of DDP.
+        bucket: DDP's bucket.
     """
     return _done(_summed(state, bucket))
 
@@ -203,7 +203,7 @@ def row_squares(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(rows: list[torch.Tensor], grads: list[torch.Tensor], group: ProcessGroup) -> list[torch.Tensor]:
-    """Return the sums of all rows, for gradients of which each rank has the sums of its shard."""
+    """Gather the row sums of sharded gradients from all ranks; return the sums of all rows of each gradient."""
     size = group.size()
     sharded = [index for index, grad in enumerate(grads) if isinstance(grad, DTensor)]
     # FSDP2 cuts dim 0 as torch.chunk does: all shards before the last one that is not empty are of one size.

@@ -53,7 +53,7 @@ class Finding:
 
 
 class Comparison:
-    """Keeps the tensors of samples that ran alone, and compares those of a variant with them."""
+    """Stores the tensors of samples that ran alone, and compares the tensors of a variant with them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._types = {name: type(module).__name__ for name, module in model.named_modules()}
@@ -74,7 +74,7 @@ class Comparison:
         self._variant, self.first = variant, None
 
     def remember(self, piece: Piece, traced: TracedTensor) -> None:
-        """Keep the rows of a sample that runs alone."""
+        """Store the rows of a sample that runs alone."""
         self._called.add(traced.place.module)
         self._order.setdefault(traced.place, len(self._order))
         for row in piece.rows:
@@ -83,7 +83,7 @@ class Comparison:
                 self._alone[row.sample, traced.place] = value.clone()
 
     def compare(self, piece: Piece, traced: TracedTensor) -> None:
-        """Compare the rows of a variant with those that were kept."""
+        """Compare the rows of a variant with the stored rows."""
         order = self._order.get(traced.place)
         if order is None or (self.first is not None and self.first[0] <= order):
             return

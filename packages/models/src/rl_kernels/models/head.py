@@ -27,7 +27,7 @@ def head_logp(
 
     A LoRA adapter joins the sum of each logit as ``[hidden, s hidden A^T] [W, B]^T``, s being its scaling, in the dtype
     of the weight: in BF16 and FP16, ``s hidden A^T`` and B are rounded to it. Gradients flow to A and B. This copies
-    the weight, and forms a gradient of its size. A head wrapped by ``fully_shard`` is called through its own hooks,
+    the weight, and allocates a gradient of its size. A head wrapped by ``fully_shard`` is called through its own hooks,
     which gather the weight and reduce its gradient. A head that ``parallelize`` cut scores the whole vocabulary.
 
     Args:
@@ -35,14 +35,14 @@ def head_logp(
             PEFT's ``modules_to_save``. Its weight ``[V, D]`` may be tied to an embedding.
         hidden: ``[..., D]``, as in ``linear_logp``.
         target_ids: ``[...]``, as in ``linear_logp``.
-        options: those of ``linear_logp``, such as ``temperature``, ``softcap``, ``logit_scale``, ``return_stats``.
+        options: options of ``linear_logp``, such as ``temperature``, ``softcap``, ``logit_scale``, ``return_stats``.
 
     Returns:
         as ``linear_logp``: FP32 log-probabilities in the shape of target_ids, or ``LogpStats`` with ``return_stats``.
 
     Raises:
-        TypeError: the head is none of these, or does more than they do: another adapter, a quantized weight, hooks that
-            see its output; the message says what.
+        TypeError: the head is none of these, or computes something else too: another adapter, a quantized weight, hooks
+            that see its output; the message names it.
         ValueError: dropout of an adapter is active, or an argument is not as in ``linear_logp``.
     """
     if not isinstance(head, nn.Module):
@@ -81,7 +81,7 @@ def _active_module(head: Any) -> nn.Module:
 
 
 def _check_hooks(*modules: nn.Module) -> None:
-    """Refuse hooks and replaced forwards, which a call of these modules would run and this does not."""
+    """Refuse hooks and replaced forwards: a call of these modules would run them, ``head_logp`` does not."""
     for module in modules:
         if module._forward_hooks or module._forward_pre_hooks:
             raise TypeError("head: expected no forward hooks, on it or inside it: they would not run")
@@ -90,14 +90,14 @@ def _check_hooks(*modules: nn.Module) -> None:
 
 
 def _check_parts(module: nn.Module) -> None:
-    """Refuse weights that accelerate loads only while a part of the head is called, as this calls no part."""
+    """Refuse weights that accelerate loads only while a part of the head is called: ``head_logp`` calls no part."""
     for name, part in module.named_modules():
         if part is not module and any(value.is_meta for value in part.parameters(recurse=False)):
             raise TypeError(f"head: accelerate offloads the weight of {name}; give the head a device in device_map")
 
 
 def copied(result: torch.Tensor | LogpStats) -> torch.Tensor | LogpStats:
-    """Return results that are no views, as FSDP2 wants a module's."""
+    """Return copies of results: FSDP2 requires that a module's outputs are no views."""
     return result.clone() if isinstance(result, torch.Tensor) else LogpStats(*(value.clone() for value in result))
 
 

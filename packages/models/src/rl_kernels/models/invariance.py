@@ -68,7 +68,7 @@ class Invariance:
         self.undo()
 
     def _swap(self, model: nn.Module, name: str = "") -> None:
-        """Swap what can be swapped in a model, or in a module ``name`` that is added to it; tell what is left."""
+        """Swap the modules of a model, or of a module ``name`` that is added to it; warn about modules left alone."""
         modules = {
             f"{name}.{inner}".strip("."): module
             for inner, module in model.named_modules()
@@ -122,7 +122,7 @@ def _wrapped(parent: nn.Module) -> nn.Module:
 
 
 def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-    """Take in a module that is added to an invariant model, before its first forward pass."""
+    """Swap a module that is added to an invariant model, before its first forward pass."""
     # The weights of a parametrized module do not depend on the batch.
     if module is None or name == "parametrizations":
         return
@@ -142,7 +142,7 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
     same objects, with their parameters (tied ones too), ``state_dict``, hooks, training flag and place in an optimizer.
 
     - ``nn.Linear`` becomes a ``DetLinear``, and the ``Conv1D`` of transformers runs on ``det_linear``.
-    - LayerNorm and RMSNorm, those of transformers too, become row-wise norms. A norm of transformers is recognized by
+    - LayerNorm and RMSNorm, also of transformers, become row-wise norms. A norm of transformers is recognized by
       its result for random rows.
     - The weight of an ``nn.Embedding`` gets the same gradient in every run, on a GPU with Triton.
     - SiLU, GELU, Mish, ELU, softplus and sigmoid modules are replaced on a CPU, where PyTorch rounds the last elements
@@ -174,7 +174,7 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
     Raises:
         TypeError: ``model`` is not an ``nn.Module``.
         BackendUnavailable: no backend runs the model's products on its GPU.
-        CanaryMismatch: that GPU gives other bits than those recorded for its architecture.
+        CanaryMismatch: that GPU computes other bits than recorded for its architecture.
         ValueError: with ``strict``, a module may depend on the batch. The model is unchanged.
     """
     if not isinstance(model, nn.Module):
@@ -218,10 +218,10 @@ def _subclasses(
 
 
 def _configs(modules: Mapping[str, nn.Module], kinds: set[type]) -> tuple[list[Any], dict[str, str]]:
-    """Return the configs of transformers whose attention is to be swapped, and the models that keep theirs.
+    """Return the configs of transformers whose attention is to be swapped, and the models that keep their attention.
 
     Args:
-        modules: of a model, or added to it.
+        modules: modules of a model, or added to it, by name.
         kinds: classes of the configs that are swapped in the model.
     """
     configs: list[Any] = []

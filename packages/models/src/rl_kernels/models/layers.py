@@ -38,7 +38,7 @@ FORMS = (
 EPS = ("variance_epsilon", "eps", "epsilon")
 """Names of the attribute that holds a norm's epsilon."""
 AGREES = 0.98
-"""Share of a probe's elements that a form must reproduce bit for bit; another order of sums may change a few."""
+"""Smallest share of a probe's elements with equal bits that identifies a norm; another order of sums changes a few."""
 
 Replacement = tuple[type[nn.Module] | None, str]
 """The class to swap in, or None and the reason not to swap; an empty reason says that no swap is needed."""
@@ -133,7 +133,7 @@ def _recognized(module: nn.Module, eps: str) -> Form | None:
     try:
         with torch.no_grad():
             expected = type(module).forward(twin, probe)
-    except Exception:  # it wants more than rows, so it is another kind of norm
+    except Exception:  # it takes more than rows, so it is another kind of norm
         return None
     if not isinstance(expected, torch.Tensor) or expected.shape != probe.shape:
         return None

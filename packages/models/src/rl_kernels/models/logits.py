@@ -1,4 +1,4 @@
-"""How a causal language model of transformers scales and bounds its logits, and a check of that."""
+"""The scale and the soft cap of the logits of a causal language model of transformers, and a check of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 """Names of the config attribute that multiplies logits; Granite and MiniCPM3 divide by ``logits_scaling``."""
 LARGE, CLOSE = 40.0, 0.02
-"""The largest logit of the probe, and the allowed error as a share of it; BF16 rounds to 0.004."""
+"""The largest logit of the probe, and the allowed error as a share of that logit; BF16 rounds to 0.004."""
 
 
 def logit_options(model: Any) -> dict[str, float]:
@@ -30,18 +30,18 @@ def logit_options(model: Any) -> dict[str, float]:
 def check_logits(
     model: Any, score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], temperature: float = 1.0
 ) -> None:
-    """Compare log-probabilities scored through a model's head with those of its own logits, on random hidden states.
+    """Compare scores through a model's head with log-probabilities of its own logits, on random hidden states.
 
     Does nothing if this process does not hold the whole weight of the head, as with a shard.
 
     Args:
         model: a causal language model of transformers.
         score: takes hidden states ``[N, D]`` and tokens ``[N]``, returns the log-probabilities ``[N]``.
-        temperature: that ``score`` divides the logits by.
+        temperature: the divisor of the logits in ``score``.
 
     Raises:
-        TypeError: they differ, for example because a layer stands between the last hidden states and the head; or the
-            model has no base_model that returns last hidden states.
+        TypeError: the log-probabilities differ, for example because a layer stands between the last hidden states and
+            the head; or the model has no base_model that returns last hidden states.
     """
     if model.base_model is model:
         raise TypeError(f"model: expected a base_model that gives last hidden states, {type(model).__name__} has none")

@@ -1,4 +1,4 @@
-"""Marks on the modules of an invariant model, by which modules that are added later are found."""
+"""Marks on the modules of an invariant model: a module that is added to a marked module is swapped too."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MARKS = "_invariant_marks"
 
 
 class Mark(NamedTuple):
-    """One ``invariant`` that holds a module."""
+    """A call of ``invariant`` that swapped a module."""
 
     name: str
-    """Of the module in the model that was given to ``invariant``."""
+    """Name of the module in the model that was passed to ``invariant``."""
     strict: bool
     handle: weakref.ref[Any] | None
-    """None in a deep copy, which no handle holds."""
+    """The ``Invariance``; None in a deep copy, which no handle undoes."""
     kinds: set[type]
     """Classes of the configs whose attention is swapped in the model."""
 

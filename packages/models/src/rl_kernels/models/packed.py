@@ -2,10 +2,10 @@
 
 Packed sequences are found once per forward pass, by ``position_ids`` that do not go up by one.
 
-transformers looks at positions only in calls without a mask and without a cache, and a model keeps a cache unless told
-otherwise; some models do not pass the lengths of sequences on to their attention. So a hook in front of the model looks
-at the positions and lengths of every call, and gives our attention its own mask of packed sequences. Positions that the
-model makes itself are not looked at: most calls do not wait for the GPU.
+transformers reads positions only in calls without a mask and without a cache, and a model keeps a cache by default;
+some models do not pass the lengths of sequences on to their attention. So a hook in front of the model reads the
+positions and lengths of every call, and passes our attention its own mask of packed sequences. Positions that the
+model makes itself are not read: most calls do not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from rl_kernels.models.marks import MARKS, marks_of
 from rl_kernels.models.swap import Undo
 
 OnNewLayer = Callable[[nn.Module, str, nn.Module], None]
-"""Takes a module, and the name and the module of a child that came into it."""
+"""Takes a module, and the name and the module of a child that was added to it."""
 TEXT = 4
 """First dim of the positions of a model of images and text whose first row holds the positions of the text."""
 NAMES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""The arguments of a call that give its sequences by their lengths, as ``DataCollatorWithFlattening`` makes them."""
+"""Arguments of a call that hold the lengths of its packed sequences, as ``DataCollatorWithFlattening`` makes them."""
 
 
 class _Hook:
-    """Pre-hook of a ``PreTrainedModel``: puts the mask of its packed sequences into a call, and their lengths."""
+    """Pre-hook of a ``PreTrainedModel``: adds the mask and the lengths of packed sequences to a call."""
 
     def __init__(self, module: nn.Module, on_new_layer: OnNewLayer) -> None:
         # Read here, because torch.compile cannot trace it.
@@ -68,7 +68,7 @@ class _Hook:
         return (), arguments
 
     def _swap_new_layers(self, module: nn.Module) -> None:
-        """Take in layers that PyTorch did not register when they came, as in ``nn.ModuleList.insert``."""
+        """Swap new layers whose registration PyTorch did not report, as in ``nn.ModuleList.insert``."""
         for layers in module._modules.values():
             if isinstance(layers, nn.ModuleList):
                 for name, layer in layers._modules.items():
@@ -94,7 +94,7 @@ class _Hook:
 
 
 def _refuse_mixing(arguments: Mapping[str, Any]) -> None:
-    """Fail if a model with attention of its own would mix packed sequences.
+    """Raise if a model with its own attention would mix packed sequences.
 
     transformers keeps them apart by positions alone, in a call without a mask and without a cache.
     """
@@ -136,7 +136,7 @@ def sequences(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tenso
     Args:
         positions: ``[B, T]``; or ``[3, B, T]``, of time, height and width in images and text: time never goes back
             within a sequence, and no two of its tokens are in the same place.
-        mask: ``[B, S]``, S >= T: 0 for padding; the last T columns are those of the tokens.
+        mask: ``[B, S]``, S >= T: 0 for padding; the last T columns belong to the tokens.
     """
     steps = positions.diff(dim=-1)
     ends = steps != 1 if steps.ndim == 2 else (steps[0] < 0) | (steps == 0).all(0)
@@ -157,7 +157,10 @@ def sequences(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tenso
 
 
 def hook_swap(module: nn.Module, on_new_layer: OnNewLayer) -> Undo:
-    """Put the hook in front of a model; return how to undo it. ``on_new_layer`` is called for a layer that it finds."""
+    """Register the hook on a model; return a function that removes it.
+
+    ``on_new_layer`` is called for each layer that the hook finds without a mark.
+    """
     # A copy of a model has its hook already.
     _unhook(module)
     module.register_forward_pre_hook(_Hook(module, on_new_layer), with_kwargs=True)

@@ -3,7 +3,7 @@
 Continuous batching packs the new tokens of all requests, a chunk of a prompt or one token each, in one row. Its cache
 stores the new keys and gathers the keys of every request, one request after the other: packed sequences, for attention
 with ``cu_seq_lens``. The pages of the cache are not read in place: only FlashAttention's ``flash_attn_with_kvcache``
-is told which they are; everything else gets an index for each key.
+receives a page table; every other attention receives an index for each key.
 
 The cache of a sliding window drops keys, and a query's bits depend on the positions of its keys. So keys of such a
 layer are copied to pages of our own, at their positions in the sequence modulo whole segments. Positions of dropped
@@ -43,11 +43,11 @@ def keys_of(
         key: ``[1, Hkv, T, D]``.
         value: ``[1, Hkv, T, Dv]``.
         cache: holds the earlier keys and values.
-        sliding_window: of the layer, or None.
+        sliding_window: size of the layer's window, or None.
         options: the arguments of continuous batching: lengths, indices and positions.
 
     Raises:
-        ValueError: a layer with a sliding window was given no ``position_ids``.
+        ValueError: a layer with a sliding window got no ``position_ids``.
     """
     arguments = dict(options)
     index: Any = layer.layer_idx
@@ -87,7 +87,7 @@ def _takes_keyword_indices(kind: type) -> bool:
 def page_layout(
     ends: torch.Tensor, dropped: torch.Tensor, total: int, longest: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the index among ``total`` packed keys of each key of the pages, ``block_table`` and ``seqused_k``.
+    """Return three tensors: for each key of the pages its index among ``total`` packed keys, block_table, seqused_k.
 
     Sizes depend on ``total`` and ``longest`` alone, so that nothing waits for a GPU. Positions of dropped keys read the
     sequence's own first page: no query sees them, but the values must be finite.

@@ -15,8 +15,8 @@ from rl_kernels.models.swap import Undo
 NAME = "rl_kernels_flash"
 """Name of the attention implementation in ``config._attn_implementation``.
 
-The "flash" in a name tells transformers that an attention takes packed sequences by their lengths and needs no mask of
-elements. Continuous batching runs only such attentions and its own, or replaces others by FlashAttention.
+transformers takes "flash" in a name to mean that an attention takes packed sequences by their lengths and needs no mask
+of elements. Continuous batching runs only such attentions and its own, and replaces other ones by FlashAttention.
 """
 
 
@@ -61,7 +61,7 @@ def register() -> None:
 
 
 def why_not(module: Any) -> str | None:
-    """Say why a ``PreTrainedModel`` keeps its own attention, or return None."""
+    """Return the reason why a ``PreTrainedModel`` keeps its own attention, or None."""
     can = getattr(type(module), "_can_set_attn_implementation", None)
     if can is None or not can():
         return "its attention does not go through transformers' AttentionInterface"
@@ -83,13 +83,13 @@ def configs(model: Any) -> Iterator[Any]:
 
 
 def kept_config(module: Any) -> Any:
-    """Return the config of transformers that a layer keeps, or None: that of a copied layer is a copy too."""
+    """Return the config of transformers that a layer stores, or None: a copied layer stores a copy of the config."""
     config = vars(module).get("config")
     return config if hasattr(config, "_attn_implementation") else None
 
 
 def attention_swap(config: Any) -> Undo:
-    """Swap a config's attention implementation for ours; return how to undo it."""
+    """Swap a config's attention implementation for ours; return a function that undoes it."""
     current = config._attn_implementation
     swapped = Swapped(name())
     # A deep copy of a swapped config is swapped too. A model made under our name never had another name.

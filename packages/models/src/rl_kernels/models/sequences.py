@@ -41,17 +41,17 @@ def sequence_logp(
         attention_mask: ``[B, T]``, 0 for padding on the left or right; None is no padding.
         position_ids: ``[B, T]``. By default they count the tokens that are no padding, as ``generate`` does. For
             sequences packed in a row, give positions that restart, and no mask.
-        options: those of ``linear_logp``, such as ``temperature`` and ``return_stats``. The soft cap and the scale of
+        options: options of ``linear_logp``, such as ``temperature`` and ``return_stats``. The soft cap and the scale of
             the model's logits are set from its config.
 
     Returns:
-        ``[B, T - 1]``, FP32: that of ``input_ids[:, 1:]``, 0 where a token or the one before it is padding; or
-        ``LogpStats`` with ``return_stats``. In a packed row the first token of a sequence is scored after the last one
-        of the sequence before: mask it.
+        ``[B, T - 1]``, FP32: log-probabilities of ``input_ids[:, 1:]``, 0 where a token or the token before it is
+        padding; or ``LogpStats`` with ``return_stats``. In a packed row the first token of a sequence is scored after
+        the last token of the sequence before: mask it.
 
     Raises:
-        TypeError: it is no such model; its logits are not those of its last hidden states and its head (compared once
-            for each model); or ``head_logp`` does not take its head.
+        TypeError: ``model`` is no such model; its logits do not follow from its last hidden states and its head
+            (compared once for each model); or ``head_logp`` does not take its head.
         ValueError: shapes differ, PEFT put a learned prompt before the tokens, or accelerate's autocast is not active.
     """
     base = _base(model)

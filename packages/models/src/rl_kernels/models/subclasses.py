@@ -1,4 +1,4 @@
-"""The subclasses that a swap gives modules: how they copy, pickle, and give way once the swap is undone."""
+"""The subclasses that swapped modules get: they can be copied and pickled, and end with the swap."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def subclass(
     original: type[nn.Module] | None = None,
     bases: tuple[type[nn.Module], ...] = (),
 ) -> type[nn.Module]:
-    """Return the subclass with this forward, or with that of ``bases``; cached by key, for torch.compile's guards.
+    """Return the subclass with this forward, or the forward of ``bases``; cached by key, for torch.compile's guards.
 
     A deep copy keeps the class. A pickle has the original class, so that it can be read without this package.
     """
@@ -42,7 +42,7 @@ def subclass(
 
 
 def _while_swapped(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that gives way to that of the class once the swap is undone.
+    """Return a forward that calls the class's own forward once the swap is undone.
 
     Whoever replaced a module's forward in the meantime may still call ours, bound to the module.
     """

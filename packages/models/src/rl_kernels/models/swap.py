@@ -1,4 +1,4 @@
-"""Swaps that can be undone in any order: a second request holds the same swap, and the last holder undoes it."""
+"""Swaps that can be undone in any order: a swap counts its holders, and the last one that releases it undoes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 SWAPPED = "_rl_kernels_swapped"
 """Attribute of a swapped class: the original class."""
 HOOK, WITHIN_HOOK = "_hf_hook", "_old_forward"
-"""Attributes that accelerate gives a module: its hook, and the forward that the hook calls."""
+"""Attributes that accelerate sets on a module: its hook, and the forward that the hook calls."""
 Undo = Callable[[Any], None]
 """Takes the object and undoes its swap; it must not hold a reference to the object."""
 
@@ -68,7 +68,7 @@ def forget_graphs() -> None:
 
 def original_of(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module, or its original class if it is swapped."""
-    # Of the class: wrappers, such as those of PEFT, pass attributes of the module inside on.
+    # Read from the class: wrappers, such as PEFT's, also return attributes of the module inside.
     return getattr(type(module), SWAPPED, type(module))
 
 

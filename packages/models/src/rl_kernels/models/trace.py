@@ -12,20 +12,20 @@ from torch import nn
 
 
 class Place(NamedTuple):
-    """Where a tensor was seen."""
+    """The place of a tensor in a forward pass."""
 
     module: str
     """Dotted name; empty for the model itself."""
     call: int
-    """Which call of the module in this forward pass, from 0."""
+    """Index of the module's call in this forward pass, from 0."""
     kind: str
     """``input`` or ``output``."""
     path: str
-    """Which of the inputs or outputs: ``[0]``, ``hidden_states``, ``logits``."""
+    """Path of the tensor in the inputs or outputs: ``[0]``, ``hidden_states``, ``logits``."""
 
 
 class TracedTensor(NamedTuple):
-    """A tensor, where it was seen, and the module whose forward made it."""
+    """A tensor, its place, and the name of the module whose forward computed it."""
 
     place: Place
     maker: str
@@ -34,7 +34,7 @@ class TracedTensor(NamedTuple):
 
 @contextmanager
 def watched(model: nn.Module, callback: Callable[[TracedTensor], None]) -> Iterator[None]:
-    """Call ``see`` with each floating-point input and output of every module during one forward pass."""
+    """Call ``callback`` with each floating-point input and output of every module during one forward pass."""
     calls: Counter[str] = Counter()
     running: list[tuple[str, int]] = [("", 0)]
 

@@ -18,7 +18,7 @@ ACTIVATIONS = r"silu|gelu|sigmoid|tanh|softplus|mish"
 
 
 def why_unknown(module: nn.Module) -> str | None:
-    """Say why a module that is not swapped may depend on the batch, or return None."""
+    """Return the reason why a module that is not swapped may depend on the batch, or None."""
     # The weights that a parametrization computes do not depend on the batch.
     known = (DetLinear, nn.Embedding, nn.utils.parametrize.ParametrizationList)
     if isinstance(module, known) or _only_holds(module):
@@ -48,7 +48,7 @@ def _has_matrices(module: nn.Module) -> bool:
 
 
 def _call_in_forward(module: nn.Module) -> str | None:
-    """Return a function that a forward calls and whose bits depend on the shape of the batch, or None.
+    """Return the name of a called function whose bits depend on the shape of the batch, or None.
 
     The source is searched, so what a forward calls through other functions is not seen. Activations of
     a user's module count on a CPU.

@@ -13,13 +13,13 @@ from torch import nn
 from rl_kernels.models.pretrained import is_pretrained
 
 PAD = 3
-"""Positions of padding beyond those that the longest prompt needs."""
+"""Tokens of padding added to the longest prompt."""
 CHUNK = 5
-"""Tokens of a chunk; the rest is decoded one token at a time."""
+"""Tokens of a chunk; the last tokens of a prompt are decoded one at a time."""
 
 
 class Row(NamedTuple):
-    """Where a range of a sample's tokens stands in a batch."""
+    """Position of a range of a sample's tokens in a batch."""
 
     sample: int
     row: int
@@ -32,14 +32,14 @@ class Row(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """One forward pass."""
+    """A forward pass over one batch."""
 
     run: Callable[[Any], Any]
     """Takes the output of the piece before it; returns its own."""
     rows: list[Row]
     batch: int
     tokens: int | None
-    """Tokens of a row; None if samples are not sequences, whose rows are compared whole."""
+    """Tokens of a row; None if samples are not sequences: whole rows are compared."""
 
 
 Variant = tuple[str, list[Piece]]
@@ -70,7 +70,7 @@ def of_prompts(model: nn.Module, prompts: Sequence[torch.Tensor]) -> Iterator[Va
 
 
 def _arguments(model: nn.Module) -> set[str]:
-    """Return the names of the arguments of a model; a wrapper, such as PEFT's, also takes those of the model inside."""
+    """Return the names of a model's arguments; of a wrapper, such as PEFT's, also the inner model's arguments."""
     parameters = inspect.signature(model.forward).parameters
     names = set(parameters)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):

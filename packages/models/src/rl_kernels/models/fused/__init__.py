@@ -1,1 +1,1 @@
-"""Fused parts between a model's products: one launch for many of PyTorch's, with identical bits."""
+"""Fused kernels between a model's matrix products: one launch replaces several of PyTorch's, with identical bits."""

@@ -1,4 +1,4 @@
-"""Keys and values of new tokens written to the pages of a cache: one launch."""
+"""Write keys and values of new tokens to the pages of a cache, in one launch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def store(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: to
     """Write row i of ``key, value[T, Hkv, D]`` to place ``slots[i]`` of ``cache[pages, 2, page, Hkv, D]``.
 
     Args:
-        key: new keys; the rows may be apart. Rows behind the last slot are left out.
+        key: new keys; may have padded rows. Rows after the last slot are skipped.
         value: new values, of the same shape.
         cache: contiguous; keys before values in each page.
-        slots: ``[N]``, N <= T: number of the page times its size, plus the place in it; a negative one is left out.
+        slots: ``[N]``, N <= T: number of the page times its size, plus the place in it; negative slots are skipped.
     """
     size = cache.shape[2]
     if fits(key, value, cache) and cache.is_contiguous() and key.stride(-1) == value.stride(-1) == 1:

@@ -1,4 +1,4 @@
-"""Conditions under which a fused form can replace PyTorch's ops without any visible difference but time."""
+"""Conditions under which a fused kernel can replace PyTorch's ops with no visible difference but time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def fits(*tensors: object) -> bool:
-    """Say whether Triton can take these tensors: one dtype and device, in plain eager mode.
+    """Say whether a Triton kernel can take these tensors: one dtype and device, in plain eager mode.
 
     Under torch.compile the compiler does the fusing.
     """

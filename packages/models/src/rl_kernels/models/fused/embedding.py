@@ -1,4 +1,4 @@
-"""The gradient of an embedding: rows are summed in ascending order; PyTorch's order varies on a GPU."""
+"""An embedding whose gradient sums rows in ascending order; PyTorch's order varies on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_kernels.core.triton_lib.launch import ceil_div, launch
 from rl_kernels.models.fused.conditions import PLAIN, fits
 
 COLUMNS = 512
-"""Columns of a program."""
+"""Columns per program."""
 INTEGERS = (torch.int32, torch.int64)
 
 

@@ -1,4 +1,4 @@
-"""The gate of an MLP, ``silu(gate) * up``: one launch; only the two factors are saved for backward."""
+"""The gate of an MLP, ``silu(gate) * up``, in one launch; only the two factors are saved for backward."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from rl_kernels.models.fused.conditions import fits
 
 DIMS, COS_DIMS = 4, 3
 PART = 16
-"""Heads that a program rotates at once."""
+"""Heads that a program loads and rotates at a time."""
 
 
 def takes(q: Any, k: Any, cos: Any, sin: Any) -> bool:

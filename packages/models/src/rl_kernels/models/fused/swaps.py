@@ -1,4 +1,4 @@
-"""Find the code in models of transformers that is fused here: by its results, not by its name alone."""
+"""Find the code of transformers models that a fused kernel can replace: by its results, not by its name alone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _rotates_halves(function: Callable[..., Any], dtype: torch.dtype) -> bool:
         result = function(q, k, cos, sin)
         pairs = list(zip(result, expected, strict=True))
         return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
-    except Exception:  # it wants other arguments, so it is another function
+    except Exception:  # it takes other arguments, so it is another function
         return False
 
 
@@ -78,7 +78,7 @@ def gated(module: nn.Module) -> Callable[..., torch.Tensor] | None:
     try:
         with torch.no_grad():
             result = type(module).forward(twin, probe)
-    except Exception:  # it wants more than rows, so it is another kind of MLP
+    except Exception:  # it takes more than rows, so it is another kind of MLP
         return None
     expected = F.silu(probe * 0.5) * (probe * -1.5) * 2.0
     return _forward if isinstance(result, torch.Tensor) and torch.equal(result, expected) else None
@@ -92,7 +92,7 @@ def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _is_silu(module: object) -> bool:
-    """Say whether a module is SiLU or our swap of it; other subclasses may compute something else."""
+    """Say whether a module is SiLU, swapped or not; other subclasses may compute something else."""
     kind = getattr(type(module), SWAPPED, type(module))
     return kind is nn.SiLU or (kind.__name__, kind.__module__) == ("SiLUActivation", "transformers.activations")
 

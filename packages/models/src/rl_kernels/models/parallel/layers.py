@@ -71,7 +71,7 @@ class RowParallelLinear(DetLinear):
 class VocabParallelHead(DetLinear):
     """A head that holds the rows of its weight for this rank's part of the vocabulary.
 
-    ``forward`` returns the logits of the whole vocabulary on each rank; ``logp`` forms none.
+    ``forward`` returns the logits of the whole vocabulary on each rank; ``logp`` does not materialize logits.
     """
 
     vocab_size: int
@@ -79,7 +79,7 @@ class VocabParallelHead(DetLinear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return logits ``[..., V]``, gathered from all ranks."""
         ranks = _ranks_of(self)
-        # Those of linear_logp, so that shards of the vocabulary are whole segments.
+        # The segments of linear_logp, so that shards of the vocabulary are whole segments.
         length = UNIT * slots(self.vocab_size, SEGMENTS)
         logits = column_parallel_linear(
             input,
@@ -97,7 +97,7 @@ class VocabParallelHead(DetLinear):
         return all_gather(padded, ranks.group, padded.ndim - 1)[..., : self.vocab_size]
 
     def logp(self, hidden: torch.Tensor, target_ids: torch.Tensor, **options: Any) -> torch.Tensor | LogpStats:
-        """Return ``linear_logp`` over the whole vocabulary; ``options`` are those of ``linear_logp``."""
+        """Return ``linear_logp`` over the whole vocabulary; ``options`` are passed to it."""
         ranks = _ranks_of(self)
         shard_options: dict[str, Any] = {"vocab_segments": SEGMENTS}
         if ranks.size > 1:
@@ -110,7 +110,7 @@ class VocabParallelHead(DetLinear):
 
 @functools.cache
 def norm_of_tokens(base: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of a norm whose rows are cut over ranks where tokens are."""
+    """Return the subclass of a norm for hidden states, whose rows are cut over ranks if tokens are."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         ranks: Ranks = getattr(self, SHARED)

@@ -24,17 +24,17 @@ INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 PARTS = "_rl_kernels_parts"
 """Attribute of a parallel model's body: (parent, name, module) of each module that was changed."""
 _models = itertools.count()
-"""Tells apart the models of a process, whose first inputs are compared."""
+"""Numbers the models of a process: the inputs of each model's first forward pass are compared over ranks."""
 
 
 class Parallel(NamedTuple):
-    """What ``parallelize`` did.
+    """Result of ``parallelize``.
 
     Attributes:
-        styles: name of each changed module -> name of its style.
+        styles: names of the changed modules -> names of their styles.
         left: modules that may depend on the batch, as in ``Invariance``.
         ranks: the number of ranks.
-        segments: of the sums.
+        segments: number of segments of each sum over a dim that is cut.
     """
 
     styles: Mapping[str, str]
@@ -59,11 +59,11 @@ def parallelize(
     - q_proj, k_proj, v_proj, gate_proj and up_proj keep this rank's outputs, o_proj and down_proj its inputs: what the
       model's own ``base_model_tp_plan`` calls colwise and rowwise. Attention runs on this rank's heads.
     - The vocabulary of the head is cut by ``vocab_shards``. ``model(...)`` returns all logits on each rank, and
-      ``head_logp(model.lm_head, ...)`` forms none. A head tied to the embedding stays whole.
+      ``head_logp(model.lm_head, ...)`` materializes none. A head tied to the embedding stays whole.
     - Embeddings and norms stay whole on each rank.
 
     A sum over a dim that is cut has ``segments`` parts, added by a balanced binary tree, whatever the number of ranks.
-    So its bits are those of ``parallelize(model)`` in one process, and differ from those of ``invariant(model)``.
+    So it has the bits of ``parallelize(model)`` in one process, and other bits than ``invariant(model)``.
 
     Call it with the same weights on each rank, before an optimizer, ``main_grad`` buffers, FSDP2 or DDP are made.
     A gradient belongs to this rank's part of a weight, and so does the state of an optimizer: save that on each rank.
@@ -73,7 +73,7 @@ def parallelize(
     Args:
         model: a ``PreTrainedModel`` with Llama's layout: Llama, Qwen2, Qwen3, Mistral and others.
         mesh: the ranks of tensor parallelism: a mesh with one dim, as ``mesh["tp"]``, or a group; None is one process.
-        sequence_parallel: cut tokens too, between attention and MLP, where their number divides by that of ranks:
+        sequence_parallel: cut tokens too, between attention and MLP, if the number of ranks divides their number:
             activations there take 1 / ranks of the memory. It changes no bit.
         segments: 2, 4 or 8, at least the number of ranks. Compare models with the same number.
         strict: as in ``invariant``.
@@ -151,7 +151,7 @@ def _hook(plan: Plan, ranks: Ranks, validate: Validate) -> None:
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         hidden = _hidden(args, kwargs)
-        # One new token cannot be cut: exchanges then are those of tensor parallelism alone, with the same bits.
+        # One new token cannot be cut: then only tensor parallelism exchanges data, with the same bits.
         ranks.tokens_cut = hidden.shape[TOKENS] % ranks.size == 0
         return _with_hidden(args, kwargs, split(hidden, group, TOKENS)) if ranks.tokens_cut else None
 
@@ -172,7 +172,7 @@ def _hook(plan: Plan, ranks: Ranks, validate: Validate) -> None:
 
 
 def _check_parts(body: nn.Module, args: Any) -> None:
-    """Refuse layers put in the place of those that were cut, such as adapters: ranks would compute different things."""
+    """Refuse layers that replaced a cut layer, such as adapters: ranks would compute different things."""
     if torch.compiler.is_compiling():
         return
     for parent, name, part in getattr(body, PARTS):

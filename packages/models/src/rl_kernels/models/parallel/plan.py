@@ -1,4 +1,4 @@
-"""Which modules of a transformers model are cut, and how: from the model's own plan of tensor parallelism."""
+"""The plan of a parallel model: the modules to cut and their styles, from the model's own ``base_model_tp_plan``."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ COLUMN, ROW, HEAD_NORM = "colwise", "rowwise", "replicated_with_grad_allreduce"
 
 
 class Plan(NamedTuple):
-    """What ``parallelize`` does to a model.
+    """The changes that ``parallelize`` makes to a model.
 
     Attributes:
         styles: the modules to change, by name.
         blocks: the modules whose inputs are gathered if tokens are cut: attentions and MLPs.
         first: the first layer, at which tokens are cut.
-        last: the norm after the last layer, at which they are gathered.
+        last: the norm after the last layer, at which tokens are gathered.
         body: the model without its head.
     """
 
@@ -40,9 +40,9 @@ def plan_of(model: nn.Module, ranks: Ranks) -> Plan:
     """Return the plan of a model.
 
     Raises:
-        TypeError: it is not one ``PreTrainedModel`` of transformers.
-        ValueError: it has no plan of tensor parallelism, or one with parts that are not known here; or with sequence
-            parallelism a layer has other parameters than linear layers and norms.
+        TypeError: the model is not one ``PreTrainedModel`` of transformers.
+        ValueError: it has no plan of tensor parallelism, or a plan with unknown styles; or with sequence parallelism a
+            layer has other parameters than linear layers and norms.
     """
     body = _body(model)
     prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is body)

@@ -16,16 +16,16 @@ TOKENS = 1
 
 
 class Ranks:
-    """What all modules of one parallel model share.
+    """State that all modules of one parallel model share.
 
     Attributes:
         group: the process group, or None for one process.
         size: number of ranks.
-        rank: of this process.
-        segments: into which sums over a cut dim are divided.
+        rank: rank of this process.
+        segments: number of segments of a sum over a cut dim.
         cuts_tokens: whether the model was made with sequence parallelism.
-        tokens_cut: whether the tokens of the last forward pass are cut: only if their number divides. Checkpoints read
-            it when they run layers again.
+        tokens_cut: whether the tokens of the last forward pass are cut: only if ``size`` divides their number.
+            Activation checkpointing reads it when it recomputes layers.
     """
 
     def __init__(self, group: ProcessGroup | DeviceMesh | None, segments: int, cuts_tokens: bool) -> None:

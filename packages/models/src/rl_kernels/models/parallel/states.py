@@ -17,7 +17,7 @@ from rl_kernels.models.parallel.styles import CUT, shards_wanted
 
 
 class Cut(NamedTuple):
-    """How a parameter is cut: along ``dim``, into ``spans``, one for each rank."""
+    """The cut of a parameter along ``dim``: ``spans`` has the (start, stop) of each rank."""
 
     ranks: Ranks
     dim: int
@@ -25,7 +25,7 @@ class Cut(NamedTuple):
 
 
 def cuts_of(model: nn.Module) -> Iterator[tuple[str, Cut]]:
-    """Yield the name of each parameter that is cut, and how."""
+    """Yield the name and the cut of each parameter that is cut."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, (dim, whole) in getattr(module, CUT, {}).items():
             ranks: Ranks = getattr(module, SHARED)
@@ -40,7 +40,7 @@ def cuts_of(model: nn.Module) -> Iterator[tuple[str, Cut]]:
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the ``state_dict`` of the model before it was cut, on each rank; all ranks must call it.
 
-    Tensors that are not cut are those of the model, not copies.
+    Tensors that are not cut are the model's own, not copies.
     """
     cuts = dict(cuts_of(model))
     with shards_wanted():
@@ -49,7 +49,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def gathered(part: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """Return a whole parameter, or its gradient, from this rank's part and those of the others."""
+    """Gather a parameter, or its gradient, from the parts of all ranks; return the whole."""
     if cut.ranks.group is None or cut.ranks.size == 1:
         return part
     widths = [stop - start for start, stop in cut.spans]
@@ -59,7 +59,7 @@ def gathered(part: torch.Tensor, cut: Cut) -> torch.Tensor:
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Load the whole weights of a model into its shards; each rank passes all of them.
+    """Load the whole weights of a model into its shards; each rank passes all weights.
 
     Raises:
         RuntimeError: names or shapes do not fit, as in ``load_state_dict``.

@@ -36,7 +36,7 @@ class Style(ParallelStyle):
     """A style for modules of one model.
 
     Args:
-        ranks: shared by the styles of a model; None: those of the mesh, with ``segments``.
+        ranks: shared by the styles of a model; None makes them from the mesh and ``segments``.
         segments: 2, 4 or 8, at least the number of ranks: models with the same number have the same bits.
     """
 
@@ -44,7 +44,7 @@ class Style(ParallelStyle):
         self.ranks, self.segments = ranks, segments
 
     def apply(self, module: nn.Module) -> nn.Module:
-        """Change a module; for styles that were made with ranks."""
+        """Change a module; only for styles with ``ranks``."""
         return self._apply(module, None)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | None) -> nn.Module:
@@ -55,7 +55,7 @@ class Style(ParallelStyle):
         return module
 
     def check(self, module: nn.Module, ranks: Ranks) -> None:
-        """Fail if the module does not fit; it is not changed."""
+        """Raise if the module does not fit; it is not changed."""
 
     def cut(self, module: nn.Module, ranks: Ranks) -> None:
         """Keep this rank's part of the parameters, and swap the class of the module."""
@@ -63,10 +63,10 @@ class Style(ParallelStyle):
 
 
 class ColumnParallel(Style):
-    """Cuts the outputs of a linear layer, as those of q_proj, k_proj, v_proj, gate_proj and up_proj."""
+    """Cuts the outputs of a linear layer, such as q_proj, k_proj, v_proj, gate_proj and up_proj."""
 
     def check(self, module: nn.Module, ranks: Ranks) -> None:
-        """Fail if the outputs are not whole segments."""
+        """Raise if the outputs are not whole segments."""
         _check_size("out_features", _linear(module).out_features, ranks)
 
     def cut(self, module: nn.Module, ranks: Ranks) -> None:
@@ -80,10 +80,10 @@ class ColumnParallel(Style):
 
 
 class RowParallel(Style):
-    """Cuts the inputs of a linear layer, as those of o_proj and down_proj; each rank keeps the whole bias."""
+    """Cuts the inputs of a linear layer, such as o_proj and down_proj; each rank keeps the whole bias."""
 
     def check(self, module: nn.Module, ranks: Ranks) -> None:
-        """Fail if the inputs are not whole segments."""
+        """Raise if the inputs are not whole segments."""
         _check_size("in_features", _linear(module).in_features, ranks)
 
     def cut(self, module: nn.Module, ranks: Ranks) -> None:
@@ -99,7 +99,7 @@ class VocabParallel(Style):
     """Cuts the vocabulary of a head by ``vocab_shards``."""
 
     def check(self, module: nn.Module, ranks: Ranks) -> None:
-        """Fail if it is no linear layer."""
+        """Raise if the module is no linear layer."""
         _linear(module)
 
     def cut(self, module: nn.Module, ranks: Ranks) -> None:
@@ -174,7 +174,7 @@ def shards_wanted() -> Iterator[None]:
 
 
 def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Refuse to give one rank's shards as if they were the weights of the model, as every way of saving asks for."""
+    """Refuse to return one rank's shards as the model's weights; every way of saving calls ``state_dict``."""
     if not _shards_wanted.get():
         raise RuntimeError(
             f"state_dict: {prefix}{next(iter(getattr(module, CUT)))} is cut over ranks. Call "
@@ -184,7 +184,7 @@ def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def _refuse_whole(module: nn.Module, state: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
-    """Name the function that loads whole weights."""
+    """Report an error that names ``load_full_state_dict`` if a weight to load is whole."""
     errors: list[str] = arguments[-1]
     for name, (dim, whole) in getattr(module, CUT).items():
         value = state.get(prefix + name)
