@@ -13,7 +13,7 @@ from rl_kernels.core.distributed import all_gather
 from rl_kernels.linear_logp import vocab_shards
 from rl_kernels.models.parallel.layers import SHARED, VocabParallelHead
 from rl_kernels.models.parallel.ranks import Ranks
-from rl_kernels.models.parallel.styles import CUT, shards_wanted
+from rl_kernels.models.parallel.styles import CUT, shards_allowed
 
 
 class Cut(NamedTuple):
@@ -43,7 +43,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     Tensors that are not cut are the model's own, not copies.
     """
     cuts = dict(cuts_of(model))
-    with shards_wanted():
+    with shards_allowed():
         state = model.state_dict()
     return {name: gathered(value, cuts[name]) if name in cuts else value for name, value in state.items()}
 

@@ -29,7 +29,7 @@ from rl_kernels.models.parallel.ranks import Ranks
 
 CUT = "_rl_kernels_cut"
 """Attribute of a parallel module: name of a parameter -> (dim that is cut, its whole size)."""
-_shards_wanted: ContextVar[bool] = ContextVar("shards_wanted", default=False)
+_shards_allowed: ContextVar[bool] = ContextVar("shards_allowed", default=False)
 
 
 class Style(ParallelStyle):
@@ -164,18 +164,18 @@ def _keep(module: nn.Module, name: str, dim: int, span: tuple[int, int], ranks: 
 
 
 @contextmanager
-def shards_wanted() -> Iterator[None]:
+def shards_allowed() -> Iterator[None]:
     """Let ``state_dict`` return this rank's shards."""
-    token = _shards_wanted.set(True)
+    token = _shards_allowed.set(True)
     try:
         yield
     finally:
-        _shards_wanted.reset(token)
+        _shards_allowed.reset(token)
 
 
 def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Refuse to return one rank's shards as the model's weights; every way of saving calls ``state_dict``."""
-    if not _shards_wanted.get():
+    if not _shards_allowed.get():
         raise RuntimeError(
             f"state_dict: {prefix}{next(iter(getattr(module, CUT)))} is cut over ranks. Call "
             "rl_kernels.models.parallel.full_state_dict(model) on all ranks for whole weights; to save them: "

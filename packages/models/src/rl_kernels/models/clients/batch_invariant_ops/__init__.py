@@ -1,9 +1,9 @@
 """The API of thinking-machines' batch_invariant_ops on our operators: a script only changes its import.
 
 ``import rl_kernels.models.clients.batch_invariant_ops as batch_invariant_ops``. In the mode ``torch.mm``, ``addmm``,
-``bmm``, ``log_softmax`` and ``mean`` give a row the same bits alone and in any batch. So do ``nn.Linear``, and
-``torch.matmul`` except with vectors, because they call the first three. Names and meaning are those of
-https://github.com/thinking-machines-lab/batch_invariant_ops and of most additions in its copies in SGLang and vLLM; the
+``bmm``, ``log_softmax`` and ``mean`` compute a row with the same bits alone and in any batch. So do ``nn.Linear``, and
+``torch.matmul`` except with vectors, because they call the first three. Names and meaning follow
+https://github.com/thinking-machines-lab/batch_invariant_ops and most additions of its copies in SGLang and vLLM; the
 code is ours.
 """
 

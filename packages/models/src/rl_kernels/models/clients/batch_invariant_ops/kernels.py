@@ -29,7 +29,7 @@ def mean(total, count):
 
 @triton.jit
 def halves(ROW, d, here, columns, stride, AT: tl.constexpr, WIDTH: tl.constexpr):
-    """Return WIDTH columns folded to AT columns: each step adds the second half to the first."""
+    """Load WIDTH columns and fold them to AT columns: each step adds the second half to the first."""
     if AT == WIDTH:
         return tl.load(ROW + d * stride, mask=here & (d < columns), other=0.0).to(tl.float32)
     else:

@@ -1,7 +1,7 @@
-"""The mode: replaces kernels of PyTorch's ops, on CPUs and GPUs, by calls of our operators until it ends.
+"""The batch-invariant mode: our operators replace kernels of PyTorch's ops, on CPUs and GPUs, until it ends.
 
-The kernels are below autograd: gradients follow PyTorch's formulas, and their products come back here. Integers, whose
-sums are exact in any order, go to PyTorch's kernel. So do the products inside our native backends, which would
+The kernels are below autograd: gradients follow PyTorch's formulas, and their products run in the mode too. Integers,
+whose sums are exact in any order, run PyTorch's kernel. So do the products inside our native backends, which would
 otherwise call themselves.
 """
 
@@ -117,7 +117,7 @@ def _kernel(ours: Callable[..., torch.Tensor | None], stock: Any) -> Callable[..
                 with torch.no_grad():
                     result = ours(*args, **kwargs)
             except (TypeError, ValueError) as error:
-                # As PyTorch's kernels do; and ``a @ b`` would replace a TypeError by one without our message.
+                # PyTorch's kernels raise it too; and ``a @ b`` would replace a TypeError by one without our message.
                 raise RuntimeError(str(error)) from error
             if result is not None:
                 return result

@@ -18,14 +18,14 @@ Number = int | float
 
 
 def is_exact(*tensors: torch.Tensor) -> bool:
-    """Say whether all are integers: their sums are not rounded, so any order gives the same bits."""
+    """Say whether all tensors are integers: their sums are not rounded, so any order has the same bits."""
     return not any(value.is_floating_point() or value.is_complex() for value in tensors)
 
 
 def matrices(
     left: str, a: torch.Tensor, right: str, b: torch.Tensor, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return ``a[M, K] @ b[K, N]`` in ``out_dtype``, by default that of the operands.
+    """Return ``a[M, K] @ b[K, N]`` in ``out_dtype``, by default the dtype of the operands.
 
     Args:
         left: name of ``a`` in messages.

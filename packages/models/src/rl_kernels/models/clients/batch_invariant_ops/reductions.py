@@ -19,9 +19,9 @@ from rl_kernels.fused_logp.op import OPERATOR, describe, ops
 from rl_kernels.models.fused.conditions import fits
 
 BLOCK = 4096
-"""Elements of a program."""
+"""Elements per program."""
 MOST_ROWS = 64
-"""Most rows of a program."""
+"""Most rows per program."""
 AT_ONCE = 256
 """Elements of a row that a program loads at a time."""
 

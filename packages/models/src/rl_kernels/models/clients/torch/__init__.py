@@ -20,7 +20,7 @@ __all__ = ["NAME", "Activation", "activate"]
 NAME = "rl_kernels"
 """Name of the implementation in ``current_flash_attention_impl()`` and ``list_flash_attention_impls()``."""
 KNOWN = "2.11 to 2.13"
-"""The versions of PyTorch that have this hook; the ops of 2.11 do not take pages."""
+"""Versions of PyTorch with this hook; the ops of 2.11 do not take pages."""
 HOOK = (
     "register_flash_attention_impl",
     "activate_flash_attention_impl",
@@ -35,7 +35,7 @@ OPS = {
     "_scaled_dot_product_flash_attention_backward": overloads.sdpa_backward,
 }
 LATER = frozenset({"_flash_attention_forward_no_dropout_inplace"})
-"""Ops that the older of these versions do not have."""
+"""Ops that the older of these versions lack."""
 
 _active: list[Activation] = []
 """Activations that are not undone, in the order of ``activate``."""
@@ -47,7 +47,7 @@ class Registered:
     def __init__(self, key: str = "CUDA") -> None:
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL", key)
         with warnings.catch_warnings():
-            # Overriding PyTorch's kernels is the purpose of the hook; the first one gives a warning.
+            # Overriding PyTorch's kernels is the purpose of the hook; the first override raises a warning.
             warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel", UserWarning)
             for name, kernel in OPS.items():
                 if hasattr(torch.ops.aten, name):

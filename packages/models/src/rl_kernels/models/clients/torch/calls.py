@@ -36,7 +36,7 @@ def attend(
 ) -> Attended:
     """Return out and lse of a call, in the layout of det_attention.
 
-    The arguments are those of ``overloads.flash_attention_forward``, which documents them. ``num_splits``, the number
+    ``overloads.flash_attention_forward`` documents the arguments. ``num_splits``, the number
     of parts into which FlashAttention splits the keys, is ignored: det_attention's own splits change no bit.
 
     Raises:
@@ -84,7 +84,7 @@ def refuse(query: torch.Tensor, value: torch.Tensor, dropout_p: float) -> None:
 
 
 def _refuse_gradients(*operands: torch.Tensor) -> None:
-    """Refuse gradients with a cache: PyTorch's backward op does not get seqused_k and block_table."""
+    """Refuse gradients with a cache: PyTorch's backward op does not take seqused_k and block_table."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
         raise ValueError(
             "seqused_k: expected no gradient with seqused_k or block_table, the backward pass does not get them; "
@@ -125,7 +125,7 @@ def packed(
 def _in_pages(
     key: torch.Tensor, value: torch.Tensor, cum_seq_k: torch.Tensor, max_k: int, seqused_k: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Copy packed keys, of which only some are in use, to pages: det_attention has no packed cache."""
+    """Copy packed keys with unused room to pages: det_attention has no packed cache."""
     if cum_seq_k.shape[0] == 1 or not key.shape[0]:
         # Nothing to copy: no sequence, or none with a key.
         return key, value, {"cu_seqlens_k": cum_seq_k, "max_seqlen_k": max_k}

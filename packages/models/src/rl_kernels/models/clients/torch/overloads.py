@@ -89,7 +89,7 @@ def flash_attention_forward(
 def flash_attention_forward_inplace(out: Tensor, query: Tensor, *args: Any, **options: Any) -> Tensor:
     """Write to ``out``, return lse: ``aten::_flash_attention_forward_no_dropout_inplace``, of ``varlen_attn_out``.
 
-    The arguments after query are those of ``flash_attention_forward``; out has the shape and dtype of query.
+    The arguments after query are as in ``flash_attention_forward``; out has the shape and dtype of query.
 
     Raises:
         TypeError, ValueError: as there, or ``out`` is of another shape or dtype.
@@ -124,7 +124,7 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value in their layouts: ``aten::_flash_attention_backward``.
 
-    The arguments are those of ``flash_attention_forward`` and its results; ``grad_out`` is the gradient of out.
+    The arguments are inputs and results of ``flash_attention_forward``; ``grad_out`` is the gradient of out.
 
     Raises:
         TypeError, ValueError: as there.
@@ -153,7 +153,7 @@ def sdpa_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, None, None, int, int, Tensor, Tensor, Tensor]:
-    """Return what ``flash_attention_forward`` does, heads first: ``aten::_scaled_dot_product_flash_attention``.
+    """Return results as ``flash_attention_forward``, heads first: ``aten::_scaled_dot_product_flash_attention``.
 
     Args:
         query: ``[B, H, T, D]``, FP32, BF16 or FP16.
@@ -165,7 +165,8 @@ def sdpa_forward(
         scale: multiplies the scores; None is ``1 / sqrt(D)``.
 
     Returns:
-        out as ``torch.empty_like(query)``, lse ``[B, H, T]``, None and None for cumulative lengths, T, S, and the rest.
+        out as ``torch.empty_like(query)``, lse ``[B, H, T]``, None and None for cumulative lengths, T, S, generator
+        state, unused, and an empty mask.
 
     Raises:
         TypeError, ValueError: as there.
@@ -203,7 +204,7 @@ def sdpa_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients, heads first: ``aten::_scaled_dot_product_flash_attention_backward``.
 
-    The arguments are those of ``sdpa_forward`` and its results; ``grad_out`` is the gradient of out.
+    The arguments are inputs and results of ``sdpa_forward``; ``grad_out`` is the gradient of out.
 
     Raises:
         TypeError, ValueError: as ``flash_attention_backward``.

@@ -36,22 +36,23 @@ def use_in(
 
     Args:
         trainer: TRL's GRPOTrainer, before ``train()``.
-        invariant: apply ``invariant(model, strict=True)`` to its models: recorded tokens then have the bits of the
-            first training pass, and those of vLLM where its plugin runs (``clients.vllm``). Tokens after padding get
-            the positions that ``generate`` gives them.
+        invariant: apply ``invariant(model, strict=True)`` to its models: recorded log-probabilities then have the bits
+            of the first training pass, as have vLLM's with its plugin (``clients.vllm``). Tokens after padding get the
+            same positions as in ``generate``.
         record: record the log-probability of each token sampled by ``generate``, or by ``generate_batch`` of continuous
             batching: ``linear_logp`` on the hidden state that the token was sampled from. Batches hold them as
             ``sampling_per_token_logps``; the metrics ``sampling/sampling_logp_difference`` are their distance to the
             first training pass. By default the value of ``invariant``. With both, they are also the old
-            log-probabilities of batches that take several optimizer steps: TRL's pass for these is left out.
+            log-probabilities of batches that take several optimizer steps: TRL's pass for these is skipped.
         backend: backend of the loss, as in ``grpo_loss``.
         validate: whether the loss checks the values of its arguments.
 
     Raises:
         ValueError: the trainer's loss has terms that ours does not have; or ``use_in`` was called before; or tokens to
             record are sampled elsewhere; or a model cannot be made invariant, or has dropout. The message says which.
-        TypeError: the trainer does not have the hooks of TRL 1.16, or its continuous batching those of transformers
-            5.17 to 5.24; or ``head_logp`` does not take the head of a model; or the logits do not come from it alone.
+        TypeError: the trainer does not have the hooks of TRL 1.16, or its continuous batching not the hooks of
+            transformers 5.17 to 5.24; or ``head_logp`` does not take the head of a model; or the logits do not come
+            from the head alone.
     """
     check_trainer(trainer)
     models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]

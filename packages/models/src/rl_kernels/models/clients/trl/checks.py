@@ -23,7 +23,7 @@ SETTINGS = {
     "entropy_coef": ("_entropy_bonus_enabled", bool),
     "router_aux_loss_coef": ("aux_loss_enabled", bool),
 }
-"""Terms that our loss does not have -> the trainer's attribute, and a test whether it is set."""
+"""Settings of terms that our loss does not have -> the trainer's attribute, and a test whether it is set."""
 
 
 def check_trainer(trainer: Any) -> None:
@@ -72,7 +72,7 @@ def check_invariant(trainer: Any, models: Iterable[Any]) -> None:
 
 
 def _is_random(model: Any) -> bool:
-    """Say whether two training passes of a model differ, as they do with dropout."""
+    """Say whether two training passes of a model differ, as with dropout."""
     weight = model.get_input_embeddings().weight
     if not is_whole(weight):
         # Sharded weights are gathered only when the whole model is called.

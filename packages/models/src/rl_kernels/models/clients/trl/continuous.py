@@ -1,7 +1,7 @@
-"""Log-probabilities of tokens from continuous batching: the model runner writes ours in the place of its own.
+"""Log-probabilities of tokens from continuous batching: the model runner returns ours instead of its own.
 
 Hidden states of several requests come in any batch, on another thread, and in CUDA graphs that are replayed. Only the
-runner knows the request of a row, and passes its log-probability on with the token. Written for transformers 5.17 to
+runner knows the request of a row, and it returns the log-probability with the token. Written for transformers 5.17 to
 5.24.
 """
 
@@ -25,7 +25,7 @@ TAKES = ("self", "model", "batch_data", "carry_over_ids", "prev_output_ids", "ou
 
 
 def check_settings(trainer: Any) -> None:
-    """Refuse continuous batching in which tokens cannot be scored where they are sampled.
+    """Refuse continuous batching in which tokens cannot be scored in the pass that samples them.
 
     Raises:
         ValueError: its batches are compiled.

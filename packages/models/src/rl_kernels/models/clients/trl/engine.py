@@ -1,4 +1,4 @@
-"""The vLLM engine that samples for a trainer: what it must be so that its log-probs have the bits of training."""
+"""Check that the vLLM engine of a trainer returns log-probs with the bits of training."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def check_engine(trainer: Any, dtype: Any) -> None:
-    """Refuse an engine or requests whose log-probs are not those of training; of a server only the dtype is seen.
+    """Refuse an engine or requests whose log-probs differ from training; of a server only the dtype is checked.
 
     Args:
         trainer: GRPOTrainer with ``use_vllm``.
-        dtype: of the model that is trained.
+        dtype: dtype of the model that is trained.
 
     Raises:
-        ValueError: the message names the setting, and what to do.
+        ValueError: the message names the setting and the remedy.
     """
     settings = {name: getattr(trainer, name) for name in SAMPLED} | (trainer.args.generation_kwargs or {})
     settings["structured_outputs"] = trainer.args.vllm_structured_outputs_regex

@@ -22,7 +22,7 @@ IGNORED = -100
 SCORED = "_rl_kernels_scored"
 """Attribute of a model: its ``Head``, and the forward that TRL's fused head replaced."""
 REPLACED = "original_forward"
-"""TRL's name of that forward, in the closure of its fused head."""
+"""TRL's name of the forward that its fused head replaced, in the closure of that head."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Head:
         return self._model.get_output_embeddings()
 
     def scores(self, hidden: torch.Tensor, labels: torch.Tensor) -> Scores:
-        """Score labels ``[B, T]`` given hidden states ``[B, T, D]``, all that are not ``IGNORED`` in one call.
+        """Score all labels ``[B, T]`` but ``IGNORED`` in one call, given hidden states ``[B, T, D]``.
 
         Raises:
             TypeError: ``head_logp`` does not take the head.
@@ -114,9 +114,9 @@ def score_with(model: Any, head: Head, *, places: bool = False, around: Callable
     Args:
         model: a causal language model; wrappers around it (PEFT, DDP, FSDP) call its forward and keep their hooks.
         head: its head.
-        places: give tokens after left padding the positions that ``generate`` gives them; TRL counts the padding, which
-            rounds differently.
-        around: autocast of accelerate, which it put around the forward of a prepared model.
+        places: use the positions of ``generate`` for tokens after left padding; TRL counts the padding, which rounds
+            differently.
+        around: accelerate's autocast, in which the forward of a prepared model runs.
     """
     theirs, is_prepared = _replaced_by_trl(model)
 
@@ -146,7 +146,7 @@ def score_with(model: Any, head: Head, *, places: bool = False, around: Callable
 
 
 def _replaced_by_trl(model: Any) -> tuple[Callable[..., Any], bool]:
-    """Return the forward that TRL's fused head replaced, and whether accelerate put its autocast around that head.
+    """Return the forward that TRL's fused head replaced, and whether accelerate wrapped that head in its autocast.
 
     TRL's function holds this forward, bound to the model, so that a copy of the model would call the original.
     """

@@ -1,4 +1,4 @@
-"""TRL's metrics of a micro-batch, by its names; ratios and clipping are computed again, without gradients."""
+"""TRL's metrics of a micro-batch, under TRL's names; ratios and clipping are recomputed without gradients."""
 
 from __future__ import annotations
 

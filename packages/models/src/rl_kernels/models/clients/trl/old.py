@@ -1,4 +1,4 @@
-"""Old log-probabilities from the rollout: with the same bits on both sides, TRL's own pass for them is left out."""
+"""Old log-probabilities from the rollout: with the same bits on both sides, TRL's own pass for them is skipped."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rl_kernels.models.clients.trl.rollout import Sampled
 
 
 def take_from_rollout(trainer: Any) -> None:
-    """Give TRL the recorded log-probabilities where it computes old ones from the weights that have just sampled.
+    """Return recorded log-probabilities where TRL computes old ones from the weights that have just sampled.
 
     TRL needs old log-probabilities if several optimizer steps are taken on a batch, and computes them by a pass through
-    the model at the end of the rollout. It asks for them first, before those of a reference model. If tokens come from
-    several turns, its pass is made.
+    the model at the end of the rollout, before the pass of a reference model. If tokens come from several turns, TRL's
+    pass runs.
 
     Args:
         trainer: GRPOTrainer, whose ``_generate_single_turn`` records log-probabilities.
@@ -26,7 +26,7 @@ def take_from_rollout(trainer: Any) -> None:
     sample, score = trainer._generate_single_turn, trainer._get_per_token_logps_and_entropies
     produce = trainer._generate_and_score_completions
     turns: list[Sampled] = []
-    # One entry while a rollout is under way whose old log-probabilities have not been asked for.
+    # One entry from the start of a rollout until TRL computes its old log-probabilities.
     awaited: list[bool] = []
 
     def sampled(self: Any, *args: Any, **options: Any) -> Sampled:

@@ -1,4 +1,4 @@
-"""Score sampled tokens as training does: ``linear_logp`` on the hidden states that they were sampled from."""
+"""Score sampled tokens as in training: ``linear_logp`` on the hidden states from which they were sampled."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Around = Callable[[], AbstractContextManager[object]]
 
 
 def check_rollout(trainer: Any, model: Any) -> None:
-    """Refuse rollouts whose hidden states cannot be recorded; the model's settings count where the trainer sets none.
+    """Refuse rollouts whose hidden states cannot be recorded; the model's settings are the trainer's defaults.
 
     Raises:
-        ValueError: tokens are not sampled by transformers, not in one pass each, or from other logits.
+        ValueError: tokens are sampled elsewhere than in transformers, by more than one pass, or from other logits.
     """
     if trainer.use_vllm:
         raise ValueError(
@@ -83,7 +83,7 @@ def recorded(sample: Callable[..., Any], head: Head, model: Any, around: Around)
 def inputs_of(
     module: nn.Module, select: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden
 ) -> Iterator[list[torch.Tensor]]:
-    """Collect the hidden states that a head gets, reduced by ``kept``: one list entry per pass."""
+    """Collect the input of a head in each pass, reduced by ``select``: one list entry per pass."""
     rows: list[torch.Tensor] = []
     hook = module.register_forward_pre_hook(lambda _, args: rows.append(select(args[0])))
     try:

@@ -2,7 +2,7 @@
 
 verl imports the module in every worker. From then on its fused forward with backend ``torch`` takes log-probabilities
 and entropy from hidden states by ``linear_logp``: with the head's bias and LoRA adapter, a soft cap and a scale of the
-logits. verl's FSDP engine refuses one temperature per sample with fused kernels; with this module it passes them on.
+logits. verl's FSDP engine refuses one temperature per sample with fused kernels; with this module it accepts them.
 Other backends, vision models and other engines of verl do not change. Written for verl 0.9.1.
 """
 
@@ -46,7 +46,8 @@ def install() -> None:
 def _with_engine(patch: Callable[..., None]) -> Callable[..., None]:
     """Return verl's function that patches a model, extended to check the model and to patch the engine.
 
-    The engine calls this function. It is patched only then: it cannot be imported yet when verl imports this module.
+    The engine calls this function, and is patched in that call: when verl imports this module, the engine cannot be
+    imported yet.
     """
 
     def patched(model: Any, *args: Any, **options: Any) -> None:

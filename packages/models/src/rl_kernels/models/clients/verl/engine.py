@@ -1,4 +1,4 @@
-"""Lets verl's FSDP engine, which refuses it, combine fused kernels with one temperature per sample."""
+"""Let verl's FSDP engine combine fused kernels with one temperature per sample, which it refuses by itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FUSED = "use_fused_kernels"
 
 
 def install(module: ModuleType) -> None:
-    """Make the engine pass temperatures on to the model's forward.
+    """Make the engine pass temperatures to the model's forward.
 
     Raises:
         ImportError: the module does not have the engine of verl 0.9.1.

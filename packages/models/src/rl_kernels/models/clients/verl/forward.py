@@ -56,7 +56,7 @@ def forward_of(theirs: Callable[..., Any], output: type[Any]) -> Callable[..., A
 def scores(model: Any, hidden: torch.Tensor, ids: torch.Tensor, **options: Any) -> Any:
     """Return ``head_logp`` for the head of a model, with the model's soft cap and scale of logits.
 
-    hidden is ``[..., D]`` and ids ``[...]``; options are those of ``linear_logp``.
+    hidden is ``[..., D]`` and ids ``[...]``; options are passed to ``linear_logp``.
     """
     head = model.get_output_embeddings()
     return head_logp(head, hidden, ids, validate=False, **logit_options(model), **options)
@@ -68,7 +68,7 @@ def is_ours(model: Any) -> bool:
 
 
 def _next_tokens(labels: torch.Tensor | None, ids: torch.Tensor | None) -> torch.Tensor:
-    """Return the token after each token; the last one gets the first token, whose score is not read."""
+    """Return the token after each token; the last token's is the first token, whose score is not read."""
     tokens = ids if labels is None else labels
     if tokens is None:
         raise ValueError("input_ids: expected ids or labels, neither was given")
@@ -76,7 +76,7 @@ def _next_tokens(labels: torch.Tensor | None, ids: torch.Tensor | None) -> torch
 
 
 def _per_label(temperature: float | torch.Tensor, labels: torch.Tensor) -> float | torch.Tensor:
-    """Return the temperature as a number, or expanded to one per label."""
+    """Return the temperature as a number, or expanded to one value per label."""
     if not isinstance(temperature, torch.Tensor) or not temperature.ndim:
         return float(temperature)
     if temperature.ndim < labels.ndim:

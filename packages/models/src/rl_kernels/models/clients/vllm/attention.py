@@ -31,7 +31,7 @@ PAGES_OF = 16
 
 @dataclass
 class StepMetadata(AttentionMetadata):
-    """Where the tokens of a step and their keys lie: tensors that vLLM keeps from step to step, for CUDA graphs."""
+    """Locations of a step's tokens and of their keys: tensors that vLLM reuses from step to step, for CUDA graphs."""
 
     starts: torch.Tensor
     lengths: torch.Tensor
@@ -40,14 +40,14 @@ class StepMetadata(AttentionMetadata):
 
 
 class Builder(AttentionMetadataBuilder[StepMetadata]):
-    """Makes the metadata of a step; nothing is computed or waited for."""
+    """Makes the metadata of a step, without a computation or a sync."""
 
     # Not ALWAYS: a graph keeps the most queries of a request that it was captured with, and vLLM's second runner
     # captures mixed batches with fewer than may come.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        """Take what vLLM gives each builder."""
+        """Pass vLLM's arguments to the base class."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> StepMetadata:
@@ -73,10 +73,10 @@ class Implementation(AttentionImpl[StepMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         **unsupported: Any,
     ) -> None:
-        """Take what vLLM knows of a layer.
+        """Store the settings of a layer.
 
         Raises:
-            ValueError: something that is not covered is asked for; the message names it.
+            ValueError: a setting is not covered; the message names it.
         """
         refused = {
             "alibi_slopes": alibi_slopes,
@@ -132,7 +132,7 @@ class Implementation(AttentionImpl[StepMetadata]):
 
 
 class Backend(AttentionBackend):
-    """What vLLM asks of a backend before it makes layers."""
+    """The backend's properties, which vLLM reads before it makes layers."""
 
     forward_includes_kv_cache_update = False
     accept_output_buffer = True
@@ -183,6 +183,6 @@ def _configured(self: Any, *args: Any, **options: Any) -> Any:
 
 
 def install() -> None:
-    """Make this backend vLLM's CUSTOM one, and that of engines that ask for none; what is not covered they refuse."""
+    """Register this backend as vLLM's CUSTOM, the default of engines too; engines refuse options not covered."""
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.{Backend.__name__}")
     EngineArgs.create_engine_config = _configured

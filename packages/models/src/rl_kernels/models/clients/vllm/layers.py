@@ -21,7 +21,7 @@ from rl_kernels.norm import rms_norm
 
 
 class Norm(RMSNorm):
-    """``rms_norm``, with the residual where vLLM gives one."""
+    """``rms_norm``, with the residual if vLLM passes one."""
 
     def _normed(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         refuse("var_hidden_size", self.variance_size_override)
@@ -45,7 +45,7 @@ class Gate(SiluAndMul):
 
 
 class _Rotary:
-    """Rotates by the angles of transformers' own module, in the dtype of the model; a mixin."""
+    """A mixin that rotates by the angles of transformers' own module, in the dtype of the model."""
 
     head_size: int
     rotary_dim: int
@@ -63,7 +63,7 @@ class _Rotary:
         model, device = config.model_config, config.device_config.device
         with torch.device("cpu"):
             rotary_embedding = LlamaRotaryEmbedding(model.hf_text_config)
-        # vLLM gives one module to all models of a process whose rotary embedding is the same, however long they are.
+        # vLLM shares one module among all models of a process with equal rotary embeddings, whatever their lengths.
         places = torch.arange(max(self.max_position_embeddings, model.max_model_len), device=device)[None]
         cos, sin = rotary_embedding.to(device)(torch.empty(0, dtype=model.dtype, device=device), places)
         # Buffers: vLLM keeps them when it sleeps.

@@ -1,12 +1,12 @@
 """Logits and the log-probabilities of sampled tokens from one reading of the head, by ``linear_logits``.
 
-vLLM makes logits of the sampled rows, samples, and then asks for log-probabilities of the sampled tokens. What these
-are made from is kept from the first to the last of these steps.
+vLLM computes logits of the sampled rows, samples, and then calls for log-probabilities of the sampled tokens. The
+``LinearLogits`` of the first step are stored until the last one.
 
-The first runner would form the log-probabilities of the whole vocabulary before it samples. It gets a copy of the
-logits in their place, since vLLM changes logits in place, and the log-softmax is formed only where other tokens than
-the sampled one are asked for; these keep vLLM's own numbers. Processed log-probabilities are made as raw ones: where
-``refusals`` lets a request ask for them, they are the same.
+The first runner would compute the log-probabilities of the whole vocabulary before it samples. It gets a copy of the
+logits in their place, since vLLM changes logits in place, and the log-softmax is computed only for requests that name
+other tokens than the sampled one; these keep vLLM's own numbers. Processed log-probabilities are computed as raw ones:
+for all requests that ``refusals`` accepts, they are the same.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from rl_kernels.linear_logp import LinearLogits, linear_logits
 from rl_kernels.models.clients.vllm.refusals import PROCESSED, check, refuse
 
 FEW = 512
-"""Rows up to which PyTorch's ops count ranks; vLLM's compiled count, for more rows, takes no memory but host time."""
+"""Most rows whose ranks PyTorch's ops count; for more, vLLM's compiled count takes no memory, but host time."""
 _steps = threading.local()
-"""``last``: the ``LinearLogits`` of a thread's engine, from its logits to its log-probabilities."""
+"""Has ``last``: the ``LinearLogits`` of a thread's engine, from its logits to its log-probabilities."""
 
 
 class Logits(LogitsProcessor):
-    """Keeps what the log-probabilities of its logits are made from."""
+    """Computes logits by ``linear_logits``, and stores its result for the log-probabilities."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """Make the layer, once for each model; refuse what is not covered.
@@ -57,7 +57,7 @@ class Logits(LogitsProcessor):
 
 
 def _last(rows: int) -> LinearLogits:
-    """Return what the last step made.
+    """Return the ``LinearLogits`` of the last step.
 
     Raises:
         RuntimeError: there was no step, or the last logits were of another number of rows.
@@ -79,42 +79,42 @@ def scores(token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _ranks(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return how many logits ``[N, V]`` of a row are at least the chosen one ``[N, 1]``."""
+    """Return the number of logits ``[N, V]`` of each row that are at least the chosen logit ``[N, 1]``."""
     if len(logits) <= FEW:
         # PyTorch would cast a sum of bools to 8 bytes each; it adds BF16 in FP32, which is exact here.
         return (logits >= chosen).to(torch.bfloat16).sum(-1, dtype=torch.float32).long()
     for x in (logits, chosen):
-        # As vLLM has it: one program for all numbers of rows.
+        # As in vLLM: one program for all numbers of rows.
         torch._dynamo.decorators.mark_unbacked(x, 0)
     ranks: torch.Tensor = batched_count_greater_than(logits, chosen)
     return ranks
 
 
 def _with_scores(result: Any, token_ids: torch.Tensor) -> Any:
-    """Return vLLM's log-probabilities with ours for the token of each row, wherever it is named; -inf is padding."""
+    """Return vLLM's log-probabilities with ours in every column that has the row's token; -inf is padding."""
     is_own = (result.logprob_token_ids == token_ids[:, None]) & (result.logprobs > -torch.inf)
     return result._replace(logprobs=torch.where(is_own, scores(token_ids)[:, None], result.logprobs))
 
 
 def _sampler(self: Sampler, logprobs_mode: str = "raw_logprobs", *args: Any, **options: Any) -> None:
-    """Make the first runner's sampler; it forms processed log-probabilities as raw ones."""
+    """Make the first runner's sampler, which computes processed log-probabilities as raw ones."""
     _sampler_init(self, "raw_logprobs" if logprobs_mode == PROCESSED else logprobs_mode, *args, **options)
 
 
 def _copied(logits: torch.Tensor) -> torch.Tensor:
-    """Keep a copy of the logits, and return it in place of their log-probabilities."""
+    """Store a copy of the logits, and return the copy in place of their log-probabilities."""
     copy = logits.clone()
     _steps.last = _last(len(logits))._replace(logits=copy)
     return copy
 
 
 def _over_vocabulary(logprobs: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities of the whole vocabulary, of what ``_copied`` returned."""
+    """Return the log-probabilities of the whole vocabulary, given the result of ``_copied``."""
     return logprobs.log_softmax(-1) if logprobs is _last(len(logprobs)).logits else logprobs
 
 
 def _gathered(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
-    """Return the log-probabilities of a token of each row and of the most probable ones, and the token's rank."""
+    """Return the log-probabilities of each row's token and of its most probable tokens, and the token's rank."""
     last, ids = _last(len(token_ids)), token_ids[:, None]
     chosen = last.logits.gather(1, ids)
     ranks = _ranks(last.logits, chosen)
@@ -123,19 +123,19 @@ def _gathered(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor
         result = result._replace(selected_token_ranks=ranks)
     else:
         result = LogprobsTensors(ids.to(torch.int32), last.logp_of(chosen), ranks)
-    # Nothing asks again, and those of a long prompt are large.
+    # Not read again; logits of a long prompt are large.
     _steps.last = None
     return result
 
 
 def _named_tokens(self: Sampler, logprobs: torch.Tensor, named: dict[int, list[int]], sampled: torch.Tensor) -> Any:
-    """Return the log-probabilities of the sampled token of each row and of tokens that its request names."""
+    """Return the log-probabilities of each row's sampled token and of the tokens that its request names."""
     result = _originals["named_tokens"](self, _over_vocabulary(logprobs), named, sampled)
     return None if result is None else _with_scores(result, sampled)
 
 
 def _top_tokens(logits: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
-    """Return what the second runner's function does, with our log-probabilities of the sampled tokens."""
+    """Return the result of the second runner's function, with our log-probabilities of the sampled tokens."""
     return _with_scores(_originals["top_tokens"](logits, num_logprobs, token_ids, *args, **options), token_ids)
 
 

@@ -1,4 +1,4 @@
-"""SwiGLU and rotary embedding as ops that a compiler does not look into: it would fuse them to other bits."""
+"""SwiGLU and rotary embedding as custom ops, opaque to the compiler: it would fuse them and change their bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plugin does not cover is refused by name: of an engine before weights are loaded, of a request at once."""
+"""Refuse options that the plugin does not cover: of an engine before weights are loaded, of a request on arrival."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from rl_kernels.models.clients.vllm.requests import PLAIN, PROCESSED
 
 COVERED = ("LlamaForCausalLM", "Qwen3ForCausalLM")
-"""Models all of whose layers run on our operators; others have norms, activations or attention of their own."""
+"""Models whose layers all run on our operators; other models have their own norms, activations or attention."""
 
 
 def refuse(name: str, value: object, only: object = None) -> None:
@@ -20,7 +20,7 @@ def refuse(name: str, value: object, only: object = None) -> None:
 
 
 def check(config: Any) -> None:
-    """Refuse a ``VllmConfig`` that would take rows elsewhere than to our operators.
+    """Refuse a ``VllmConfig`` under which other code than our operators would compute rows.
 
     Raises:
         ValueError: the message names the option.
@@ -52,12 +52,12 @@ def check(config: Any) -> None:
 
 
 def check_request(mode: str, params: Any) -> None:
-    """Refuse a ``SamplingParams`` whose processed log-probs are not those of the model.
+    """Refuse a ``SamplingParams`` whose processed log-probs differ from the model's.
 
     Raises:
         ValueError: the message names the option.
     """
-    # Requests of pooling have neither.
+    # Pooling requests have neither attribute.
     wants_logprobs = getattr(params, "logprobs", None) is not None or getattr(params, "logprob_token_ids", None)
     if mode != PROCESSED or not wants_logprobs:
         return
