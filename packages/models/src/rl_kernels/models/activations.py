@@ -22,7 +22,7 @@ def _position_independent(base: type[nn.Module], function: Callable[..., torch.T
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args and _is_on_cpu(args[0]):
-            return _rounded(function, args[0])
+            return _apply_in_fp32(function, args[0])
         return original(self, *args, **kwargs)
 
     return subclass(base, (function,), forward)
@@ -32,7 +32,7 @@ def _is_on_cpu(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dtype in HALF_AND_FLOAT
 
 
-def _rounded(function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def _apply_in_fp32(function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return function(x.float()).to(x.dtype)
 
 
@@ -69,7 +69,7 @@ class _Silu(torch.autograd.Function):
 
 def silu(x: torch.Tensor) -> torch.Tensor:
     """Return SiLU with the bits of an ``nn.SiLU`` under ``invariant``."""
-    return _rounded(_silu, x) if _is_on_cpu(x) else F.silu(x)
+    return _apply_in_fp32(_silu, x) if _is_on_cpu(x) else F.silu(x)
 
 
 def _quick_gelu(x: torch.Tensor) -> torch.Tensor:

@@ -78,15 +78,15 @@ def attention_mask(
             return None
         if attention_mask.shape != (batch_size, kv_length) or (local_size is not None and kv_length != q_length):
             raise ValueError(f"attention_mask: expected shape {(batch_size, kv_length)} for bidirectional attention")
-        return _packed_with_padding(first_keys, attention_mask, q_length if local_size is None else None)
+        return _packed_mask_with_padding(first_keys, attention_mask, q_length if local_size is None else None)
     supported = None
     if not _is_causal(mask_function):
         assert mask_function is not None
-        begins, supported = _pattern(mask_function, batch_size, q_length, q_offset, local_size, device)
+        begins, supported = _probe_pattern(mask_function, batch_size, q_length, q_offset, local_size, device)
         if begins is not None:
             if first_keys is not None or kv_length != q_length or kv_offset:
                 raise ValueError("attention_mask: expected packed sequences without padding or a cache")
-            return _packed(begins.flatten().nonzero().flatten(), batch_size * q_length)
+            return _packed_mask(begins.flatten().nonzero().flatten(), batch_size * q_length)
     keys_used = q_offset + q_length - kv_offset
     if isinstance(keys_used, torch.Tensor) or keys_used != kv_length:
         counts = torch.as_tensor(keys_used, device=device).expand(batch_size)
@@ -122,7 +122,7 @@ def _first_keys(mask: torch.Tensor) -> torch.Tensor | None:
     return None if all_tokens else first
 
 
-def _pattern(
+def _probe_pattern(
     mask_function: MaskFunction,
     batch: int,
     count: int,
@@ -160,13 +160,13 @@ def _pattern(
     return (None, None) if is_single else (begins, None)
 
 
-def _packed(first: torch.Tensor, total: int) -> torch.Tensor:
+def _packed_mask(first: torch.Tensor, total: int) -> torch.Tensor:
     """Return the mask of packed sequences that begin at the rows ``first``."""
     bounds = torch.cat((first, first.new_full((1,), total))).int()
     return bounds.expand(PACKED, 1, int(bounds.diff().max()), -1)
 
 
-def _packed_with_padding(first: torch.Tensor, mask: torch.Tensor, queries: int | None) -> torch.Tensor:
+def _packed_mask_with_padding(first: torch.Tensor, mask: torch.Tensor, queries: int | None) -> torch.Tensor:
     """Return the mask of keys packed together with their padding.
 
     Args:
@@ -235,7 +235,7 @@ def attention_forward(
             ``block_table`` would change the result and must be None.
 
     Raises:
-        ValueError: det_attention has no such option, or the mask is not one of ours.
+        ValueError: det_attention has no such option, or ``attention_mask`` did not make the mask.
     """
     if dropout:
         raise ValueError(f"attention_dropout: expected 0 under invariant(), got {dropout}: draws depend on the batch")

@@ -141,8 +141,9 @@ def _run(model: nn.Module, pieces: list[Piece], callback: Callable[[Piece, Trace
     output = None
     for piece in pieces:
         with watched(model, partial(callback, piece)):
-            output = piece.run(output if _continues(piece) else None)
+            output = piece.run(output if _continues_sequence(piece) else None)
 
 
-def _continues(piece: Piece) -> bool:
+def _continues_sequence(piece: Piece) -> bool:
+    """Say whether a piece needs the KV cache of the piece before it."""
     return len(piece.rows) == 1 and piece.rows[0].start > 0

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.layers and not args.random_weights:
         parser.error("argument --layers: needs --random-weights")
     try:
-        model, inputs = _loaded(args)
+        model, inputs = _load_model(args)
         with invariant(model) if args.invariant else nullcontext():
             result = audit(model, inputs, prompts=args.prompts, length=args.length, seed=args.seed)
     except Exception as error:  # the user's model may raise anything
@@ -77,7 +77,7 @@ def text(result: AuditResult) -> list[str]:
     return [*lines, f"FAILED: the first module whose rows differ is {name} ({result.culprit.type})"]
 
 
-def _loaded(args: Any) -> tuple[nn.Module, Any]:
+def _load_model(args: Any) -> tuple[nn.Module, Any]:
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
     dtype = None if args.dtype is None else DTYPES[args.dtype]
     if ":" in args.model:
@@ -86,11 +86,11 @@ def _loaded(args: Any) -> tuple[nn.Module, Any]:
             raise ValueError(f"model: expected {args.model} to return a model and its inputs")
         model, inputs = returned
     else:
-        model, inputs = _pretrained(args, dtype or torch.float32), None
+        model, inputs = _load_pretrained(args, dtype or torch.float32), None
     return model.to(device=device, dtype=dtype), inputs
 
 
-def _pretrained(args: Any, dtype: torch.dtype) -> nn.Module:
+def _load_pretrained(args: Any, dtype: torch.dtype) -> nn.Module:
     if find_spec("transformers") is None:
         raise ValueError("model: transformers is not installed: pip install transformers; or give MODULE:FUNCTION")
     from transformers import AutoConfig, AutoModelForCausalLM

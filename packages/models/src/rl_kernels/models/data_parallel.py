@@ -84,14 +84,14 @@ def ordered_hook(state: ProcessGroup | None, bucket: distributed.GradBucket) -> 
         state: the process group of the ranks; None is the default group.
         bucket: DDP's bucket.
     """
-    return _done(_summed(state, bucket))
+    return _completed_future(_sum_over_ranks(state, bucket))
 
 
 def _averaged_hook(state: ProcessGroup | None, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return _done(_summed(state, bucket) / _group(state).size())
+    return _completed_future(_sum_over_ranks(state, bucket) / _group(state).size())
 
 
-def _summed(state: ProcessGroup | None, bucket: distributed.GradBucket) -> torch.Tensor:
+def _sum_over_ranks(state: ProcessGroup | None, bucket: distributed.GradBucket) -> torch.Tensor:
     return all_reduce(bucket.buffer(), _group(state), order=CHAIN)
 
 
@@ -101,8 +101,8 @@ def _group(state: ProcessGroup | None) -> ProcessGroup:
     return group
 
 
-def _done(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    # With its device, a future makes streams that wait for it wait for the kernels too.
+def _completed_future(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    # A future with a device also makes streams that wait for it wait for the device's kernels.
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[value.device] if value.is_cuda else None)
     done.set_result(value)
     return done
@@ -155,14 +155,14 @@ def clip_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: 
     check.number("max_norm", max_norm, above=0)
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    groups = {id(group): group for group in map(_shards_of, grads) if group is not None}
+    groups = {id(group): group for group in map(_sharding_group, grads) if group is not None}
     if len(groups) > 1:
         raise ValueError("parameters: expected gradients that are sharded over one mesh, got several")
-    rows = [row_squares(_local(grad)) for grad in grads]
+    rows = [row_squares(_local_shard(grad)) for grad in grads]
     for group in groups.values():
-        rows = _whole(rows, grads, group)
+        rows = _gather_rows(rows, grads, group)
     norm = norm_of(rows)
-    scale([_local(grad) for grad in grads], norm, max_norm)
+    scale([_local_shard(grad) for grad in grads], norm, max_norm)
     return norm
 
 
@@ -181,11 +181,11 @@ def scale(grads: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> Non
         grad.mul_(factor)
 
 
-def _local(grad: torch.Tensor) -> torch.Tensor:
+def _local_shard(grad: torch.Tensor) -> torch.Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-def _shards_of(grad: torch.Tensor) -> ProcessGroup | None:
+def _sharding_group(grad: torch.Tensor) -> ProcessGroup | None:
     """Return the group over which a gradient is sharded, or None if it is whole."""
     if not isinstance(grad, DTensor):
         return None
@@ -202,7 +202,7 @@ def row_squares(grad: torch.Tensor) -> torch.Tensor:
     return torch.cat([row_sum(part.to(dtype).square()) for part in rows.split(step)])
 
 
-def _whole(rows: list[torch.Tensor], grads: list[torch.Tensor], group: ProcessGroup) -> list[torch.Tensor]:
+def _gather_rows(rows: list[torch.Tensor], grads: list[torch.Tensor], group: ProcessGroup) -> list[torch.Tensor]:
     """Gather the row sums of sharded gradients from all ranks; return the sums of all rows of each gradient."""
     size = group.size()
     sharded = [index for index, grad in enumerate(grads) if isinstance(grad, DTensor)]

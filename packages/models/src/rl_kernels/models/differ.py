@@ -135,12 +135,13 @@ def rows_of(piece: Piece, value: torch.Tensor, row: Row) -> torch.Tensor | None:
 def ulps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the distance of two tensors' elements in representable numbers; 0 only for identical bits."""
     left, right = bits_of(a), bits_of(b)
-    distance = (_ordered(left) - _ordered(right)).abs()
+    distance = (_ordered_integers(left) - _ordered_integers(right)).abs()
     # +0 and -0 are equal, but have different bits.
     return torch.where((left != right) & (distance == 0), 1, distance)
 
 
-def _ordered(bits: torch.Tensor) -> torch.Tensor:
+def _ordered_integers(bits: torch.Tensor) -> torch.Tensor:
+    """Return integers in the order of the floating-point numbers that the bits encode."""
     # Negative numbers count down from zero.
     wide = bits.long()
     return torch.where(wide < 0, torch.iinfo(bits.dtype).min - wide, wide)

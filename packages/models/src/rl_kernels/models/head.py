@@ -122,11 +122,11 @@ def _call_with_forward(
 def _operands(head: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return (hidden, weight, bias) such that ``hidden @ weight^T + bias`` are the head's logits."""
     if all(hasattr(head, name) for name in LORA):
-        return _with_adapters(head, hidden)
-    return hidden, *_linear(head)
+        return _lora_operands(head, hidden)
+    return hidden, *_linear_parameters(head)
 
 
-def _linear(head: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _linear_parameters(head: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     kind = original_of(head)
     plain = kind in (nn.Linear, DetLinear) or kind.__name__ in ("FSDPLinear", "FSDPDetLinear", "FSDPRowWiseDetLinear")
     if not plain or not isinstance(head, nn.Linear):
@@ -137,8 +137,8 @@ def _linear(head: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
     return head.weight, head.bias
 
 
-def _with_adapters(head: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    weight, bias = _linear(head.base_layer)
+def _lora_operands(head: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    weight, bias = _linear_parameters(head.base_layer)
     if head.disable_adapters or head.merged:
         return hidden, weight, bias
     parts, columns = [hidden], [weight]

@@ -42,7 +42,7 @@ class Invariance:
         self.swapped, self.left = MappingProxyType(self._swapped), MappingProxyType(self._left)
         self._strict, self._holds = strict, holds
         # Classes of the configs whose attention is swapped, for layers that are added later.
-        self._kinds: set[type] = set() if kinds is None else kinds
+        self._config_classes: set[type] = set() if kinds is None else kinds
         self._releases: list[Callable[[], None]] = []
 
     def __reduce__(self) -> Any:
@@ -75,7 +75,7 @@ class Invariance:
             if not any(existing.handle is not None and existing.handle() is self for existing in marks_of(module))
         }
         subclasses, left = _subclasses(modules)
-        configs, kept_attention = _configs(modules, self._kinds)
+        configs, kept_attention = _configs(modules, self._config_classes)
         left |= kept_attention
         if left:
             message = _left_alone_message(left)
@@ -91,14 +91,14 @@ class Invariance:
             self._hold(module, CLASS, class_swap(subclass, original_of(module)))
         self._swap_transformers(modules, configs)
         for inner, module in modules.items():
-            new_mark = Mark(inner, self._strict, weakref.ref(self) if self._holds else None, self._kinds)
+            new_mark = Mark(inner, self._strict, weakref.ref(self) if self._holds else None, self._config_classes)
             self._releases.append(mark(module, new_mark))
 
     def _swap_transformers(self, modules: Mapping[str, nn.Module], configs: list[Any]) -> None:
         if configs:
             pretrained.register()
         for config in configs:
-            self._kinds.add(type(config))
+            self._config_classes.add(type(config))
             self._hold(config, ATTENTION, pretrained.attention_swap)
         for module in modules.values():
             if not pretrained.is_pretrained(module):
@@ -108,15 +108,15 @@ class Invariance:
             if modeling_file is not None:
                 self._hold(modeling_file, ROTARY, rotary_swap)
 
-    def _hold(self, target: Any, what: str, swap: Callable[[Any], Undo]) -> None:
+    def _hold(self, target: Any, aspect: str, swap: Callable[[Any], Undo]) -> None:
         if self._holds:
-            self._releases.append(hold(target, what, swap))
+            self._releases.append(hold(target, aspect, swap))
         else:
             swap(target)
 
 
-def _wrapped(parent: nn.Module) -> nn.Module:
-    """Return the model within PEFT's wrapper, which runs encoders of learned prompts itself; or the module."""
+def _unwrap_peft(parent: nn.Module) -> nn.Module:
+    """Return the model inside PEFT's wrapper, which runs encoders of learned prompts itself, or the module itself."""
     inner = parent._modules.get("base_model")
     return inner if inner is not None and type(parent).__module__ == "peft.peft_model" else parent
 
@@ -126,10 +126,10 @@ def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> 
     # The weights of a parametrized module do not depend on the batch.
     if module is None or name == "parametrizations":
         return
-    for existing in marks_of(_wrapped(parent)):
+    for existing in marks_of(_unwrap_peft(parent)):
         handle = existing.handle and existing.handle()
         # Nobody kept the handle, or the model is a deep copy: it stays swapped all the same.
-        handle = handle or Invariance(existing.strict, holds=existing.handle is not None, kinds=existing.kinds)
+        handle = handle or Invariance(existing.strict, holds=existing.handle is not None, kinds=existing.config_classes)
         handle._swap(module, f"{existing.name}.{name}".strip("."))
 
 
@@ -217,12 +217,12 @@ def _subclasses(
     return subclasses, left
 
 
-def _configs(modules: Mapping[str, nn.Module], kinds: set[type]) -> tuple[list[Any], dict[str, str]]:
+def _configs(modules: Mapping[str, nn.Module], config_classes: set[type]) -> tuple[list[Any], dict[str, str]]:
     """Return the configs of transformers whose attention is to be swapped, and the models that keep their attention.
 
     Args:
         modules: modules of a model, or added to it, by name.
-        kinds: classes of the configs that are swapped in the model.
+        config_classes: classes of the configs that are swapped in the model.
     """
     configs: list[Any] = []
     left: dict[str, str] = {}
@@ -234,10 +234,10 @@ def _configs(modules: Mapping[str, nn.Module], kinds: set[type]) -> tuple[list[A
             configs += pretrained.configs(module)
         else:
             left[f"attention of {name or 'the model'}"] = reason
-    visited, kinds = {id(config) for config in configs}, kinds | {type(config) for config in configs}
+    visited, config_classes = {id(config) for config in configs}, config_classes | {type(config) for config in configs}
     for module in modules.values():
         config = pretrained.kept_config(module)
-        if type(config) in kinds and id(config) not in visited and not pretrained.is_pretrained(module):
+        if type(config) in config_classes and id(config) not in visited and not pretrained.is_pretrained(module):
             visited.add(id(config))
             configs.append(config)
     return configs, left

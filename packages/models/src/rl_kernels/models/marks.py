@@ -20,7 +20,7 @@ class Mark(NamedTuple):
     strict: bool
     handle: weakref.ref[Any] | None
     """The ``Invariance``; None in a deep copy, which no handle undoes."""
-    kinds: set[type]
+    config_classes: set[type]
     """Classes of the configs whose attention is swapped in the model."""
 
 

@@ -1,4 +1,4 @@
-"""The hook in front of a model of transformers: finds packed sequences, new layers, and attention that is not ours.
+"""A forward pre-hook on a transformers model: finds packed sequences, new layers, and attention that was replaced.
 
 Packed sequences are found once per forward pass, by ``position_ids`` that do not go up by one.
 
@@ -52,7 +52,7 @@ class _Hook:
             self._report_other_attention(module)
             return None
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        packed = _lengths(arguments) if self.takes_sequences else None
+        packed = _packed_lengths(arguments) if self.takes_sequences else None
         if packed is None:
             return None
         if self.attention is None:
@@ -76,7 +76,7 @@ class _Hook:
                         self.on_new_layer(layers, name, layer)
 
     def _report_other_attention(self, module: Any) -> None:
-        """Raise under ``strict``, or warn, that somebody set another attention."""
+        """Raise under ``strict``, or warn, that the config has another attention."""
         message = (
             f"config: expected the attention of invariant(), {self.attention}, got "
             f"{module.config._attn_implementation}, whose bits may depend on the batch; call undo() before you set it"
@@ -103,15 +103,15 @@ def _refuse_mixing(arguments: Mapping[str, Any]) -> None:
         raise ValueError(f"position_ids: {expected}: this model keeps its own attention, which would mix them")
 
 
-def _lengths(arguments: Mapping[str, Any]) -> tuple[torch.Tensor, int] | None:
+def _packed_lengths(arguments: Mapping[str, Any]) -> tuple[torch.Tensor, int] | None:
     """Return cu_seqlens of the packed sequences of a call and the longest length; None if each row is a sequence."""
     positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
     if arguments.get(NAMES[0]) is not None:
         # With a cache, as in continuous batching, queries and keys differ in length: the attention sees to that.
         bounds, longest = arguments[NAMES[0]], arguments.get(NAMES[2])
-        plain = all(arguments.get(name) is None for name in ("cache", "past_key_values"))
+        without_cache = all(arguments.get(name) is None for name in ("cache", "past_key_values"))
         is_new = mask is None or getattr(mask, "ndim", None) == 2
-        return (bounds, longest) if plain and is_new and isinstance(longest, int) else None
+        return (bounds, longest) if without_cache and is_new and isinstance(longest, int) else None
     if positions is None or positions.shape[-1] < 2 or not (mask is None or getattr(mask, "ndim", None) == 2):
         return None
     if positions.ndim == 3 and len(positions) == TEXT:

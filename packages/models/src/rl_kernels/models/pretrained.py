@@ -37,7 +37,7 @@ register_constant(Swapped)
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Say whether a module is a ``PreTrainedModel``; does not import transformers by itself."""
+    """Say whether a module is a ``PreTrainedModel``; never the first to import transformers."""
     if "transformers" not in sys.modules:
         return False
     from transformers import PreTrainedModel

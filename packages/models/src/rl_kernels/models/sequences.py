@@ -1,4 +1,4 @@
-"""``sequence_logp``: log-probabilities of whole sequences, the same way after a rollout and in the update."""
+"""``sequence_logp``: log-probabilities of whole sequences, computed equally after a rollout and in the update."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sequence_logp(
             (compared once for each model); or ``head_logp`` does not take its head.
         ValueError: shapes differ, PEFT put a learned prompt before the tokens, or accelerate's autocast is not active.
     """
-    base = _base(model)
+    base = _base_model(model)
     if "ignore_index" in options:
         raise ValueError("ignore_index: padding is ignored by attention_mask; mask other tokens in the result")
     if input_ids.ndim != 2 or not input_ids.numel():
@@ -73,11 +73,11 @@ def sequence_logp(
         is_token = attention_mask.bool()
         targets = targets.masked_fill(~(is_token[:, 1:] & is_token[:, :-1]), IGNORED)
     # The compiler would lose the replaced forward at a break of its graph; a compiled model stays compiled.
-    scored = torch.compiler.disable(_scored)
+    scored = torch.compiler.disable(_score)
     return scored(model, base, inputs, targets, {"ignore_index": IGNORED, **logit_options(base), **options})
 
 
-def _base(model: Any) -> Any:
+def _base_model(model: Any) -> Any:
     """Return the model of transformers within the wrappers of DDP and PEFT."""
     base = model
     while isinstance(base, nn.parallel.DistributedDataParallel):
@@ -86,7 +86,7 @@ def _base(model: Any) -> Any:
         raise ValueError("model: expected no learned prompt, which stands before the tokens")
     base = base.get_base_model() if hasattr(base, "get_base_model") else base
     if not is_pretrained(base):
-        # Adapters of several kinds at once, or of a tuner of PEFT alone.
+        # Adapters of several types in one model, or a PEFT tuner without its model.
         base = getattr(getattr(base, "base_model", base), "model", base)
     config = getattr(base, "config", None)
     if not hasattr(base, "get_output_embeddings") or base.get_output_embeddings() is None or config is None:
@@ -96,13 +96,13 @@ def _base(model: Any) -> Any:
     return base
 
 
-def _scored(
+def _score(
     model: nn.Module, base: Any, inputs: dict[str, Any], targets: torch.Tensor, options: dict[str, Any]
 ) -> torch.Tensor | LogpStats:
     def score(hidden: torch.Tensor, ids: torch.Tensor, **options: Any) -> Any:
         return head_logp(base.get_output_embeddings(), hidden, ids, **options)
 
-    # Logits of a head that is cut are gathered, for which ranks without rows of it would not wait.
+    # Not for a cut head: gathering its logits is a collective, which ranks without rows of it would not join.
     if base not in _checked and not is_cut(base.get_output_embeddings()):
         check_logits(base, lambda hidden, ids: score(hidden, ids, **logit_options(base)))
         _checked.add(base)
@@ -113,7 +113,7 @@ def _scored(
         hidden = base.base_model(**received_inputs, use_cache=False, return_dict=True).last_hidden_state
         return copied(score(hidden[:, :-1], targets, **options))
 
-    # Through the model, because hooks of wrappers gather weights, move inputs and select adapters.
+    # Call the whole model, because hooks of wrappers gather weights, move inputs and select adapters.
     with replaced(base, WITHIN_HOOK if HOOK in vars(base) else "forward", forward):
         result: torch.Tensor | LogpStats = model(**inputs)
     return result

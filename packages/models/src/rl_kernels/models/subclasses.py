@@ -35,7 +35,7 @@ def subclass(
             "__doc__": base.__doc__,
             "__copy__": _copy,
             "__deepcopy__": _deep_copy,
-            "__reduce_ex__": _pickled,
+            "__reduce_ex__": _reduce_ex,
         }
         _subclasses[cache_key] = type(f"RowWise{base.__name__}", bases or (base,), body)
     return _subclasses[cache_key]
@@ -44,7 +44,7 @@ def subclass(
 def _while_swapped(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward that calls the class's own forward once the swap is undone.
 
-    Whoever replaced a module's forward in the meantime may still call ours, bound to the module.
+    Code that replaced a module's forward in the meantime may still call this one, bound to the module.
     """
 
     @functools.wraps(forward)
@@ -68,6 +68,6 @@ def _deep_copy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return copied
 
 
-def _pickled(self: Any, protocol: int) -> tuple[Any, ...]:
+def _reduce_ex(self: Any, protocol: int) -> tuple[Any, ...]:
     # The form of protocols 0 and 1: unlike protocol 2, it may name another class than the object's.
     return copyreg._reconstructor, (getattr(self, SWAPPED), object, None), self.__dict__  # type: ignore[attr-defined]

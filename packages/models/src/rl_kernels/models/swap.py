@@ -30,22 +30,22 @@ class _HeldSwap(NamedTuple):
 
 _lock = threading.RLock()
 _held: dict[tuple[int, str], _HeldSwap] = {}
-"""(id, what) -> the swap of an object, until the object is freed; by id, because configs have no hash."""
+"""(id, aspect) -> the swap of an object, until the object is freed; by id, because configs have no hash."""
 
 
-def hold(target: Any, what: str, swap: Callable[[Any], Undo]) -> Callable[[], None]:
-    """Swap ``what`` of an object, unless that is done already; return a function that releases it."""
-    key = id(target), what
+def hold(target: Any, aspect: str, swap: Callable[[Any], Undo]) -> Callable[[], None]:
+    """Swap an aspect of an object, such as its class, unless it is swapped; return a function that releases it."""
+    key = id(target), aspect
     with _lock:
         if key in _held:
             _held[key] = _held[key]._replace(holders=_held[key].holders + 1)
         else:
             _held[key] = _HeldSwap(weakref.ref(target, lambda _: _held.pop(key, None)), swap(target), 1)
-    return lambda: _release(target, what)
+    return lambda: _release(target, aspect)
 
 
-def _release(target: Any, what: str) -> None:
-    key = id(target), what
+def _release(target: Any, aspect: str) -> None:
+    key = id(target), aspect
     with _lock:
         current = _held[key]
         if current.holders > 1:
@@ -55,9 +55,9 @@ def _release(target: Any, what: str) -> None:
         current.undo(target)
 
 
-def held(target: Any, what: str) -> bool:
-    """Say whether a swap of an object is held."""
-    return (id(target), what) in _held
+def held(target: Any, aspect: str) -> bool:
+    """Say whether an aspect of an object is swapped."""
+    return (id(target), aspect) in _held
 
 
 def forget_graphs() -> None:

@@ -20,8 +20,8 @@ ACTIVATIONS = r"silu|gelu|sigmoid|tanh|softplus|mish"
 def why_unknown(module: nn.Module) -> str | None:
     """Return the reason why a module that is not swapped may depend on the batch, or None."""
     # The weights that a parametrization computes do not depend on the batch.
-    known = (DetLinear, nn.Embedding, nn.utils.parametrize.ParametrizationList)
-    if isinstance(module, known) or _only_holds(module):
+    independent = (DetLinear, nn.Embedding, nn.utils.parametrize.ParametrizationList)
+    if isinstance(module, independent) or _has_no_forward(module):
         return None
     kind = original_of(module).__name__
     if _has_matrices(module):
@@ -35,14 +35,14 @@ def why_unknown(module: nn.Module) -> str | None:
     return None
 
 
-def _only_holds(module: nn.Module) -> bool:
+def _has_no_forward(module: nn.Module) -> bool:
     """Say whether a module has no forward: what it holds, such as a ``ParameterDict``, is used by its parent."""
     return type(module).forward is nn.Module.forward
 
 
 def _has_matrices(module: nn.Module) -> bool:
     """Say whether a module has matrices of its own; one row or column, such as a scale ``[1, D]``, is none."""
-    holders = [module, *(child for child in module.children() if _only_holds(child))]
+    holders = [module, *(child for child in module.children() if _has_no_forward(child))]
     values = [value for holder in holders for value in holder.parameters(recurse=False)]
     return any(sum(size > 1 for size in value.shape) > 1 for value in values)
 

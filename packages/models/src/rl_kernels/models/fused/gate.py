@@ -26,7 +26,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Return ``silu(gate) * up``, in the shape and dtype of both; both are differentiable.
 
     The formula is SwiGLU's (https://arxiv.org/abs/2002.05202). silu is rounded to the dtype before the product, as in
-    PyTorch. ``takes`` says which arguments are allowed.
+    PyTorch. ``takes`` checks the arguments.
     """
     if not torch.is_grad_enabled() or not (gate.requires_grad or up.requires_grad):
         return _product(gate, up)
@@ -48,7 +48,7 @@ def silu_mul_of_halves(x: torch.Tensor) -> torch.Tensor:
     """Return ``silu(x[..., :d]) * x[..., d:]`` of rows of 2 d numbers, with the bits of ``silu_mul``; no gradient.
 
     Args:
-        x: contiguous; ``conditions.fits`` says on which devices and in which dtypes.
+        x: contiguous; ``conditions.fits`` checks its device and dtype.
     """
     from rl_kernels.models.fused import kernels
 

@@ -15,13 +15,13 @@ AT_ONCE = tl.constexpr(16)
 
 
 @triton.jit
-def rounded(x, y, LIKE):
+def rounded_product(x, y, LIKE):
     """Return ``x * y`` rounded to LIKE's dtype, as FP32."""
     return product(x, y).to(LIKE.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
-def turned(
+def rotate_heads(
     X, OUT, c, s, c_, s_, x_head, out_head, d, inside,
     HEADS: tl.constexpr, PART: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
@@ -36,9 +36,11 @@ def turned(
         c1, s1 = tl.broadcast_to(c[None, :], like.shape), tl.broadcast_to(s[None, :], like.shape)
         c2, s2 = tl.broadcast_to(c_[None, :], like.shape), tl.broadcast_to(s_[None, :], like.shape)
         if BACK:
-            y, z = rounded(a, c1, OUT) + rounded(b, s2, OUT), rounded(b, c2, OUT) - rounded(a, s1, OUT)
+            y = rounded_product(a, c1, OUT) + rounded_product(b, s2, OUT)
+            z = rounded_product(b, c2, OUT) - rounded_product(a, s1, OUT)
         else:
-            y, z = rounded(a, c1, OUT) - rounded(b, s1, OUT), rounded(b, c2, OUT) + rounded(a, s2, OUT)
+            y = rounded_product(a, c1, OUT) - rounded_product(b, s1, OUT)
+            z = rounded_product(b, c2, OUT) + rounded_product(a, s2, OUT)
         place = heads.to(tl.int64)[:, None] * out_head + d[None, :]
         tl.store(OUT + place, y.to(OUT.dtype.element_ty), mask=mask)
         tl.store(OUT + place + HALF, z.to(OUT.dtype.element_ty), mask=mask)
@@ -68,8 +70,8 @@ def rotate(
     c_, s_ = tl.load(COS + place, mask=inside).to(tl.float32), tl.load(SIN + place, mask=inside).to(tl.float32)
     q, q_out = Q + b * q_batch + t * q_token, Q_OUT + b * q_out_batch + t * q_out_token
     k, k_out = K + b * k_batch + t * k_token, K_OUT + b * k_out_batch + t * k_out_token
-    turned(q, q_out, c, s, c_, s_, q_head, q_out_head, d, inside, Q_HEADS, PART, HALF, BACK)
-    turned(k, k_out, c, s, c_, s_, k_head, k_out_head, d, inside, K_HEADS, PART, HALF, BACK)
+    rotate_heads(q, q_out, c, s, c_, s_, q_head, q_out_head, d, inside, Q_HEADS, PART, HALF, BACK)
+    rotate_heads(k, k_out, c, s, c_, s_, k_head, k_out_head, d, inside, K_HEADS, PART, HALF, BACK)
 
 
 @triton.jit
@@ -82,7 +84,7 @@ def sigmoid_parts(x):
 
 
 @triton.jit
-def gated(gate, up):
+def silu_product(gate, up):
     """Return ``silu(gate) * up``; silu is rounded before the product."""
     x = gate.to(tl.float32)
     silu = tl.div_rn(x, sigmoid_parts(x)).to(gate.dtype).to(tl.float32)
@@ -95,7 +97,7 @@ def gate_forward(GATE, UP, OUT, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     gate, up = tl.load(GATE + at, mask=mask, other=0.0), tl.load(UP + at, mask=mask, other=0.0)
-    tl.store(OUT + at, gated(gate, up), mask=mask)
+    tl.store(OUT + at, silu_product(gate, up), mask=mask)
 
 
 @triton.jit
@@ -105,7 +107,7 @@ def gate_of_halves(X, OUT, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     mask = at < count
     place = at + at // WIDTH * WIDTH
     gate, up = tl.load(X + place, mask=mask, other=0.0), tl.load(X + place + WIDTH, mask=mask, other=0.0)
-    tl.store(OUT + at, gated(gate, up), mask=mask)
+    tl.store(OUT + at, silu_product(gate, up), mask=mask)
 
 
 @triton.jit
@@ -134,11 +136,11 @@ def sum_rows(GRAD, IDS, ORDER, ENDS, OUT, padding, size, COLUMNS: tl.constexpr):
     works.
     """
     place = tl.program_id(0).to(tl.int64)
-    own = tl.load(IDS + place)
-    before = tl.load(IDS + place - 1, mask=place > 0, other=-1)
-    if own == before:
+    token = tl.load(IDS + place)
+    previous = tl.load(IDS + place - 1, mask=place > 0, other=-1)
+    if token == previous:
         return
-    if own == padding:
+    if token == padding:
         return
     end = tl.load(ENDS + place)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -148,7 +150,7 @@ def sum_rows(GRAD, IDS, ORDER, ENDS, OUT, padding, size, COLUMNS: tl.constexpr):
             there = first + step < end
             row = tl.load(ORDER + first + step, mask=there, other=0).to(tl.int64)
             total += tl.load(GRAD + row * size + d, mask=there & (d < size), other=0.0).to(tl.float32)
-    tl.store(OUT + own.to(tl.int64) * size + d, total.to(OUT.dtype.element_ty), mask=d < size)
+    tl.store(OUT + token.to(tl.int64) * size + d, total.to(OUT.dtype.element_ty), mask=d < size)
 
 
 @triton.jit

@@ -39,8 +39,8 @@ def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     """Return ``q[B, H, T, D]`` and ``k[B, Hkv, T, D]`` rotated by ``cos, sin[B or 1, T, D]``, in the dtype of cos.
 
     The formula is RoFormer's (https://arxiv.org/abs/2104.09864) with halves in place of pairs, as in transformers. Each
-    product is rounded to the dtype of the result, as there. Gradients flow to q and k. ``takes`` says which arguments
-    are allowed.
+    product is rounded to the dtype of the result, as in transformers. Gradients flow to q and k. ``takes`` checks the
+    arguments.
     """
     if not torch.is_grad_enabled() or not (q.requires_grad or k.requires_grad):
         return _rotate(q, k, cos, sin, cos.dtype, back=False)
@@ -53,7 +53,7 @@ def rotary_at(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``q[B, H, T, D]`` and ``k[B, Hkv, T, D]`` rotated by the rows ``places[B T]`` of ``cos, sin[P, D]``.
 
-    The bits are those of ``rotary`` with these rows; no gradient. ``takes`` must hold for q, k and such rows.
+    The bits are those of ``rotary`` with these rows; no gradient. ``takes`` must accept q, k and these rows.
     """
     return _rotate(q, k, cos[None], sin[None], cos.dtype, back=False, places=places.contiguous())
 

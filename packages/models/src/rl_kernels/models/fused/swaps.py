@@ -25,7 +25,7 @@ PROBE: Any = {"dtype": torch.float32, "device": "cpu"}
 
 
 def rotary_module(part: nn.Module) -> ModuleType | None:
-    """Return the modeling file of a ``PreTrainedModel`` if its rotary embedding rotates halves as ours does."""
+    """Return the modeling file of a ``PreTrainedModel`` if its rotary embedding computes the formula of ``rotary``."""
     module = sys.modules.get(type(part).__module__)
     function = getattr(module, ROTARY, None)
     return module if function is not None and _rotates_halves(function, torch.float32) else None
@@ -48,7 +48,7 @@ def _rotates_halves(function: Callable[..., Any], dtype: torch.dtype) -> bool:
 
 
 def rotary_swap(module: ModuleType) -> Undo:
-    """Swap the function of a modeling file for ours; this affects all its models, but changes no bit."""
+    """Swap the rotary function of a modeling file for ``rotary``; this affects all its models, but changes no bit."""
     original = getattr(module, ROTARY)
     # Olmo's returns the dtype of q and k, whatever the dtype of the angles.
     promotes = _rotates_halves(original, torch.bfloat16)
@@ -81,12 +81,12 @@ def gated(module: nn.Module) -> Callable[..., torch.Tensor] | None:
     except Exception:  # it takes more than rows, so it is another kind of MLP
         return None
     expected = F.silu(probe * 0.5) * (probe * -1.5) * 2.0
-    return _forward if isinstance(result, torch.Tensor) and torch.equal(result, expected) else None
+    return _gated_forward if isinstance(result, torch.Tensor) and torch.equal(result, expected) else None
 
 
-def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+def _gated_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     left, right = self.gate_proj(x), self.up_proj(x)
-    if gate.takes(left, right) and _is_silu(self.act_fn) and not _is_watched(self.act_fn):
+    if gate.takes(left, right) and _is_silu(self.act_fn) and not _has_hooks(self.act_fn):
         return self.down_proj(gate.silu_mul(left, right))
     return self.down_proj(self.act_fn(left) * right)
 
@@ -97,7 +97,7 @@ def _is_silu(module: object) -> bool:
     return kind is nn.SiLU or (kind.__name__, kind.__module__) == ("SiLUActivation", "transformers.activations")
 
 
-def _is_watched(module: nn.Module) -> bool:
+def _has_hooks(module: nn.Module) -> bool:
     hooked = any(getattr(module, name) for name in HOOKS) or not calls_own_forward(module)
     return hooked or torch.nn.modules.module._has_any_global_hook()
 

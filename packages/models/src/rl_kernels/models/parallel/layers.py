@@ -116,7 +116,7 @@ def norm_of_tokens(base: type[nn.Module]) -> type[nn.Module]:
         ranks: Ranks = getattr(self, SHARED)
         if not ranks.tokens_cut:
             return base.forward(self, x)
-        return _cut_norm(self, base.forward, x, ranks, TOKENS)
+        return _forward_cut_norm(self, base.forward, x, ranks, TOKENS)
 
     return type(f"TokenParallel{base.__name__}", (base,), {"forward": forward, "__module__": base.__module__})
 
@@ -127,12 +127,12 @@ def norm_of_heads(base: type[nn.Module]) -> type[nn.Module]:
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         ranks: Ranks = getattr(self, SHARED)
-        return base.forward(self, x) if ranks.size == 1 else _cut_norm(self, base.forward, x, ranks, HEADS)
+        return base.forward(self, x) if ranks.size == 1 else _forward_cut_norm(self, base.forward, x, ranks, HEADS)
 
     return type(f"HeadParallel{base.__name__}", (base,), {"forward": forward, "__module__": base.__module__})
 
 
-def _cut_norm(
+def _forward_cut_norm(
     module: nn.Module, forward: Callable[..., torch.Tensor], x: torch.Tensor, ranks: Ranks, dim: int
 ) -> torch.Tensor:
     if not (torch.is_grad_enabled() and any(value.requires_grad for value in module.parameters())):

@@ -94,15 +94,15 @@ def parallelize(
     try:
         ranks = Ranks(group, segments, sequence_parallel)
         plan = plan_of(model, ranks)
-        _check(model, plan, ranks)
+        _check_styles(model, plan, ranks)
         handle = invariant(model, strict=strict)
     except (TypeError, ValueError, RuntimeError) as raised:
         error = raised
     try:
         if group is not None and validate:
-            weights = _weights(model) if error is None else ""
-            same = {"segments": segments, "sequence_parallel": sequence_parallel, "weights of model": weights}
-            agree("parallelize", group, error, same)
+            weights = _weights_fingerprint(model) if error is None else ""
+            compared = {"segments": segments, "sequence_parallel": sequence_parallel, "weights of model": weights}
+            agree("parallelize", group, error, compared)
         elif error is not None:
             raise error
     except BaseException:
@@ -119,13 +119,13 @@ def parallelize(
         (model.get_submodule(parent), name, model.get_submodule(parent + dot + name)) for parent, dot, name in paths
     ]
     setattr(plan.body, PARTS, parts)
-    _hook(plan, ranks, validate)
+    _register_hooks(plan, ranks, validate)
     return Parallel(
         {name: type(style).__name__ for name, style in plan.styles.items()}, dict(handle.left), ranks.size, segments
     )
 
 
-def _check(model: nn.Module, plan: Plan, ranks: Ranks) -> None:
+def _check_styles(model: nn.Module, plan: Plan, ranks: Ranks) -> None:
     """Check all modules before the first is changed."""
     for name, style in plan.styles.items():
         try:
@@ -134,12 +134,12 @@ def _check(model: nn.Module, plan: Plan, ranks: Ranks) -> None:
             raise type(error)(f"{name}: {error}") from error
 
 
-def _weights(model: nn.Module) -> str:
+def _weights_fingerprint(model: nn.Module) -> str:
     values = enumerate(value for value in model.parameters() if not value.is_meta)
     return f"{sum(fingerprint(value) * (2 * place + 1) for place, value in values) % (1 << 64):016x}"
 
 
-def _hook(plan: Plan, ranks: Ranks, validate: Validate) -> None:
+def _register_hooks(plan: Plan, ranks: Ranks, validate: Validate) -> None:
     if ranks.group is None:
         return
     plan.body.register_forward_pre_hook(_check_parts)
@@ -149,26 +149,28 @@ def _hook(plan: Plan, ranks: Ranks, validate: Validate) -> None:
         return
     group = ranks.group
 
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def split_tokens(module: nn.Module, args: Any, kwargs: Any) -> Any:
         hidden = _hidden(args, kwargs)
         # One new token cannot be cut: then only tensor parallelism exchanges data, with the same bits.
         ranks.tokens_cut = hidden.shape[TOKENS] % ranks.size == 0
-        return _with_hidden(args, kwargs, split(hidden, group, TOKENS)) if ranks.tokens_cut else None
+        return _replace_hidden(args, kwargs, split(hidden, group, TOKENS)) if ranks.tokens_cut else None
 
-    def whole(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def gather_tokens(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return (
-            _with_hidden(args, kwargs, all_gather(_hidden(args, kwargs), group, TOKENS)) if ranks.tokens_cut else None
+            _replace_hidden(args, kwargs, all_gather(_hidden(args, kwargs), group, TOKENS))
+            if ranks.tokens_cut
+            else None
         )
 
-    def leave(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    def gather_output(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         if not ranks.tokens_cut:
             return output
         return all_gather(output, group, TOKENS)
 
-    plan.first.register_forward_pre_hook(enter, with_kwargs=True)
+    plan.first.register_forward_pre_hook(split_tokens, with_kwargs=True)
     for block in plan.blocks:
-        block.register_forward_pre_hook(whole, with_kwargs=True)
-    plan.last.register_forward_hook(leave)
+        block.register_forward_pre_hook(gather_tokens, with_kwargs=True)
+    plan.last.register_forward_hook(gather_output)
 
 
 def _check_parts(body: nn.Module, args: Any) -> None:
@@ -188,7 +190,7 @@ def _hidden(args: Any, kwargs: Any) -> torch.Tensor:
     return hidden
 
 
-def _with_hidden(args: Any, kwargs: Any, hidden: torch.Tensor) -> Any:
+def _replace_hidden(args: Any, kwargs: Any, hidden: torch.Tensor) -> Any:
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 

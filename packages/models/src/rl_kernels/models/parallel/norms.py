@@ -44,11 +44,11 @@ def norm_of_part(
     """
     parameters = {name: value for name, value in module.named_parameters(recurse=False)}
     norm = _Norm(module, forward, group, dim, tuple(parameters))
-    result: torch.Tensor = _NormOfPart.apply(x, norm, *parameters.values())
+    result: torch.Tensor = _CutNorm.apply(x, norm, *parameters.values())
     return result
 
 
-class _NormOfPart(torch.autograd.Function):
+class _CutNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, norm: _Norm, *parameters: torch.Tensor) -> torch.Tensor:
         save(ctx, x, *parameters)

@@ -74,7 +74,7 @@ class ColumnParallel(Style):
         linear = _linear(module)
         size = linear.out_features // ranks.size
         for name in ("weight", "bias"):
-            _keep(linear, name, 0, (size * ranks.rank, size * (ranks.rank + 1)), ranks)
+            _keep_part(linear, name, 0, (size * ranks.rank, size * (ranks.rank + 1)), ranks)
         linear.out_features = size
         module.__class__ = ColumnParallelLinear
 
@@ -90,7 +90,7 @@ class RowParallel(Style):
         """Keep this rank's columns of the weight."""
         linear = _linear(module)
         size = linear.in_features // ranks.size
-        _keep(linear, "weight", 1, (size * ranks.rank, size * (ranks.rank + 1)), ranks)
+        _keep_part(linear, "weight", 1, (size * ranks.rank, size * (ranks.rank + 1)), ranks)
         linear.in_features = size
         module.__class__ = RowParallelLinear
 
@@ -108,7 +108,7 @@ class VocabParallel(Style):
         vocab = head.out_features
         start, stop = vocab_shards(vocab, ranks.size)[ranks.rank]
         for name in ("weight", "bias"):
-            _keep(head, name, 0, (start, stop), ranks)
+            _keep_part(head, name, 0, (start, stop), ranks)
         head.out_features = stop - start
         module.__class__ = VocabParallelHead
         module.vocab_size = vocab  # type: ignore[assignment]
@@ -149,7 +149,7 @@ def _check_size(name: str, size: int, ranks: Ranks) -> None:
         )
 
 
-def _keep(module: nn.Module, name: str, dim: int, span: tuple[int, int], ranks: Ranks) -> None:
+def _keep_part(module: nn.Module, name: str, dim: int, span: tuple[int, int], ranks: Ranks) -> None:
     """Replace a parameter by a copy of this rank's part, so that the whole one can be freed."""
     old = getattr(module, name)
     if old is None or ranks.size == 1:

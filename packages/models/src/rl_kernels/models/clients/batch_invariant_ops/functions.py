@@ -13,7 +13,7 @@ from rl_kernels.det_gemm import det_gemm, det_linear
 from rl_kernels.models.clients.batch_invariant_ops import products, reductions
 
 ATTENTION_BLOCK = 64
-"""Queries and keys of a block of ``det_attention``."""
+"""Number of queries, and of keys, in a block of ``det_attention``."""
 
 
 def matmul_persistent(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -126,7 +126,7 @@ def mean_dim(
 def mean_batch_invariant(
     input: torch.Tensor, dim: Sequence[int], keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return ``mean_dim`` over a list of dims; arguments and errors as there."""
+    """Return ``mean_dim`` over a list of dims, with its arguments and errors."""
     return mean_dim(input, dim, keepdim, dtype)
 
 
@@ -149,12 +149,12 @@ def rms_norm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> to
 
 
 def rms_norm_batch_invariant(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """Return ``rms_norm(input, weight, eps)``; arguments and errors as there."""
+    """Return ``rms_norm(input, weight, eps)``, with its arguments and errors."""
     return rms_norm(input, weight, eps)
 
 
 class AttentionBlockSize(NamedTuple):
-    """Queries (``block_m``) and keys (``block_n``) that an attention processes at once."""
+    """Number of queries (``block_m``) and keys (``block_n``) in a tile of an attention."""
 
     block_m: int
     block_n: int

@@ -28,13 +28,13 @@ def mean(total, count):
 
 
 @triton.jit
-def halves(ROW, d, here, columns, stride, AT: tl.constexpr, WIDTH: tl.constexpr):
+def fold_columns(ROW, d, here, columns, stride, AT: tl.constexpr, WIDTH: tl.constexpr):
     """Load WIDTH columns and fold them to AT columns: each step adds the second half to the first."""
     if AT == WIDTH:
         return tl.load(ROW + d * stride, mask=here & (d < columns), other=0.0).to(tl.float32)
     else:
-        first = halves(ROW, d, here, columns, stride, 2 * AT, WIDTH)
-        return first + halves(ROW, d + AT, here, columns, stride, 2 * AT, WIDTH)
+        first = fold_columns(ROW, d, here, columns, stride, 2 * AT, WIDTH)
+        return first + fold_columns(ROW, d + AT, here, columns, stride, 2 * AT, WIDTH)
 
 
 @triton.jit(do_not_specialize=("rows", "columns", "row_stride", "column_stride", "segments"))
@@ -51,7 +51,7 @@ def segment_sums(
     row = (tl.program_id(0) // segments).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     start = X + row[:, None] * row_stride + segment * WIDTH * column_stride
     here, d = (row < rows)[:, None], tl.arange(0, AT)[None, :].to(tl.int64)
-    x = halves(start, d, here, columns - segment * WIDTH, column_stride, AT, WIDTH)
+    x = fold_columns(start, d, here, columns - segment * WIDTH, column_stride, AT, WIDTH)
     for level in tl.static_range(LEVELS):
         first, second = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, AT >> (level + 1))), (0, 2, 1)))
         x = first + second

@@ -39,7 +39,7 @@ def enable_batch_invariant_mode(enable_bmm: bool = True) -> None:
     No other thread may compute during the call: PyTorch exchanges kernels without waiting for running ones.
 
     Args:
-        enable_bmm: replace ``bmm`` too; False leaves it to PyTorch.
+        enable_bmm: replace ``bmm`` too; False keeps PyTorch's.
     """
     with _lock:
         if _library is None:
@@ -62,7 +62,7 @@ def set_batch_invariant_mode(enabled: bool = True) -> Iterator[None]:
         enabled: True turns the mode on, ``bmm`` included; False turns it off.
     """
     with _lock:
-        before = (is_batch_invariant_mode_enabled(), _with_bmm)
+        previous = (is_batch_invariant_mode_enabled(), _with_bmm)
         if enabled:
             enable_batch_invariant_mode()
         else:
@@ -71,11 +71,11 @@ def set_batch_invariant_mode(enabled: bool = True) -> Iterator[None]:
         yield
     finally:
         with _lock:
-            now = (is_batch_invariant_mode_enabled(), _with_bmm)
-            if now[0] and now != before:
+            current = (is_batch_invariant_mode_enabled(), _with_bmm)
+            if current[0] and current != previous:
                 _leave()
-            if before[0] and now != before:
-                _enter(before[1])
+            if previous[0] and current != previous:
+                _enter(previous[1])
 
 
 def _enter(bmm: bool) -> None:
@@ -84,10 +84,12 @@ def _enter(bmm: bool) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", OVERRIDDEN_BEFORE)
-            for name, ours in OPS.items():
+            for name, function in OPS.items():
                 if bmm or not name.startswith("bmm"):
                     for key in KEYS:
-                        library.impl(name, _kernel(ours, _stock(name, key)), key, with_keyset=True, allow_override=True)
+                        library.impl(
+                            name, _kernel(function, _stock(name, key)), key, with_keyset=True, allow_override=True
+                        )
     except BaseException:
         library._destroy()
         raise
@@ -109,13 +111,13 @@ def _stock(name: str, key: str) -> Any:
         return None
 
 
-def _kernel(ours: Callable[..., torch.Tensor | None], stock: Any) -> Callable[..., Any]:
+def _kernel(function: Callable[..., torch.Tensor | None], stock: Any) -> Callable[..., Any]:
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if not within_native():
             # Autograd has recorded the op already; it must not record our computation too.
             try:
                 with torch.no_grad():
-                    result = ours(*args, **kwargs)
+                    result = function(*args, **kwargs)
             except (TypeError, ValueError) as error:
                 # PyTorch's kernels raise it too; and ``a @ b`` would replace a TypeError by one without our message.
                 raise RuntimeError(str(error)) from error
@@ -128,7 +130,7 @@ def _kernel(ours: Callable[..., torch.Tensor | None], stock: Any) -> Callable[..
     return run
 
 
-def _check_mode_of_autograd() -> None:
+def _refuse_forward_ad() -> None:
     """Refuse forward-mode AD, which ``det_gemm`` does not have."""
     if forward_ad._current_level >= 0:
         raise RuntimeError("input: forward-mode AD is not supported in batch-invariant mode")
@@ -137,14 +139,14 @@ def _check_mode_of_autograd() -> None:
 def _mm(self: torch.Tensor, mat2: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor | None:
     if products.is_exact(self, mat2):
         return None
-    _check_mode_of_autograd()
+    _refuse_forward_ad()
     return products.matrices("input", self, "mat2", mat2, out_dtype)
 
 
 def _bmm(self: torch.Tensor, mat2: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor | None:
     if products.is_exact(self, mat2):
         return None
-    _check_mode_of_autograd()
+    _refuse_forward_ad()
     return products.batches("input", self, "mat2", mat2, out_dtype)
 
 
@@ -159,7 +161,7 @@ def _addmm(
 ) -> torch.Tensor | None:
     if products.is_exact(self, mat1, mat2):
         return None
-    _check_mode_of_autograd()
+    _refuse_forward_ad()
     return products.affine(self, mat1, mat2, beta=beta, alpha=alpha, out_dtype=out_dtype)
 
 
@@ -175,11 +177,11 @@ def _mean(
     return reductions.mean(self, dim, keepdim, dtype)
 
 
-def _into(ours: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
+def _out_variant(function: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
     """Return the variant of an op that writes to ``out``."""
 
     def run(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor | None:
-        result = ours(*args, **kwargs)
+        result = function(*args, **kwargs)
         return None if result is None else _write("out", out, result)
 
     return run
@@ -194,7 +196,7 @@ def _write(name: str, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     if out.dtype != result.dtype:
         raise TypeError(f"{name}: expected dtype {result.dtype}, got {out.dtype}")
     if out.shape != result.shape and name == "out" and not out.numel():
-        # An empty out leaves the size to the op.
+        # The op resizes an empty out.
         out.resize_(result.shape)
     if out.shape != result.shape:
         raise ValueError(f"{name}: expected shape {tuple(result.shape)}, got {tuple(out.shape)}")
@@ -203,21 +205,21 @@ def _write(name: str, out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 
 OPS: dict[str, Callable[..., torch.Tensor | None]] = {
     "mm": _mm,
-    "mm.out": _into(_mm),
+    "mm.out": _out_variant(_mm),
     "mm.dtype": _mm,
-    "mm.dtype_out": _into(_mm),
+    "mm.dtype_out": _out_variant(_mm),
     "addmm": _addmm,
-    "addmm.out": _into(_addmm),
+    "addmm.out": _out_variant(_addmm),
     "addmm.dtype": _addmm,
-    "addmm.dtype_out": _into(_addmm),
+    "addmm.dtype_out": _out_variant(_addmm),
     "addmm_": _addmm_in_place,
     "bmm": _bmm,
-    "bmm.out": _into(_bmm),
+    "bmm.out": _out_variant(_bmm),
     "bmm.dtype": _bmm,
-    "bmm.dtype_out": _into(_bmm),
+    "bmm.dtype_out": _out_variant(_bmm),
     "_log_softmax": _log_softmax,
-    "_log_softmax.out": _into(_log_softmax),
+    "_log_softmax.out": _out_variant(_log_softmax),
     "mean.dim": _mean,
-    "mean.out": _into(_mean),
+    "mean.out": _out_variant(_mean),
 }
-"""Overload of an op of PyTorch -> our function, which returns None to leave a call to PyTorch's kernel."""
+"""Overload of an op of PyTorch -> our function, which returns None to call PyTorch's kernel."""

@@ -49,7 +49,7 @@ def matrices(
 def batches(
     left: str, a: torch.Tensor, right: str, b: torch.Tensor, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return ``a[B, M, K] @ b[B, K, N]``, each of the B products as by ``matrices``; arguments and errors as there."""
+    """Return ``a[B, M, K] @ b[B, K, N]``: B products by ``matrices``, with its arguments and errors."""
     _check(left, a, right, b, ndim=3)
     if a.shape[0] != b.shape[0]:
         raise ValueError(f"{right}: expected {a.shape[0]} matrices (as many as {left}), got {b.shape[0]}")

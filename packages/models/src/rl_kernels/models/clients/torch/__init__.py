@@ -42,7 +42,7 @@ _active: list[Activation] = []
 
 
 class Registered:
-    """Our kernels in PyTorch's dispatcher, until ``remove``; the hook's handle."""
+    """Registration of our kernels in PyTorch's dispatcher, until ``remove``; the hook's handle."""
 
     def __init__(self, key: str = "CUDA") -> None:
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL", key)
@@ -60,7 +60,7 @@ class Registered:
 
 
 class Activation:
-    """Our active implementation, until ``undo`` or the end of a ``with`` block.
+    """Handle of the active implementation, until ``undo`` or the end of a ``with`` block.
 
     Attributes:
         before: name of the implementation that was active before; None is PyTorch's FlashAttention-2.
@@ -72,7 +72,7 @@ class Activation:
     def undo(self) -> None:
         """Activate the implementation that was active before; a second call does nothing.
 
-        Activations may be undone in any order; ours stays active until the last one is undone.
+        Activations may be undone in any order; det_attention stays active until the last one is undone.
         """
         if self not in _active:
             return
@@ -81,7 +81,7 @@ class Activation:
         if place == len(_active):
             _restore(self.before)
         elif _active[place].before == NAME:
-            # The next activation found ours active: it must restore what was active before this one.
+            # The next activation replaced this one: it must restore what was active before this one.
             _active[place].before = self.before
 
     def __enter__(self) -> Activation:

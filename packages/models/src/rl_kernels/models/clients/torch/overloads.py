@@ -92,7 +92,7 @@ def flash_attention_forward_inplace(out: Tensor, query: Tensor, *args: Any, **op
     The arguments after query are as in ``flash_attention_forward``; out has the shape and dtype of query.
 
     Raises:
-        TypeError, ValueError: as there, or ``out`` is of another shape or dtype.
+        TypeError, ValueError: as in ``flash_attention_forward``, or ``out`` is of another shape or dtype.
     """
     if out.shape != query.shape or out.dtype != query.dtype:
         expected, got = (f"{x.dtype} {tuple(x.shape)}" for x in (query, out))
@@ -127,7 +127,7 @@ def flash_attention_backward(
     The arguments are inputs and results of ``flash_attention_forward``; ``grad_out`` is the gradient of out.
 
     Raises:
-        TypeError, ValueError: as there.
+        TypeError, ValueError: as in ``flash_attention_forward``.
     """
     calls.refuse(query, value, dropout_p)
     with torch.no_grad():
@@ -169,7 +169,7 @@ def sdpa_forward(
         state, unused, and an empty mask.
 
     Raises:
-        TypeError, ValueError: as there.
+        TypeError, ValueError: as in ``flash_attention_forward``.
     """
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     longest = query.shape[2], key.shape[2]

@@ -48,7 +48,7 @@ def use_in(
         validate: whether the loss checks the values of its arguments.
 
     Raises:
-        ValueError: the trainer's loss has terms that ours does not have; or ``use_in`` was called before; or tokens to
+        ValueError: the trainer's loss has terms that ``grpo_loss`` lacks; or ``use_in`` was called before; or tokens to
             record are sampled elsewhere; or a model cannot be made invariant, or has dropout. The message says which.
         TypeError: the trainer does not have the hooks of TRL 1.16, or its continuous batching not the hooks of
             transformers 5.17 to 5.24; or ``head_logp`` does not take the head of a model; or the logits do not come

@@ -23,7 +23,7 @@ SETTINGS = {
     "entropy_coef": ("_entropy_bonus_enabled", bool),
     "router_aux_loss_coef": ("aux_loss_enabled", bool),
 }
-"""Settings of terms that our loss does not have -> the trainer's attribute, and a test whether it is set."""
+"""Settings of terms that ``grpo_loss`` lacks -> the trainer's attribute, and a test whether it is set."""
 
 
 def check_trainer(trainer: Any) -> None:
@@ -31,7 +31,7 @@ def check_trainer(trainer: Any) -> None:
 
     Raises:
         TypeError: a hook is missing, or a subclass overrides it.
-        ValueError: ``use_in`` was called before, the loss has terms that ours does not have, or DeepSpeed ZeRO-3 is on.
+        ValueError: ``use_in`` was called before, its loss has terms that ``grpo_loss`` lacks, or ZeRO-3 is on.
     """
     missing = [name for name in METHODS if not hasattr(type(trainer), name)]
     missing += [attribute for attribute, _ in SETTINGS.values() if not hasattr(trainer, attribute)]

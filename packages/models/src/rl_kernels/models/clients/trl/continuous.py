@@ -58,12 +58,16 @@ def recorded(sample: Callable[..., Any], head: Head, model: Any, around: Around,
         results: list[Any] = []
 
         def generate_batch(*args: Any, **options: Any) -> Any:
-            outputs = theirs(*args, **options)
+            outputs = original(*args, **options)
             results.extend(outputs.values())
             return outputs
 
-        theirs = model.generate_batch
-        with _logprobs_enabled(config), _scored_by(head, around), replaced(model, "generate_batch", generate_batch):
+        original = model.generate_batch
+        with (
+            _logprobs_enabled(config),
+            _runner_with_head(head, around),
+            replaced(model, "generate_batch", generate_batch),
+        ):
             ids, _ = sample(prompts, *args, **options)
         if len(results) != len(prompts):
             raise RuntimeError(f"rollout: continuous batching answered {len(results)} of {len(prompts)} prompts")
@@ -88,18 +92,18 @@ def _runner() -> Any:
 @contextmanager
 def _logprobs_enabled(config: Any) -> Iterator[None]:
     """Make the runner allocate room for log-probabilities."""
-    before, config.return_logprobs = config.return_logprobs, True
+    previous, config.return_logprobs = config.return_logprobs, True
     try:
         yield
     finally:
-        config.return_logprobs = before
+        config.return_logprobs = previous
 
 
 @contextmanager
-def _scored_by(head: Head, around: Around) -> Iterator[None]:
+def _runner_with_head(head: Head, around: Around) -> Iterator[None]:
     """Make the runner's passes through the model of a head write our log-probabilities."""
     runner = _runner()
-    theirs = getattr(runner, METHOD)
+    original = getattr(runner, METHOD)
 
     def forward(
         self: Any,
@@ -111,10 +115,10 @@ def _scored_by(head: Head, around: Around) -> Iterator[None]:
     ) -> None:
         arguments = (model, batch_data, carry_over_ids, prev_output_ids, output_ids)
         if model.get_output_embeddings() is not head.module:
-            theirs(self, *arguments)
+            original(self, *arguments)
             return
         with inputs_of(head.module) as passes:
-            theirs(self, *arguments)
+            original(self, *arguments)
         (hidden,), places = passes, batch_data["logits_indices"]
         rows = hidden[0] if "logits_to_keep" in batch_data else hidden[0, places]
         with around():
@@ -126,4 +130,4 @@ def _scored_by(head: Head, around: Around) -> Iterator[None]:
     try:
         yield
     finally:
-        setattr(runner, METHOD, theirs)
+        setattr(runner, METHOD, original)

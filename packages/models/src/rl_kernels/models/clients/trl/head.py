@@ -106,7 +106,7 @@ class Head:
 
 
 def score_with(model: Any, head: Head, *, places: bool = False, around: Callable[[], Any] | None = None) -> None:
-    """Replace TRL's fused head on a model of transformers by ours.
+    """Replace TRL's fused head on a model of transformers by ``head``.
 
     Calls without ``fused_lm_head=True`` do not change, so ``generate`` stays the same. A deep copy of the model scores
     through its own head and computes with its own weights.
@@ -118,15 +118,15 @@ def score_with(model: Any, head: Head, *, places: bool = False, around: Callable
             differently.
         around: accelerate's autocast, in which the forward of a prepared model runs.
     """
-    theirs, is_prepared = _replaced_by_trl(model)
+    original, is_prepared = _original_forward(model)
 
     # Keeps the signature of the class, which ``generate`` inspects.
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, fused_lm_head: bool = False, **arguments: Any) -> Any:
         # Read from the object that is called: it may be a deep copy, whose attributes are its own.
-        head, theirs = getattr(self, SCORED)
+        head, original = getattr(self, SCORED)
         if not fused_lm_head:
-            return theirs(*args, **arguments)
+            return original(*args, **arguments)
         labels, shift_labels = arguments.pop("labels", None), arguments.pop("shift_labels", None)
         arguments.pop("num_items_in_batch", None)
         attention = arguments.get("attention_mask")
@@ -137,15 +137,15 @@ def score_with(model: Any, head: Head, *, places: bool = False, around: Callable
             hidden, shift_labels = hidden[:, :-1], labels[:, 1:]
         return head.scores(hidden, shift_labels)
 
-    setattr(model, SCORED, (head, theirs))
+    setattr(model, SCORED, (head, original))
     model.forward = MethodType(forward, model)
     if is_prepared and around is not None:
-        # As accelerate does it: otherwise a model of FP32 weights would leave its mixed precision.
+        # As in accelerate: otherwise a model with FP32 weights would no longer run in mixed precision.
         model._original_forward = model.forward
         model.forward = MethodType(convert_outputs_to_fp32(around()(forward)), model)
 
 
-def _replaced_by_trl(model: Any) -> tuple[Callable[..., Any], bool]:
+def _original_forward(model: Any) -> tuple[Callable[..., Any], bool]:
     """Return the forward that TRL's fused head replaced, and whether accelerate wrapped that head in its autocast.
 
     TRL's function holds this forward, bound to the model, so that a copy of the model would call the original.

@@ -39,7 +39,7 @@ def take_from_rollout(trainer: Any) -> None:
         if awaited and not torch.is_grad_enabled():
             awaited.clear()
             if len(turns) == 1 and len(turns[0][0]) == len(ids):
-                return _padded(turns[0], ids, completion_length), None, None
+                return _padded_logps(turns[0], ids, completion_length), None, None
         return score(model, ids, mask, completion_length, *args, **options)
 
     def produced(self: Any, *args: Any, **options: Any) -> Any:
@@ -55,7 +55,7 @@ def take_from_rollout(trainer: Any) -> None:
     trainer._generate_and_score_completions = MethodType(produced, trainer)
 
 
-def _padded(turn: Sampled, ids: torch.Tensor, width: int) -> torch.Tensor:
+def _padded_logps(turn: Sampled, ids: torch.Tensor, width: int) -> torch.Tensor:
     """Return recorded log-probabilities as ``[B, width]``, FP32, 0 after the end of a completion."""
     result = torch.zeros((len(ids), width), dtype=torch.float32, device="cpu")
     for row, values in zip(result, turn[1], strict=True):

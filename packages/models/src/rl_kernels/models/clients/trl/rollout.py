@@ -66,12 +66,12 @@ def recorded(sample: Callable[..., Any], head: Head, model: Any, around: Around)
 
         def generate(*args: Any, **options: Any) -> torch.Tensor:
             with inputs_of(head.module, lambda hidden: hidden[:, -1].clone()) as rows:
-                sequences: torch.Tensor = theirs(*args, **options)
+                sequences: torch.Tensor = original(*args, **options)
             # Here, because weights gathered for the call are released after it.
             logps.extend(_logps(head, rows, sequences[:, options["input_ids"].shape[1] :]))
             return sequences
 
-        theirs = model.generate
+        original = model.generate
         with around(), replaced(model, "generate", generate):
             ids, _ = sample(*args, **options)
         return ids, [values[: len(tokens)] for values, tokens in zip(logps, ids, strict=True)]

@@ -22,7 +22,7 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Replace verl's fused forward by ours; importing this module does so, and a second call changes nothing.
+    """Replace verl's fused forward; importing this module does so, and a second call changes nothing.
 
     Raises:
         ImportError: the installed verl does not have the hooks of verl 0.9.1.
@@ -51,11 +51,11 @@ def _with_engine(patch: Callable[..., None]) -> Callable[..., None]:
     """
 
     def patched(model: Any, *args: Any, **options: Any) -> None:
-        before = type(model).forward
+        original_forward = type(model).forward
         patch(model, *args, **options)
         # For a second model of a class, the class is patched already.
-        if is_ours(model) and not before.__module__.startswith(("verl.", "rl_kernels.")):
-            with replaced(type(model), "forward", before):
+        if is_ours(model) and not original_forward.__module__.startswith(("verl.", "rl_kernels.")):
+            with replaced(type(model), "forward", original_forward):
                 check_logits(model, partial(scores, model))
         engine_module = sys.modules.get(engine.MODULE)
         if engine_module is not None:

@@ -15,11 +15,11 @@ BACKEND = "_verl_fused_kernels_backend"
 """Attribute in which verl keeps a model's fused backend; two backends share a forward."""
 
 
-def forward_of(theirs: Callable[..., Any], output: type[Any]) -> Callable[..., Any]:
+def forward_of(original: Callable[..., Any], output: type[Any]) -> Callable[..., Any]:
     """Return the forward that replaces verl's ``forward_with_torch_backend``.
 
     Args:
-        theirs: verl's forward, which still serves the backend ``liger``.
+        original: verl's forward, which still serves the backend ``liger``.
         output: the class of its result, verl's ``CausalLMOutputForPPO``.
     """
 
@@ -35,7 +35,7 @@ def forward_of(theirs: Callable[..., Any], output: type[Any]) -> Callable[..., A
     ) -> Any:
         if getattr(self, BACKEND, "torch") != "torch":
             options = {"labels": labels, "shift_labels": shift_labels, "temperature": temperature}
-            return theirs(self, input_ids, *args, **options, return_dict=return_dict, **arguments)
+            return original(self, input_ids, *args, **options, return_dict=return_dict, **arguments)
         if args:
             raise TypeError("forward: expected all but input_ids by name, as verl's engines call it")
         if not return_dict:
@@ -49,7 +49,7 @@ def forward_of(theirs: Callable[..., Any], output: type[Any]) -> Callable[..., A
         optional = {name: getattr(result, name, None) for name in ("past_key_values", "hidden_states", "attentions")}
         return output(log_probs=scored.logp, entropy=scored.entropy, **optional)
 
-    forward.replaced = theirs  # type: ignore[attr-defined]
+    forward.replaced = original  # type: ignore[attr-defined]
     return forward
 
 

@@ -171,13 +171,13 @@ class Backend(AttentionBackend):
         return True
 
 
-_configure: Any = EngineArgs.create_engine_config
+_original_create_engine_config: Any = EngineArgs.create_engine_config
 
 
-def _configured(self: Any, *args: Any, **options: Any) -> Any:
+def _create_engine_config(self: Any, *args: Any, **options: Any) -> Any:
     if self.attention_backend in (None, "auto") and self.attention_config.backend is None:
         self.attention_backend = AttentionBackendEnum.CUSTOM
-    config = _configure(self, *args, **options)
+    config = _original_create_engine_config(self, *args, **options)
     check(config)
     return config
 
@@ -185,4 +185,4 @@ def _configured(self: Any, *args: Any, **options: Any) -> Any:
 def install() -> None:
     """Register this backend as vLLM's CUSTOM, the default of engines too; engines refuse options not covered."""
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.{Backend.__name__}")
-    EngineArgs.create_engine_config = _configured
+    EngineArgs.create_engine_config = _create_engine_config

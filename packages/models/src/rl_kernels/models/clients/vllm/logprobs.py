@@ -145,7 +145,7 @@ _originals: dict[str, Any] = {
     "named_tokens": Sampler.gather_specific_token_logprobs,
     "top_tokens": second_runner.compute_topk_logprobs,
 }
-"""vLLM's own functions by the names of ours."""
+"""vLLM's own functions, by the names of their replacements."""
 
 
 def install() -> None:

@@ -69,14 +69,14 @@ def check_request(mode: str, params: Any) -> None:
             )
 
 
-_validate: Any = InputProcessor._validate_params
+_original_validate_params: Any = InputProcessor._validate_params
 
 
-def _validated(self: Any, params: Any, *args: Any, **options: Any) -> None:
+def _validate_params(self: Any, params: Any, *args: Any, **options: Any) -> None:
     check_request(self.model_config.logprobs_mode, params)
-    _validate(self, params, *args, **options)
+    _original_validate_params(self, params, *args, **options)
 
 
 def install() -> None:
     """Check requests where vLLM does."""
-    InputProcessor._validate_params = _validated
+    InputProcessor._validate_params = _validate_params
