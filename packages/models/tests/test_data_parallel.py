@@ -99,11 +99,10 @@ def together(way: str, dtype: torch.dtype, group: ProcessGroup) -> Trained:
     model, world, rank = wrapped(way, dtype, group), group.size(), group.rank()
     optimizer, norms = optimizer_of(model), []
     own = slice(rank * EACH, (rank + 1) * EACH)
-    normalizer = Normalizer(process_group=group)
     for step in range(STEPS):
         ids, rewards, mask = (x[own] for x in batch(world, step))
         logps = model(ids)
-        options = {"samples_per_prompt": world * EACH // 2, "normalizer": normalizer}
+        options = {"samples_per_prompt": world * EACH // 2, "process_group": group}
         grpo_loss(logps, logps.detach() - 0.1, None, rewards, mask, **options).loss.backward()
         norms.append(clip_grad_norm(model.parameters(), 0.01))
         optimizer.step()
