@@ -97,7 +97,7 @@ def _variants(
     model: nn.Module, inputs: Sequence[torch.Tensor] | torch.Tensor | None, prompts: int, length: int, seed: int
 ) -> Iterator[Variant]:
     parameter = next(model.parameters(), None)
-    # Hooks of accelerate, which loads weights without data when they are needed, move the inputs too.
+    # accelerate's hooks, which load meta weights on demand, move the inputs too.
     device = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
     if inputs is None:
         config = getattr(model, "config", None)

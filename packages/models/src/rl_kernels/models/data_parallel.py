@@ -66,9 +66,9 @@ def ordered_gradients(module: nn.Module, *, average: bool = False) -> nn.Module:
                 "gradients would be summed over the others without an order"
             )
     for part in sharded:
-        # Its base class is not public.
+        # Cast, because the base class of a custom reduce-scatter is not public.
         part.set_custom_reduce_scatter(cast(Any, OrderedReduceScatter()))
-        # Sums alone: FSDP2 then divides by its factor afterwards, by default the number of ranks.
+        # Reduce by sums only: FSDP2 then divides by its factor, by default the number of ranks.
         part.set_force_sum_reduction_for_comms(True)
         if not average:
             part.set_gradient_divide_factor(1.0)

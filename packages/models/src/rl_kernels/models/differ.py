@@ -136,7 +136,7 @@ def ulps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the distance of two tensors' elements in representable numbers; 0 only for identical bits."""
     left, right = bits_of(a), bits_of(b)
     distance = (_ordered_integers(left) - _ordered_integers(right)).abs()
-    # +0 and -0 are equal, but have different bits.
+    # +0 and -0 are equal but have different bits: count them as 1 apart.
     return torch.where((left != right) & (distance == 0), 1, distance)
 
 

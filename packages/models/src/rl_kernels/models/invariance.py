@@ -128,7 +128,7 @@ def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> 
         return
     for existing in marks_of(_unwrap_peft(parent)):
         handle = existing.handle and existing.handle()
-        # Nobody kept the handle, or the model is a deep copy: it stays swapped all the same.
+        # The handle was freed, or the model is a deep copy: the model stays swapped, so swap the new module too.
         handle = handle or Invariance(existing.strict, holds=existing.handle is not None, kinds=existing.config_classes)
         handle._swap(module, f"{existing.name}.{name}".strip("."))
 

@@ -48,7 +48,7 @@ NO_SWAP: Replacement = (None, "")
 def replacement(module: nn.Module) -> Replacement:
     """Return the class that makes a module batch-invariant, or the reason to leave it alone."""
     if hasattr(type(module), SWAPPED):
-        # A copy of a swapped model: it is taken over, and can be undone.
+        # A module of a copied swapped model: the new handle can undo its swap.
         return next(kind for kind in type(module).__mro__ if SWAPPED in vars(kind)), ""
     if isinstance(module, (DetLinear, LayerNorm, RMSNorm)):
         return NO_SWAP
@@ -60,7 +60,7 @@ def replacement(module: nn.Module) -> Replacement:
     elif type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils":
         result = subclass(type(module), (), _conv1d), ""
     elif isinstance(module, nn.Embedding):
-        # One with a custom forward or weight is left alone without a warning: it does not depend on the batch.
+        # An embedding with a custom forward or weight gets no warning: it does not depend on the batch.
         is_plain = calls_own_forward(module) and not nn.utils.parametrize.is_parametrized(module)
         result = (_embedding(type(module)), "") if is_plain else NO_SWAP
     elif isinstance(module, nn.MultiheadAttention):
@@ -107,7 +107,7 @@ def _norm(module: nn.Module) -> Replacement:
         return None, f"{type(module).__name__} is PyTorch's, over the batch or in an order of its own"
     eps = next((name for name in EPS if isinstance(getattr(module, name, None), float)), None)
     shapes = {name: value.ndim for name, value in module.named_parameters()}
-    # With more arguments than itself and rows, such as a gate, it computes more than a norm.
+    # A forward with more arguments than self and rows, such as a gate, computes more than a norm.
     takes_rows = len(inspect.signature(type(module).forward).parameters) == 2
     if eps is None or not takes_rows or shapes not in ({}, {"weight": 1}):
         return None, f"{type(module).__name__} is an unknown kind of norm"

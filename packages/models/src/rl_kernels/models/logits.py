@@ -55,7 +55,7 @@ def check_logits(
         hidden = noise.to(weight.device, embedded.dtype)
         # An unsupported head is refused before it is called.
         score(hidden, torch.zeros(4, dtype=torch.int64, device=weight.device))
-        # So large that a bound of the logits shows.
+        # Logits large enough to show a soft cap.
         largest = min(1e6, torch.finfo(hidden.dtype).max / 2)
         factor = min(LARGE / max(float(head(hidden).abs().max()), 1e-9), largest / float(noise.abs().max()))
         hidden = (noise * factor).to(hidden)

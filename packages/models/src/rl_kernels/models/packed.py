@@ -60,7 +60,7 @@ class _Hook:
             return None
         bounds, longest = packed
         if "use_cache" in self.names:
-            # The keys of several sequences in one row cannot be continued.
+            # A cache with several sequences in one row cannot be continued.
             arguments["use_cache"] = False
         arguments["attention_mask"] = bounds.expand(PACKED, 1, longest, -1)
         if self.takes_lengths:
@@ -107,7 +107,7 @@ def _packed_lengths(arguments: Mapping[str, Any]) -> tuple[torch.Tensor, int] | 
     """Return cu_seqlens of the packed sequences of a call and the longest length; None if each row is a sequence."""
     positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
     if arguments.get(NAMES[0]) is not None:
-        # With a cache, as in continuous batching, queries and keys differ in length: the attention sees to that.
+        # With a cache, as in continuous batching, queries and keys differ in length: attention_forward handles that.
         bounds, longest = arguments[NAMES[0]], arguments.get(NAMES[2])
         without_cache = all(arguments.get(name) is None for name in ("cache", "past_key_values"))
         is_new = mask is None or getattr(mask, "ndim", None) == 2

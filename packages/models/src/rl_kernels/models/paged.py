@@ -70,7 +70,7 @@ def keys_of(
     positions = arguments.get("position_ids")
     if positions is None:
         raise ValueError("position_ids: expected the positions of the tokens: the cache of a sliding window drops keys")
-    # Sequences that only fill a batch of fixed size have no tokens, and begin after the last token.
+    # Empty sequences, which pad a batch to a fixed size, begin after the last token.
     begins = positions.flatten()[cu_seqlens_q[:-1].long().clamp(max=positions.numel() - 1)]
     dropped = (begins + cu_seqlens_q.diff() - cu_seqlens_k.diff()).clamp(min=0)
     source, table, used = page_layout(cu_seqlens_k.long(), dropped.long(), key.shape[0], longest)

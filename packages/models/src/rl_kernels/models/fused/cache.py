@@ -37,7 +37,7 @@ def store(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: to
                 num_warps=4,
             )
         return
-    # Rows without a slot would need another shape: they go to the first place of page 0, which vLLM reads for no one.
+    # Skipping rows with negative slots would change shapes: they go to page 0, which vLLM assigns to no request.
     place = slots.clamp(min=0)
     for number, rows in enumerate((key, value)):
         cache[place // size, number, place % size] = rows[: slots.shape[0]]

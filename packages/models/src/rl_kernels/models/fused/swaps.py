@@ -50,7 +50,7 @@ def _rotates_halves(function: Callable[..., Any], dtype: torch.dtype) -> bool:
 def rotary_swap(module: ModuleType) -> Undo:
     """Swap the rotary function of a modeling file for ``rotary``; this affects all its models, but changes no bit."""
     original = getattr(module, ROTARY)
-    # Olmo's returns the dtype of q and k, whatever the dtype of the angles.
+    # Olmo's function returns the dtype of q and k, whatever the dtype of the angles.
     promotes = _rotates_halves(original, torch.bfloat16)
 
     def apply(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **options: Any) -> Any:

@@ -126,7 +126,7 @@ def mean(
         result = _row_means(rows, dtype)
     else:
         total = tree_sum(rows.to(work))
-        # Not by a Python number: on a GPU PyTorch multiplies by its reciprocal, which rounds twice.
+        # Divide by a tensor: for a Python number PyTorch on a GPU multiplies by the reciprocal, which rounds twice.
         result = (total / total.new_full((), count)).to(dtype)
     return result.view([1 if place in reduced else size for place, size in enumerate(x.shape)]) if keepdim else result
 

@@ -127,7 +127,7 @@ def _in_pages(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Copy packed keys with unused room to pages: det_attention has no packed cache."""
     if cum_seq_k.shape[0] == 1 or not key.shape[0]:
-        # Nothing to copy: no sequence, or none with a key.
+        # Nothing to copy: no sequence, or no key.
         return key, value, {"cu_seqlens_k": cum_seq_k, "max_seqlen_k": max_k}
     none_dropped = torch.zeros_like(seqused_k, dtype=torch.int64)
     source, table, _ = page_layout(cum_seq_k.long(), none_dropped, key.shape[0], max_k)

@@ -33,7 +33,7 @@ def check_settings(trainer: Any) -> None:
     """
     names = ("varlen_compile_config", "decode_compile_config", "default_compile_level")
     settings = [getattr(trainer.continuous_batching_config, name, None) for name in names]
-    # Continuous batching falls back to these.
+    # Continuous batching falls back to the compile_config of these.
     configs = (trainer.generation_config, trainer.model.config, trainer.model.config.get_text_config())
     if any([*settings, *(getattr(config, "compile_config", None) for config in configs)]):
         raise ValueError("transformers_continuous_batching_config: expected no compilation, to record what is sampled")

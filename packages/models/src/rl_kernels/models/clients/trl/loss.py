@@ -47,7 +47,7 @@ def compute_loss(trainer: Any, model: Any, inputs: dict[str, Any], **options: An
         objective=objective(trainer),
         extras=Extras(rollout_ratio=rollout_ratio(trainer, inputs)),
         normalizer=normalizer(trainer, inputs, mask),
-        # A bool mask and these counts are right, and reading them would wait for the GPU.
+        # The mask is bool and the counts are valid; checking their values would sync with the GPU.
         **{"validate": False, **options},
     )
     log(trainer, logps.detach(), old, ref, entropy.detach(), inputs, mask)
@@ -85,7 +85,7 @@ def normalizer(trainer: Any, inputs: dict[str, Any], mask: torch.Tensor) -> Norm
         return Normalizer(num_sequences=len(mask) * steps)
     if trainer.loss_type == "dr_grpo":
         return Normalizer(num_sequences=len(mask) * steps, max_completion_length=trainer.max_completion_length)
-    # Counts the tokens of a whole generation batch, on all processes.
+    # num_items_in_batch counts the tokens of a whole generation batch, on all processes.
     share = steps / trainer.args.steps_per_generation if trainer.model.training else 1
     count = inputs["num_items_in_batch"].clamp(min=1)
     return Normalizer(num_tokens=count * (share / trainer.accelerator.num_processes))

@@ -67,7 +67,7 @@ def recorded(sample: Callable[..., Any], head: Head, model: Any, around: Around)
         def generate(*args: Any, **options: Any) -> torch.Tensor:
             with inputs_of(head.module, lambda hidden: hidden[:, -1].clone()) as rows:
                 sequences: torch.Tensor = original(*args, **options)
-            # Here, because weights gathered for the call are released after it.
+            # Score before generate returns: weights gathered for the call are released after it.
             logps.extend(_logps(head, rows, sequences[:, options["input_ids"].shape[1] :]))
             return sequences
 

@@ -28,7 +28,7 @@ def register() -> None:
     if value not in ("", "0", "1"):
         raise ValueError(f"{VARIABLE}: expected 0 or 1, got {value!r}")
     if value == "1":
-        # The one that was timed; vLLM would take its second runner for these models.
+        # The first runner is the one that was timed; vLLM's default for these models is the second.
         os.environ.setdefault(RUNNER, "0")
         from rl_kernels.models.clients.vllm import attention, layers, logprobs, refusals
 

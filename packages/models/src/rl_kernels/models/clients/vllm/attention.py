@@ -26,7 +26,7 @@ from rl_kernels.models.clients.vllm.refusals import check
 from rl_kernels.models.fused.cache import store
 
 PAGES_OF = 16
-"""A page is a multiple of this many keys."""
+"""The number of keys of a page is a multiple of this."""
 
 
 @dataclass
@@ -42,8 +42,8 @@ class StepMetadata(AttentionMetadata):
 class Builder(AttentionMetadataBuilder[StepMetadata]):
     """Makes the metadata of a step, without a computation or a sync."""
 
-    # Not ALWAYS: a graph keeps the most queries of a request that it was captured with, and vLLM's second runner
-    # captures mixed batches with fewer than may come.
+    # Not ALWAYS: a graph stores the max_seqlen_q of its capture, and vLLM's second runner captures mixed batches with
+    # fewer queries than a request may have.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:

@@ -66,7 +66,7 @@ class _Rotary:
         # vLLM shares one module among all models of a process with equal rotary embeddings, whatever their lengths.
         places = torch.arange(max(self.max_position_embeddings, model.max_model_len), device=device)[None]
         cos, sin = rotary_embedding.to(device)(torch.empty(0, dtype=model.dtype, device=device), places)
-        # Buffers: vLLM keeps them when it sleeps.
+        # Buffers, because vLLM restores those after its sleep mode.
         self.register_buffer("angles_cos", cos[0].contiguous(), persistent=False)
         self.register_buffer("angles_sin", sin[0].contiguous(), persistent=False)
 
