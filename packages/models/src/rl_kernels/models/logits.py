@@ -66,7 +66,7 @@ def check_logits(
             try:
                 hidden = model.base_model(**inputs).last_hidden_state[0].to(weight.device)
                 logits = model(**inputs).logits
-            except Exception as error:  # it may want more than tokens
+            except Exception as error:  # it may need more than tokens
                 warnings.warn(f"model: could not compare its logits with the scores: {error}", stacklevel=3)
                 return
     logits = logits[0].float()
