@@ -235,6 +235,6 @@ def dlogits(x, selected, zero_or_nan, c, top, log_total, entropy, chosen, slope,
 
 
 @triton.jit
-def nothing_or_nan(id, V):
+def zero_or_nan(id, V):
     """Return 0, or NaN for ids that are not a column."""
     return tl.where((id >= 0) & (id < V), 0.0, float("nan"))

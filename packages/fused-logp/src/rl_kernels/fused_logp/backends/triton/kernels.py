@@ -217,7 +217,7 @@ def backward(
             grad_logp, grad_logsumexp, grad_entropy, row, active, inv, HAS_LOGP, HAS_LSE, HAS_ENTROPY
         )
         x = tl.load(source, mask=here, other=0.0).to(tl.float32)
-        zero_or_nan = softmax.nothing_or_nan(id, V)
+        zero_or_nan = softmax.zero_or_nan(id, V)
         dz = softmax.dlogits(
             x, columns == id, zero_or_nan, c, top, log_total, entropy, chosen, slope, curve, HAS_ENTROPY
         )

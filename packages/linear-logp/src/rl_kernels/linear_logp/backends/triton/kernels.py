@@ -306,7 +306,7 @@ def dlogits(
         chosen, slope, curve = softmax.upstream_of(
             grad_logp, grad_logsumexp, grad_entropy, rows, active, inv, HAS_LOGP, HAS_LSE, HAS_ENTROPY
         )
-        rest = softmax.nothing_or_nan(id, vocab)
+        rest = softmax.zero_or_nan(id, vocab)
         selected = columns[None, :] == column[:, None]
         d = softmax.dlogits(
             *(x, selected, rest[:, None], c[:, None], top[:, None], log_total[:, None], entropy[:, None]),
