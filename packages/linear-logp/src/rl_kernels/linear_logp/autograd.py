@@ -137,8 +137,8 @@ class LinearLogp(torch.autograd.Function):
         saved = (norm, entropy, kept, *upstream, *[None] * (3 - len(upstream)))
         needed = [ctx.needs_input_grad[number] and is_asked_for(ctx, number) for number in range(3)]
         start, size, segments, group = ctx.shard
-        how = ctx.workspace_mib, needed, ctx.join_tokens
-        arguments = (*inputs, *saved, start, size, segments, group is not None, *how)
+        limits = ctx.workspace_mib, needed, ctx.join_tokens
+        arguments = (*inputs, *saved, start, size, segments, group is not None, *limits)
         if needed[1] and ctx.main_grad is not None:
             op = summed("backward_main_grad", group, hidden.dtype)
             dhidden, dbias = first_order(op, *arguments, ctx.main_grad, None, ctx.backend)

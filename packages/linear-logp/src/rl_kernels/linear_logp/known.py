@@ -112,14 +112,14 @@ def rows_to_check(target_ids: torch.Tensor, ignore_index: int | None, count: int
     return torch.searchsorted(numbers, wanted).clamp_(max=size - 1)
 
 
-def compare(known: Known, rows: torch.Tensor, formed: Known) -> None:
-    """Compare rows that were formed again with what is known, bit for bit; it syncs with a GPU once.
+def compare(known: Known, rows: torch.Tensor, recomputed: Known) -> None:
+    """Compare rows that were recomputed with what is known, bit for bit; it syncs with a GPU once.
 
     Raises:
         BitsDiffer: a number differs; the message names its row, and how far it is off.
     """
     given = {name: value[rows] for name, value in known._asdict().items() if value is not None}
-    apart = {name: _ulps(value, getattr(formed, name)) for name, value in given.items()}
+    apart = {name: _ulps(value, getattr(recomputed, name)) for name, value in given.items()}
     if not bool(torch.stack([value.amax() for value in apart.values()]).any()):
         return
     for name, value in apart.items():
@@ -128,7 +128,7 @@ def compare(known: Known, rows: torch.Tensor, formed: Known) -> None:
             index = int(worst.argmax())
             raise BitsDiffer(
                 f"known.{name}: expected the bits that these inputs give, row {int(rows[index])} differs by "
-                f"{int(worst[index])} ULPs, and {int((worst > 0).sum())} of the {len(rows)} rows formed again differ; "
+                f"{int(worst[index])} ULPs, and {int((worst > 0).sum())} of the {len(rows)} recomputed rows differ; "
                 "hidden states, weight or options are not those of the earlier call"
             )
 

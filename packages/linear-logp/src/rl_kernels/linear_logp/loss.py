@@ -12,8 +12,8 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.main_grad import fold_grad_into_main_grad, refuse_checkpoint
 from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.linear_logp.arguments import Memory, Options, agreed
+from rl_kernels.linear_logp.chunked_loss import ChunkedLoss, Gradients, Loss
 from rl_kernels.linear_logp.chunks import chunks_of, offsets_of
-from rl_kernels.linear_logp.forming import Forming, Gradients, Loss
 from rl_kernels.linear_logp.run import process_group_of
 
 if TYPE_CHECKING:
@@ -120,21 +120,21 @@ def linear_logp_loss(
     length = target_ids.shape[1] if cu_seqlens is None else None
     chunks = tuple(chunks_of(offsets, chunk_tokens, hidden.device, length))
     is_checked = validate and not values_hidden(hidden)
-    formed = Forming(call, loss, chunks, length, grad_scale, return_stats, options, is_checked)
+    chunked = ChunkedLoss(call, loss, chunks, length, grad_scale, return_stats, options, is_checked)
     if not (call.differentiable and torch.is_grad_enabled()):
-        return formed.losses()
+        return chunked.losses()
     if call.main_grad is not None:
         refuse_checkpoint("lm_head_weight.main_grad", "linear_logp_loss", "call it outside, or call linear_logp there")
-    total, gradients = formed.with_gradients()
+    total, gradients = chunked.with_gradients()
     leaves = call.inputs[0], call.inputs[1], call.inputs[3]
-    result: torch.Tensor = _Handed.apply(total, gradients, grad_scale, is_checked, *leaves)
+    result: torch.Tensor = _PrecomputedGradients.apply(total, gradients, grad_scale, is_checked, *leaves)
     if call.main_grad is not None:
         fold_grad_into_main_grad("lm_head_weight", lm_head_weight, result)
     return result
 
 
-class _Handed(torch.autograd.Function):
-    """Returns a loss whose gradients are formed; backward hands them over."""
+class _PrecomputedGradients(torch.autograd.Function):
+    """Returns a loss; backward returns the gradients computed in forward, once."""
 
     @staticmethod
     def forward(
@@ -155,12 +155,14 @@ class _Handed(torch.autograd.Function):
         """Return the gradients of hidden, weight and bias, if the upstream gradient is that of the forward pass."""
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            raise RuntimeError("linear_logp_loss: expected one backward pass, the gradients were handed over before")
+            raise RuntimeError(
+                "linear_logp_loss: expected one backward pass, which returns the gradients computed in forward"
+            )
         expected = torch.full_like(upstream, ctx.grad_scale)
         if ctx.is_checked and not torch.equal(upstream, expected):
             raise RuntimeError(
                 f"linear_logp_loss: expected the upstream gradient {ctx.grad_scale:g}, got {float(upstream):g}; "
-                "give it as grad_scale, because the gradients are formed in the forward pass"
+                "give it as grad_scale, because the gradients are computed in the forward pass"
             )
         if not ctx.is_checked:
             torch._assert_async(upstream == expected, "linear_logp_loss: the upstream gradient is not grad_scale")

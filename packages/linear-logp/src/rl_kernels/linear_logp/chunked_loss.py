@@ -37,7 +37,7 @@ WHOLE = 1 << 30
 Gradients = list[torch.Tensor | None]
 
 
-class Forming(NamedTuple):
+class ChunkedLoss(NamedTuple):
     """A call of ``linear_logp_loss``.
 
     Attributes:
@@ -75,10 +75,10 @@ class Forming(NamedTuple):
         hidden = self.call.inputs[0]
         totals = _Totals(self, single=len(self.chunks) == 1)
         upstream = [hidden.new_empty(len(hidden), dtype=self._dtype) for _ in range(3 if self.has_stats else 1)]
-        found = [self._formed(chunk, totals, upstream) for chunk in self.chunks]
+        found = [self._chunk_losses(chunk, totals, upstream) for chunk in self.chunks]
         return self._sum(found), totals.gradients()
 
-    def _formed(self, chunk: Chunk, totals: _Totals, upstream: list[torch.Tensor]) -> torch.Tensor:
+    def _chunk_losses(self, chunk: Chunk, totals: _Totals, upstream: list[torch.Tensor]) -> torch.Tensor:
         """Return the losses of a chunk, and add its gradients to the totals; its logits are freed at the end."""
         hidden, _, _, bias = self.call.inputs[:4]
         is_bias = bias is not None and bias.requires_grad
@@ -144,11 +144,11 @@ class Forming(NamedTuple):
 class _Totals:
     """The gradients of hidden, weight and bias, as far as chunks have added to them."""
 
-    def __init__(self, formed: Forming, *, single: bool) -> None:
+    def __init__(self, loss: ChunkedLoss, *, single: bool) -> None:
         """Make room. ``single``: one chunk gives the gradients of weight and bias in the dtype of the inputs."""
-        call = formed.call
+        call = loss.call
         hidden, weight, _, bias = call.inputs[:4]
-        self._formed, self._dtype = formed, hidden.dtype
+        self._loss, self._dtype = loss, hidden.dtype
         self._needed = [value is not None and value.requires_grad for value in (hidden, weight, bias)]
         wide = compute_dtype(hidden.dtype)
         self._dhidden = torch.empty_like(hidden) if self._needed[0] else None
@@ -168,20 +168,20 @@ class _Totals:
         upstream: list[torch.Tensor],
     ) -> None:
         """Add the gradients of rows. norm, entropy and kept may have more rows than the backward pass."""
-        formed, here = self._formed, slice(rows.start, rows.stop)
-        count, group = rows.stop - rows.start, formed.call.shard.group
-        start, size, segments, _ = formed.call.shard
+        loss, here = self._loss, slice(rows.start, rows.stop)
+        count, group = rows.stop - rows.start, loss.call.shard.group
+        start, size, segments, _ = loss.call.shard
         grads = [value[here] for value in upstream] + [None] * (3 - len(upstream))
         saved = norm[:count], None if entropy is None else entropy[:count], kept[:count] if kept.shape[1] else None
         shard = start, size, segments, group is not None
-        how = formed.options.workspace_mib, self._needed, formed.options.join_tokens
-        arguments = *formed.inputs_of(here), *saved, *grads, *shard, *how
+        limits = loss.options.workspace_mib, self._needed, loss.options.join_tokens
+        arguments = *loss.inputs_of(here), *saved, *grads, *shard, *limits
         if self._main_grad is None and self._bias_total is None:
             op = summed("backward", group, self._dtype)
-            dhidden, self._dweight, self._dbias = op(*arguments, formed.call.backend)
+            dhidden, self._dweight, self._dbias = op(*arguments, loss.call.backend)
         else:
             op = summed("backward_main_grad", group, self._dtype)
-            dhidden, self._dbias = op(*arguments, self._main_grad, self._bias_total, formed.call.backend)
+            dhidden, self._dbias = op(*arguments, self._main_grad, self._bias_total, loss.call.backend)
         if self._dhidden is not None:
             self._dhidden[here] = dhidden
 
