@@ -26,7 +26,7 @@ PLANTED = (
         (
             Bug(
                 "library product of the rows as they are",
-                "_columns(left, b, out, settings)\n            return out",
+                "_multiply_columns(left, b, out, settings)\n            return out",
                 "return torch.mm(a, b.to(dtype))",
             ),
             Bug("strides of b ignored", "b, out.dtype", "b.as_strided(b.shape, (b.shape[1], 1)), out.dtype"),
