@@ -140,25 +140,31 @@ def agreed(
         return _prepared(*arguments)
     from rl_kernels.core.distributed import agree_on_kind
 
-    error, found = None, None
+    error, prepared = None, None
     try:
-        found = _prepared(*arguments)
+        prepared = _prepared(*arguments)
     except Exception as caught:
         # Whatever it is, the other ranks would wait for this one.
         error = caught
     options_of_all = {name: getattr(options, name) for name in OF_ALL_RANKS}
     kinds = (getattr(hidden, "dtype", None), getattr(target_ids, "dtype", None), getattr(hidden, "shape", (None,))[-1:])
-    wanted = torch.is_grad_enabled() and getattr(hidden, "requires_grad", False)
-    kind = ("linear_logp", bias is None, options.known is None, wanted, *map(str, (*options_of_all.values(), *kinds)))
+    needs_gradient = torch.is_grad_enabled() and getattr(hidden, "requires_grad", False)
+    kind = (
+        "linear_logp",
+        bias is None,
+        options.known is None,
+        needs_gradient,
+        *map(str, (*options_of_all.values(), *kinds)),
+    )
 
     def same() -> dict[str, object]:
-        assert found is not None
-        others = {"bias": "none" if bias is None else "given", **options_of_all, "backend": found.backend}
-        return same_of(hidden, target_ids, options.temperature, options.known, **others)
+        assert prepared is not None
+        compared = {"bias": "none" if bias is None else "given", **options_of_all, "backend": prepared.backend}
+        return same_of(hidden, target_ids, options.temperature, options.known, **compared)
 
     agree_on_kind("linear_logp", group, options.validate, kind, error, same)
-    assert found is not None
-    return found
+    assert prepared is not None
+    return prepared
 
 
 def _prepared(

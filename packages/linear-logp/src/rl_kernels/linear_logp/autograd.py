@@ -54,18 +54,20 @@ def forward(
 
     ranks = shard.group.size()
     slots = shard.slots(ranks)
-    found = []
+    per_slice = []
     if saved_mib is None and hidden.shape[0] > ROWS:
         saved_mib = 0
     # At least one slice; only one if logits are kept, because joining those of several would copy them.
     count = max(hidden.shape[0], 1)
     for rows in slices(count, count if saved_mib or saved_mib is None else ROWS):
         ids, scale = target_ids[rows], temperature[rows] if temperature.ndim else temperature
-        given = hidden[rows], weight, ids, bias, scale, ignore_index, cap
-        packed, kept = ops["states"](*given, shard.start, slots, return_stats, saved_mib, backend)
+        inputs = hidden[rows], weight, ids, bias, scale, ignore_index, cap
+        packed, kept = ops["states"](*inputs, shard.start, slots, return_stats, saved_mib, backend)
         gathered = all_gather(packed, shard.group).unflatten(0, (ranks, -1))
-        found.append(ops["finish"](gathered, ids, scale, ignore_index, shard.size, return_stats, backend))
-    logp, lse, entropy, norm = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
+        per_slice.append(ops["finish"](gathered, ids, scale, ignore_index, shard.size, return_stats, backend))
+    logp, lse, entropy, norm = (
+        per_slice[0] if len(per_slice) == 1 else map(torch.cat, zip(*per_slice, strict=True))
+    )
     return (logp, lse, entropy, norm, kept) if return_stats else (logp, norm, kept)
 
 
@@ -83,9 +85,9 @@ def check_known(call: Prepared, count: int) -> None:
     has_stats = call.known.logsumexp is not None or call.known.entropy is not None
     rows = rows_to_check(ids, ignore_index, count, draw(call.shard.group))
     scale = temperature[rows] if temperature.ndim else temperature
-    given = hidden[rows], weight, ids[rows], bias, scale, ignore_index, cap
-    logp, *others, norm, _ = forward(call.shard, *given, has_stats, 0, call.backend)
-    compare(call.known, rows, Known(logp, norm, *others))
+    inputs = hidden[rows], weight, ids[rows], bias, scale, ignore_index, cap
+    logp, *stats, norm, _ = forward(call.shard, *inputs, has_stats, 0, call.backend)
+    compare(call.known, rows, Known(logp, norm, *stats))
 
 
 def summed(name: str, group: ProcessGroup | None, dtype: torch.dtype) -> Callable[..., Any]:
@@ -96,9 +98,9 @@ def summed(name: str, group: ProcessGroup | None, dtype: torch.dtype) -> Callabl
     from rl_kernels.core.distributed import all_reduce
 
     def call(*args: Any) -> Any:
-        partial, *others = op(*args)
+        partial, *gradients = op(*args)
         needed = args[-3 if name == "backward" else -5]
-        return all_reduce(partial, group, dtype=dtype) if needed[0] else partial, *others
+        return all_reduce(partial, group, dtype=dtype) if needed[0] else partial, *gradients
 
     call.__name__ = op.__name__
     return call
@@ -112,10 +114,16 @@ class LinearLogp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: tuple[Any, ...]
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        without_gradient: tuple[Any, ...],
     ) -> tuple[torch.Tensor, ...]:
         """Return logp, or the three statistics; what is known is not computed."""
-        target_ids, temperature, ignore_index, cap, main_grad, workspace_mib, saved_mib, join_tokens, *rest = others
+        target_ids, temperature, ignore_index, cap, main_grad, workspace_mib, saved_mib, join_tokens, *rest = (
+            without_gradient
+        )
         return_stats, start, size, segments, group, backend, *known = rest
         inputs = (hidden, weight, target_ids, bias, temperature, ignore_index, cap)
         shard = Shard(start, size, segments, group)
@@ -145,5 +153,7 @@ class LinearLogp(torch.autograd.Function):
             dweight = None
         else:
             dhidden, dweight, dbias = first_order(summed("backward", group, hidden.dtype), *arguments, ctx.backend)
-        found = [value if wanted else None for value, wanted in zip((dhidden, dweight, dbias), needed, strict=True)]
-        return *found, None
+        gradients = [
+            value if is_needed else None for value, is_needed in zip((dhidden, dweight, dbias), needed, strict=True)
+        ]
+        return *gradients, None

@@ -188,8 +188,8 @@ def _segments(inputs: Inputs, number: int) -> list[slice]:
     """Return the segments of the vocabulary in this shard that are not empty, counted from its first column."""
     here = inputs.weight.shape[0]
     bounds = vocab_shards(inputs.vocab, number) if number > 1 else ((inputs.start, inputs.start + here),)
-    found = [slice(first - inputs.start, last - inputs.start) for first, last in bounds]
-    return [part for part in found if 0 <= part.start < part.stop <= here]
+    parts = [slice(first - inputs.start, last - inputs.start) for first, last in bounds]
+    return [part for part in parts if 0 <= part.start < part.stop <= here]
 
 
 def _are_some_empty(vocab: int) -> bool:

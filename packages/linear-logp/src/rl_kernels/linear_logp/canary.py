@@ -23,9 +23,9 @@ def gradients(dtype: torch.dtype, device: torch.device, backend: str) -> Iterato
     """Yield the gradients of hidden states and weight."""
     hidden, weight, ids = _inputs(dtype, device)
     inputs = [hidden.requires_grad_(), weight.requires_grad_()]
-    found = linear_logp(hidden, weight, ids, backend=backend)
+    logp = linear_logp(hidden, weight, ids, backend=backend)
     upstream = numbers(ROWS, salt=4, dtype=torch.float32, device=device)
-    yield from torch.autograd.grad(found, inputs, upstream)
+    yield from torch.autograd.grad(logp, inputs, upstream)
 
 
 def _inputs(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -63,11 +63,11 @@ class ChunkedLoss(NamedTuple):
     @torch.no_grad()
     def losses(self) -> torch.Tensor:
         """Return the sum of all losses."""
-        found = []
+        losses = []
         for chunk in self.chunks:
             results = self._forward(chunk.tokens, 0)[: 3 if self.has_stats else 1]
-            found.append(self._of_chunk(chunk, results))
-        return self._sum(found)
+            losses.append(self._of_chunk(chunk, results))
+        return self._sum(losses)
 
     @torch.no_grad()
     def with_gradients(self) -> tuple[torch.Tensor, Gradients]:
@@ -75,8 +75,8 @@ class ChunkedLoss(NamedTuple):
         hidden = self.call.inputs[0]
         totals = _Totals(self, single=len(self.chunks) == 1)
         upstream = [hidden.new_empty(len(hidden), dtype=self._dtype) for _ in range(3 if self.has_stats else 1)]
-        found = [self._chunk_losses(chunk, totals, upstream) for chunk in self.chunks]
-        return self._sum(found), totals.gradients()
+        losses = [self._chunk_losses(chunk, totals, upstream) for chunk in self.chunks]
+        return self._sum(losses), totals.gradients()
 
     def _chunk_losses(self, chunk: Chunk, totals: _Totals, upstream: list[torch.Tensor]) -> torch.Tensor:
         """Return the losses of a chunk, and add its gradients to the totals; its logits are freed at the end."""
@@ -137,8 +137,8 @@ class ChunkedLoss(NamedTuple):
             raise ValueError(f"loss: expected device {shaped[0].device}, got {losses.device}")
         return losses.to(self._dtype)
 
-    def _sum(self, found: list[torch.Tensor]) -> torch.Tensor:
-        return row_sum(torch.cat(found)) if found else self.call.inputs[0].new_zeros((), dtype=self._dtype)
+    def _sum(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        return row_sum(torch.cat(losses)) if losses else self.call.inputs[0].new_zeros((), dtype=self._dtype)
 
 
 class _Totals:
@@ -189,8 +189,8 @@ class _Totals:
         """Return the gradients in the dtype of the inputs; None for one not needed, or added to ``main_grad``."""
         dweight = self._dweight if self._main_grad is None else self._main_grad.to(self._dtype)
         dbias = self._dbias if self._bias_total is None else self._bias_total.to(self._dtype)
-        found = self._dhidden, None if self._into_main_grad else dweight, dbias
-        return [value if needed else None for value, needed in zip(found, self._needed, strict=True)]
+        gradients = self._dhidden, None if self._into_main_grad else dweight, dbias
+        return [gradient if is_needed else None for gradient, is_needed in zip(gradients, self._needed, strict=True)]
 
 
 def _plainly_saved() -> AbstractContextManager[Any]:
@@ -204,12 +204,12 @@ def _kind(value: object) -> str:
 
 def _check_leaves(losses: torch.Tensor, leaves: list[torch.Tensor]) -> None:
     """Refuse losses that depend on other tensors that require grad: their gradients would be lost."""
-    nodes, seen = [losses.grad_fn], set()
+    nodes, visited = [losses.grad_fn], set()
     while nodes:
         node: Any = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is not None and all(leaf is not own for own in leaves):
             raise ValueError(

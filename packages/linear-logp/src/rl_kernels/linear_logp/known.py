@@ -35,9 +35,9 @@ class Known(NamedTuple):
     entropy: torch.Tensor | None = None
 
     @classmethod
-    def given(cls, logp: torch.Tensor | None, norm: torch.Tensor | None, *others: torch.Tensor | None) -> Known | None:
+    def given(cls, logp: torch.Tensor | None, norm: torch.Tensor | None, *stats: torch.Tensor | None) -> Known | None:
         """Return the statistics, or None if there are none."""
-        return None if logp is None or norm is None else cls(logp, norm, *others)
+        return None if logp is None or norm is None else cls(logp, norm, *stats)
 
     def of_rows(self, target_ids: torch.Tensor, ignore_index: int | None) -> Known:
         """Return the statistics of rows with these ids ``[N]``: ``norm[N, 2]``, the others ``[N]``; 0 where ignored."""
@@ -49,18 +49,18 @@ class Known(NamedTuple):
                 return value.contiguous()
             return torch.where(active.view(-1, *[1] * len(last)), value, 0.0)
 
-        others = (None if value is None else flat(value) for value in self[2:])
-        return Known(flat(self.logp), flat(self.norm, 2), *others)
+        stats = (None if value is None else flat(value) for value in self[2:])
+        return Known(flat(self.logp), flat(self.norm, 2), *stats)
 
     def results(self, hidden: torch.Tensor, *, return_stats: bool) -> tuple[torch.Tensor, ...]:
         """Return the results of the forward pass over rows ``hidden[N, D]``, copied; no logits are kept."""
         none_kept = hidden.new_empty((len(hidden), 0), dtype=self.logp.dtype)
-        found = [self.logp.clone()]
+        results = [self.logp.clone()]
         if return_stats:
             assert self.logsumexp is not None
             assert self.entropy is not None
-            found += [self.logsumexp.clone(), self.entropy.clone()]
-        return *found, self.norm, none_kept
+            results += [self.logsumexp.clone(), self.entropy.clone()]
+        return *results, self.norm, none_kept
 
 
 class BitsDiffer(RuntimeError):
@@ -108,8 +108,8 @@ def rows_to_check(target_ids: torch.Tensor, ignore_index: int | None, count: int
         return (draws * size).long().to(target_ids.device, non_blocking=True)
     # Active rows have the numbers 1, 2, ...
     numbers = (target_ids != ignore_index).cumsum(0)
-    wanted = (draws.to(target_ids.device, non_blocking=True) * numbers[-1]).long() + 1
-    return torch.searchsorted(numbers, wanted).clamp_(max=size - 1)
+    numbers_drawn = (draws.to(target_ids.device, non_blocking=True) * numbers[-1]).long() + 1
+    return torch.searchsorted(numbers, numbers_drawn).clamp_(max=size - 1)
 
 
 def compare(known: Known, rows: torch.Tensor, recomputed: Known) -> None:
@@ -118,11 +118,11 @@ def compare(known: Known, rows: torch.Tensor, recomputed: Known) -> None:
     Raises:
         BitsDiffer: a number differs; the message names its row, and how far it is off.
     """
-    given = {name: value[rows] for name, value in known._asdict().items() if value is not None}
-    apart = {name: _ulps(value, getattr(recomputed, name)) for name, value in given.items()}
-    if not bool(torch.stack([value.amax() for value in apart.values()]).any()):
+    values = {name: value[rows] for name, value in known._asdict().items() if value is not None}
+    distances = {name: _ulps(value, getattr(recomputed, name)) for name, value in values.items()}
+    if not bool(torch.stack([value.amax() for value in distances.values()]).any()):
         return
-    for name, value in apart.items():
+    for name, value in distances.items():
         worst = value if value.ndim == 1 else value.amax(1)
         if bool(worst.any()):
             index = int(worst.argmax())

@@ -63,22 +63,22 @@ def _rows(hidden: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def _finished(
-    gathered: torch.Tensor, target_ids: torch.Tensor, *others: Any
+    gathered: torch.Tensor, target_ids: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    count, extra = len(target_ids), len(target_ids) if others[-1] else 0
+    count, extra = len(target_ids), len(target_ids) if rest[-1] else 0
     logp, lse, entropy, norm = (gathered.new_empty(shape) for shape in (count, extra, extra, (count, 2)))
     return logp, lse, entropy, norm
 
 
 def _gradients(
-    hidden: torch.Tensor, weight: torch.Tensor, *others: Any
+    hidden: torch.Tensor, weight: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    *_, partial, _, needed, _ = others
+    *_, partial, _, needed, _ = rest
     shapes = (hidden.shape, weight.shape, weight.shape[:1])
     dtypes = (compute_dtype(hidden.dtype) if partial else hidden.dtype, *[hidden.dtype] * 2)
     dhidden, dweight, dbias = (
-        hidden.new_empty(shape if wanted else 0, dtype=dtype)
-        for shape, dtype, wanted in zip(shapes, dtypes, needed, strict=True)
+        hidden.new_empty(shape if is_needed else 0, dtype=dtype)
+        for shape, dtype, is_needed in zip(shapes, dtypes, needed, strict=True)
     )
     return dhidden, dweight, dbias
 
@@ -94,15 +94,19 @@ def _kept(hidden: torch.Tensor, weight: torch.Tensor, saved_mib: int | None) -> 
 
 
 FAKES = {
-    "forward": lambda hidden, weight, *others: (_rows(hidden), _rows(hidden, 2), _kept(hidden, weight, others[-1])),
-    "forward_stats": lambda hidden, weight, *others: (
+    "forward": lambda hidden, weight, *rest: (
+        _rows(hidden),
+        _rows(hidden, 2),
+        _kept(hidden, weight, rest[-1]),
+    ),
+    "forward_stats": lambda hidden, weight, *rest: (
         *(_rows(hidden) for _ in range(3)),
         _rows(hidden, 2),
-        _kept(hidden, weight, others[-1]),
+        _kept(hidden, weight, rest[-1]),
     ),
-    "states": lambda hidden, weight, *others: (
-        packing.empty(hidden, others[-3], entropy=others[-2])[0],
-        _kept(hidden, weight, others[-1]),
+    "states": lambda hidden, weight, *rest: (
+        packing.empty(hidden, rest[-3], entropy=rest[-2])[0],
+        _kept(hidden, weight, rest[-1]),
     ),
     "finish": _finished,
     "backward": _gradients,

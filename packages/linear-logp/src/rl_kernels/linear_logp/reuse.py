@@ -46,8 +46,8 @@ def linear_logp_known(
         ValueError: gradients are enabled and an operand requires one.
         TypeError, ValueError, BackendUnavailable, CanaryMismatch, RuntimeError: as in ``linear_logp``.
     """
-    group, given = _options(options, return_stats=return_stats, return_known=True)
-    known: Known = run(hidden, lm_head_weight, target_ids, bias, group, given)
+    group, own_options = _options(options, return_stats=return_stats, return_known=True)
+    known: Known = run(hidden, lm_head_weight, target_ids, bias, group, own_options)
     return known
 
 
@@ -82,8 +82,8 @@ def linear_logp_from_known(
     """
     if known is None:
         raise TypeError("known: expected what linear_logp_known returns, got NoneType")
-    group, given = _options(options, return_stats=return_stats, known=known, check_rows=check_rows)
-    logp: torch.Tensor | LogpStats = run(hidden, lm_head_weight, target_ids, bias, group, given)
+    group, own_options = _options(options, return_stats=return_stats, known=known, check_rows=check_rows)
+    logp: torch.Tensor | LogpStats = run(hidden, lm_head_weight, target_ids, bias, group, own_options)
     return logp
 
 

@@ -53,7 +53,7 @@ def run(
         results = forward(call.shard, *call.inputs, has_stats, 0, call.backend, call.known)
 
     shape = target_ids.shape
-    logp, *others = (value.view(shape) for value in results[: 3 if has_stats else 1])
+    logp, *stats = (value.view(shape) for value in results[: 3 if has_stats else 1])
     if options.return_known:
-        return Known(logp, results[-2].view(*shape, 2), *others)
-    return LogpStats(logp, *others) if has_stats else logp
+        return Known(logp, results[-2].view(*shape, 2), *stats)
+    return LogpStats(logp, *stats) if has_stats else logp

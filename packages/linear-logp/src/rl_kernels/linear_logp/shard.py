@@ -90,7 +90,7 @@ def same_of(
     target_ids: torch.Tensor,
     temperature: float | torch.Tensor,
     known: Known | None,
-    **others: object,
+    **options: object,
 ) -> dict[str, object]:
     """Return what must be equal on all ranks: name -> value. It reads all hidden states and ids."""
     from rl_kernels.core.distributed import fingerprint
@@ -99,12 +99,12 @@ def same_of(
     if isinstance(temperature, torch.Tensor):
         tensors["temperature"] = temperature
     else:
-        others["temperature"] = temperature
+        options["temperature"] = temperature
     if known is not None:
         tensors |= {f"known.{name}": value for name, value in known._asdict().items() if value is not None}
     names = {True: "is computed", False: "is not computed"}
-    found: dict[str, object] = {"gradient of hidden": names[torch.is_grad_enabled() and hidden.requires_grad]}
+    values: dict[str, object] = {"gradient of hidden": names[torch.is_grad_enabled() and hidden.requires_grad]}
     for name, value in tensors.items():
-        found[name] = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    found |= others
-    return found | {f"{name} (hash of its values)": fingerprint(value) for name, value in tensors.items()}
+        values[name] = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    values |= options
+    return values | {f"{name} (hash of its values)": fingerprint(value) for name, value in tensors.items()}

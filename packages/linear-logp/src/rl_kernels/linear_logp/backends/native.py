@@ -81,8 +81,8 @@ def finish(
     scale = per_row(temperature, chosen)
     each = (SoftmaxState(top, total, weighted if entropy else None) for top, total, weighted in parts)
     inputs = Inputs(gathered, gathered, target_ids, None, temperature, ignore_index, None, whole=vocab_size)
-    logp, norm, *others = _results(inputs, _merged(each, scale), chosen, scale)
-    lse, row_entropy = others or [gathered.new_empty(0), gathered.new_empty(0)]
+    logp, norm, *stats = _results(inputs, _merged(each, scale), chosen, scale)
+    lse, row_entropy = stats or [gathered.new_empty(0), gathered.new_empty(0)]
     return logp, lse, row_entropy, norm
 
 
@@ -136,15 +136,15 @@ def _statistics(
     entropy: bool,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Return logp and norm, with entropy also logsumexp and entropy; and the logits that are kept."""
-    logits, found = kept.empty(hidden, weight.shape[0], saved_mib), []
+    logits, results = kept.empty(hidden, weight.shape[0], saved_mib), []
     inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, kept=logits)
     for rows in _blocks(inputs):
         block = inputs.block(rows)
         scale = per_row(block.temperature, block.hidden)
         chosen = block.hidden.new_zeros(block.hidden.shape[0], dtype=compute_dtype(block.hidden.dtype))
         state = _merged(_walk(block, chosen, entropy=entropy), scale)
-        found.append(_results(block, state, chosen, scale))
-    return found[0] if len(found) == 1 else [torch.cat(parts) for parts in zip(*found, strict=True)], logits
+        results.append(_results(block, state, chosen, scale))
+    return results[0] if len(results) == 1 else [torch.cat(parts) for parts in zip(*results, strict=True)], logits
 
 
 def _blocks(inputs: Inputs) -> Iterator[slice]:
@@ -179,13 +179,13 @@ def _results(
     block: Inputs, state: SoftmaxState, chosen: torch.Tensor, scale: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """Return logp and norm, and with entropy logsumexp and entropy; 0 at ignored positions."""
-    found = softmax.finish(state, scale)
+    softmax_state = softmax.finish(state, scale)
     # Of an id out of range logp and, through norm, gradients are NaN. All NaN have the same bits.
-    norm = found.norm.masked_fill_(outside(block.target_ids, block.vocab)[:, None], torch.nan)
-    logp = found.logp(chosen, scale)
+    norm = softmax_state.norm.masked_fill_(outside(block.target_ids, block.vocab)[:, None], torch.nan)
+    logp = softmax_state.logp(chosen, scale)
     values = [logp.masked_fill_(logp.isnan(), torch.nan), norm]
-    if found.logsumexp is not None and found.entropy is not None:
-        values += [found.logsumexp, found.entropy]
+    if softmax_state.logsumexp is not None and softmax_state.entropy is not None:
+        values += [softmax_state.logsumexp, softmax_state.entropy]
     return [block.keep(value) for value in values]
 
 

@@ -101,40 +101,40 @@ DRAWN = frozenset(
 def inputs(case: Case, draw: Draw) -> Inputs:
     """Draw ``hidden[batch, seq, hidden]``, a weight of scale at most ``hidden^-0.5``, ids, and the options' tensors."""
     batch, seq, size, vocab = (case.sizes[name] for name in ("batch", "seq", "hidden", "vocab"))
-    asked = case.options
+    options = case.options
     ids = draw.ids(vocab, batch, seq)
-    if asked.get("edges"):
+    if options.get("edges"):
         ids = with_edges(ids, vocab)
     call: Inputs = {
-        "hidden": with_values(draw.normal(batch, seq, size, scale=_scale(case)), asked.get("values")),
+        "hidden": with_values(draw.normal(batch, seq, size, scale=_scale(case)), options.get("values")),
         # With few features a single large weight would dominate the logits and the gradient of hidden.
         "lm_head_weight": draw.normal(vocab, size, scale=max(size, FEATURES) ** -0.5),
         "target_ids": ids,
     }
-    if asked.get("equal"):
+    if options.get("equal"):
         call["hidden"], ids = call["hidden"][:1, :1].repeat(batch, seq, 1), ids[:1, :1].repeat(batch, seq)
         call["target_ids"] = ids
-    if asked.get("bias"):
-        bias = draw.normal(vocab) + asked.get("offset", 0.0)
-        if "minus_inf" in asked:
+    if options.get("bias"):
+        bias = draw.normal(vocab) + options.get("offset", 0.0)
+        if "minus_inf" in options:
             targets = torch.zeros(vocab, dtype=torch.bool, device=draw.device).index_fill(0, ids.flatten(), True)
-            bias = bias.masked_fill(draw.mask(asked["minus_inf"], vocab) & ~targets, -torch.inf)
+            bias = bias.masked_fill(draw.mask(options["minus_inf"], vocab) & ~targets, -torch.inf)
         # Far below the other pieces: exp(other - this) overflows and exp(this - other) is 0. The last columns keep
         # their value, because lowering all columns would only shift the row.
-        bias[: min(asked.get("low", 0), vocab // 2)] -= 110
-        bias[: min(asked.get("minus_inf_first", 0), vocab - 1)] = -torch.inf
+        bias[: min(options.get("low", 0), vocab // 2)] -= 110
+        bias[: min(options.get("minus_inf_first", 0), vocab - 1)] = -torch.inf
         call["bias"] = bias
-    if "ignore_index" in asked:
-        call["target_ids"] = ids.masked_fill(draw.mask(0.4, batch, seq), asked["ignore_index"])
-    if "temperature" in asked:
-        between = TEMPERATURES.get(asked["temperature"])
+    if "ignore_index" in options:
+        call["target_ids"] = ids.masked_fill(draw.mask(0.4, batch, seq), options["ignore_index"])
+    if "temperature" in options:
+        between = TEMPERATURES.get(options["temperature"])
         call["temperature"] = (
-            draw.uniform(*between, batch, seq, dtype=torch.float32) if between else asked["temperature"]
+            draw.uniform(*between, batch, seq, dtype=torch.float32) if between else options["temperature"]
         )
-    if asked.get("whole"):
+    if options.get("whole"):
         call["vocab_size"] = vocab
-    call["target_ids"] = call["target_ids"].to(asked.get("ids", torch.int64))
-    return call | {name: value for name, value in asked.items() if name not in DRAWN}
+    call["target_ids"] = call["target_ids"].to(options.get("ids", torch.int64))
+    return call | {name: value for name, value in options.items() if name not in DRAWN}
 
 
 def _scale(case: Case) -> float:
@@ -150,9 +150,9 @@ def _scale(case: Case) -> float:
 def with_edges(ids: torch.Tensor, vocab: int) -> torch.Tensor:
     """Return the ids with the leading ones set to the first and last columns of the pieces."""
     edges = [column for start in range(0, vocab, PIECE) for column in (start, min(start + PIECE, vocab) - 1)]
-    found = ids.clone()
-    found.view(-1)[: len(edges)] = torch.tensor(edges, device=ids.device)[: ids.numel()]
-    return found
+    with_edge_ids = ids.clone()
+    with_edge_ids.view(-1)[: len(edges)] = torch.tensor(edges, device=ids.device)[: ids.numel()]
+    return with_edge_ids
 
 
 def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

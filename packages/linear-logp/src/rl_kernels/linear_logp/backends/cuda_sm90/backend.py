@@ -116,8 +116,8 @@ def finish(
         temperatures, ids, numbers = fields(inputs, count, vocab_size, 0)
         arguments = (None, temperatures, ids, None, *numbers, chosen, parts, *_ordered(results), BLOCKS, 0)
         # The merge depends on neither the dtype of the operands nor the cap.
-        made = program(FORWARD, torch.bfloat16, Cut.of(count), entropy=entropy)
-        _launch_finish(made, ARGS.format(INPUTS), count, gathered.device, arguments)
+        program_of_call = program(FORWARD, torch.bfloat16, Cut.of(count), entropy=entropy)
+        _launch_finish(program_of_call, ARGS.format(INPUTS), count, gathered.device, arguments)
     return (logp, lse, row_entropy, norm) if entropy else (logp, logp.new_empty(0), logp.new_empty(0), norm)
 
 
