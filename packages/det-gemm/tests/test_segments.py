@@ -56,6 +56,11 @@ def test_a_gradient_of_the_input_is_a_product_in_segments_of_n():
     assert torch.equal(dweight, det_gemm_dw(upstream, a.detach()))
     (da,) = torch.autograd.grad(det_gemm(a, weight.t(), dx_segments=8), a, upstream)
     assert torch.equal(da, dx.flatten(0, 1))
+    # In FP32, where segments give other bits.
+    wide, weight, upstream = a.detach().float().requires_grad_(), weight.float(), upstream.float()
+    (da,) = torch.autograd.grad(det_gemm(wide, weight.t(), k_segments=4), wide, upstream)
+    assert torch.equal(da, det_gemm(upstream, weight))
+    assert not torch.equal(da, det_gemm(upstream, weight, k_segments=4))
 
 
 def test_main_grad_and_autocast_are_as_without_segments():

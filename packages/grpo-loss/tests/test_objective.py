@@ -58,6 +58,30 @@ def test_what_is_given_beside_an_objective_replaces_it() -> None:
     assert found == grpo_loss(**_call(), objective=whole)
     assert found != grpo_loss(**_call(), objective=made)
     assert grpo_loss(**_call(), objective=made, beta=0.0).kl == 0
+    assert grpo_loss(**_call(), beta=1) == grpo_loss(**_call(), beta=1.0)
+    for wrong in (True, [0.1]):
+        with pytest.raises((TypeError, ValueError), match=r"^beta: "):
+            grpo_loss(**_call(), beta=wrong)
+
+
+def test_old_logps_get_no_gradient() -> None:
+    call = _call()
+    call["old_logps"].requires_grad_()
+    assert not grpo_loss(**call).loss.requires_grad
+    # The profiler observes ops, so PyTorch's dispatcher calls them.
+    with torch.autograd.profiler.profile():
+        assert not grpo_loss(**call).loss.requires_grad
+
+
+def test_advantages_of_trl_in_a_group_of_nearly_equal_rewards() -> None:
+    call = _call()
+    rewards = 1.0 + 1e-4 * call.pop("rewards").double()
+    groups = rewards.view(-1, call.pop("samples_per_prompt"))
+    advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+    objective = Objective.preset("trl-1.16:dapo")
+    expected = grpo_loss_from_advantages(**call, advantages=advantages.flatten(), objective=objective).loss
+    loss = grpo_loss(**call, rewards=rewards, samples_per_prompt=3, objective=objective).loss
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_advantages_are_those_of_the_objective() -> None:

@@ -141,8 +141,10 @@ def test_metrics_count_active_tokens_that_are_not_finite() -> None:
     current = torch.tensor([[-1.0, torch.nan, -1.0, -torch.inf]])
     old = torch.tensor([[torch.inf, -1.0, -1.0, -1.0]])
     mask = torch.tensor([[True, True, True, False]])
-    _, found = grpo_loss_from_advantages(current, old, None, torch.ones(1), mask, return_metrics=True)
-    assert found[METRICS.index("nonfinite")] == 2
+    ref = torch.tensor([[-1.0, -1.0, torch.nan, torch.nan]])
+    for beta, expected in ((0.0, 2), (0.1, 3)):
+        _, metrics = grpo_loss_from_advantages(current, old, ref, torch.ones(1), mask, beta=beta, return_metrics=True)
+        assert metrics[METRICS.index("nonfinite")] == expected
 
 
 CURRENT = torch.tensor([[-1.0, -2.0, -0.5], [-1.5, -0.25, -3.0]], dtype=torch.float64)

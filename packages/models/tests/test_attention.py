@@ -101,6 +101,10 @@ def test_masks_mean_what_those_of_transformers_mean(name):
     wanted = expected(q, k, v, visible, causal=layer.is_causal)
     real = torch.ones(3, queries, dtype=torch.bool) if mask is None else mask[:, before : before + queries].bool()
     torch.testing.assert_close(found[real].double(), wanted[real], rtol=1e-5, atol=1e-6)
+    # An argument of the call goes before the layer's attribute.
+    is_causal, layer.is_causal = layer.is_causal, not layer.is_causal
+    again, _ = attention_forward(layer, q, k, v, ours, sliding_window=window, is_causal=is_causal)
+    assert torch.equal(again, found)
 
 
 @pytest.mark.smoke

@@ -65,9 +65,7 @@ def forward(
         packed, kept = ops["states"](*inputs, shard.start, slots, return_stats, saved_mib, backend)
         gathered = all_gather(packed, shard.group).unflatten(0, (ranks, -1))
         per_slice.append(ops["finish"](gathered, ids, scale, ignore_index, shard.size, return_stats, backend))
-    logp, lse, entropy, norm = (
-        per_slice[0] if len(per_slice) == 1 else map(torch.cat, zip(*per_slice, strict=True))
-    )
+    logp, lse, entropy, norm = per_slice[0] if len(per_slice) == 1 else map(torch.cat, zip(*per_slice, strict=True))
     return (logp, lse, entropy, norm, kept) if return_stats else (logp, norm, kept)
 
 
