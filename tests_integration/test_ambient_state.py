@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rl_kernels.core import kernel_registry
-from rl_kernels.core.dispatch import forget
+from rl_kernels.core.calls import forget
 from rl_kernels.core.testing import Draw, function_of, spec_of
 from rl_kernels.core.torchlib.scalars import _cached_numbers
 from rl_kernels.lab.check.guard import named

@@ -8,8 +8,8 @@ import torch
 from rl_kernels.attention.backends.cuda_sm90 import plan, schedule
 from rl_kernels.attention.op import OPERATOR
 from rl_kernels.attention.spec.cases_dimensions import DIMENSIONS
+from rl_kernels.core.calls import forget
 from rl_kernels.core.cuda import launch
-from rl_kernels.core.dispatch import forget
 from rl_kernels.core.testing import Case, spec_of
 from rl_kernels.core.testing.planted import Bug
 from rl_kernels.lab.check.conformance import cell

@@ -7,7 +7,7 @@ import torch
 
 from rl_kernels.attention import det_attention
 from rl_kernels.attention.op import OPERATOR
-from rl_kernels.core.dispatch import forget
+from rl_kernels.core.calls import forget
 from rl_kernels.core.testing import Draw, far
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,7 +8,7 @@ import torch
 
 from rl_kernels.attention import det_attention
 from rl_kernels.attention.op import OPERATOR
-from rl_kernels.core.dispatch import forget
+from rl_kernels.core.calls import forget
 from rl_kernels.core.testing import Case
 from rl_kernels.lab.check import compare
 from rl_kernels.lab.check.conformance import cell, device

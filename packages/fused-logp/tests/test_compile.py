@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_kernels.core import use_backend
-from rl_kernels.core.dispatch import forget
+from rl_kernels.core.calls import forget
 from rl_kernels.fused_logp import fused_logp
 from rl_kernels.lab.check.compare import bits
 

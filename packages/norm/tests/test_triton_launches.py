@@ -17,7 +17,7 @@ BACKEND = "rl_kernels.norm.backends.triton.backend"
 FEW_STEPS, EPS, OFFSET = 32, 1e-5, 0.5
 BUGS = (
     Bug("a program short", "ceil_div(count, rows)", "count // rows"),
-    Bug("buffer's stride ignored", "out.stride(0)", "1"),
+    Bug("buffer's stride ignored", "main_grad.stride(0)", "1"),
     Bug("alignment not looked at", "() and x.data_ptr() % ALIGNED == 0", "()"),
 )
 

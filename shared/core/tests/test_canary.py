@@ -11,7 +11,7 @@ import torch
 
 from rl_kernels.core import canary
 from rl_kernels.core.canary import CanaryMismatch
-from rl_kernels.core.dispatch import choose, record_dispatch, remembered_choice, without_canaries
+from rl_kernels.core.dispatch import choose, record_dispatch, remembered, without_canaries
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def test_right_bits_are_looked_at_once_for_each_dtype(runs, record):
 
 def test_other_bits_raise_at_every_call(runs, record):
     record(fp32=WRONG)
-    chosen = remembered_choice(lambda x: choose(OPERATOR, Call.of(x)).name)
+    chosen = remembered(lambda x: choose(OPERATOR, Call.of(x)).name)
     for _ in range(2):
         with pytest.raises(CanaryMismatch, match=r"canary: native of toy on cpu gives other bits"):
             chosen(torch.ones(2))
@@ -101,7 +101,7 @@ def test_a_kind_first_seen_by_the_checker_is_compared_later(runs, record):
         choose(OPERATOR, call())
     with pytest.raises(CanaryMismatch):
         choose(OPERATOR, call())
-    chosen = remembered_choice(lambda x: choose(OPERATOR, Call.of(x)).name)
+    chosen = remembered(lambda x: choose(OPERATOR, Call.of(x)).name)
     with without_canaries(), without_canaries():
         chosen(torch.ones(2))
     with pytest.raises(CanaryMismatch):
@@ -155,7 +155,7 @@ def test_under_a_transform_it_waits(runs, record):
 def test_while_a_graph_is_captured_nothing_runs_and_nothing_is_kept(runs, record, monkeypatch):
     record(fp32=right())
     on_gpu = Call(torch.device("cuda", 0), torch.float32, "cpu")
-    chosen = remembered_choice(lambda x: choose(OPERATOR, on_gpu).name)
+    chosen = remembered(lambda x: choose(OPERATOR, on_gpu).name)
     monkeypatch.setattr(canary, "_without_modes", lambda device: contextlib.nullcontext())
     for is_capturing, count in ((True, 0), (True, 0), (False, 1), (False, 1)):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda is_capturing=is_capturing: is_capturing)

@@ -1,9 +1,9 @@
-"""Choices and plans that are remembered for calls of one kind."""
+"""Choices that are remembered for calls of one kind."""
 
 import pytest
 import torch
 
-from rl_kernels.core import dispatch
+from rl_kernels.core import calls, dispatch
 from rl_kernels.core.dispatch import choose, record_dispatch, use_backend
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 
@@ -15,7 +15,7 @@ def prepared():
     """A function that counts how often it looks at its arguments."""
     looked = []
 
-    @dispatch.remembered_choice
+    @dispatch.remembered
     def prepare(x, limit, strict):
         looked.append(tuple(x.shape))
         if x.numel() > limit:
@@ -81,34 +81,9 @@ def test_choices_can_be_recorded_while_calls_remember_theirs(prepared):
     assert [choice.backend for choice in log] == ["native"]
 
 
-def test_a_plan_is_made_once_for_arguments_of_each_kind_or_not_at_all():
-    looked = []
-
-    @dispatch.remembered_plan
-    def plan(x):
-        looked.append(x)
-        return None if x is None or x.ndim == 0 else object()
-
-    x = torch.zeros(2)
-    found = plan(x)
-    assert found is not None
-    assert plan(torch.ones(2)) is found
-    # That there is none is remembered too.
-    assert [plan(torch.zeros(())) for _ in range(2)] == [plan(None) for _ in range(2)] == [None, None]
-    assert len(looked) == 3
-    with record_dispatch():
-        assert plan(x) is None
-    with use_backend(grpo_loss="native"):
-        assert plan(torch.zeros(7)) is None
-    assert len(looked) == 3
-    dispatch.forget()
-    assert plan(x) is not found
-    assert len(looked) == 4
-
-
 def test_what_is_remembered_of_choices_is_bounded(prepared, monkeypatch):
     prepare, looked = prepared
-    monkeypatch.setattr(dispatch, "CACHE_SIZE", 2)
+    monkeypatch.setattr(calls, "SIZE", 2)
     for size in (1, 2, 3, 1):
         prepare(torch.zeros(size), 3, True)
     assert len(looked) == 4

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_kernels.core import dispatch
+from rl_kernels.core.calls import forget, prepared
 from rl_kernels.core.dispatch import BackendUnavailable, Choice, choose, record_dispatch, use_backend
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.registry import GROUP, KernelRegistry
@@ -27,7 +28,18 @@ native.backward = lambda grad, b: grad @ b.t()
 twice = ModuleType("toy_twice")
 twice.forward = lambda a, b: 2 * (a @ b)
 twice.backward = lambda grad, b: 2 * (grad @ b.t())
-sys.modules |= {"toy_native": native, "toy_twice": twice}
+prepares = ModuleType("toy_prepares")
+prepares.kinds = []
+sys.modules |= {"toy_native": native, "toy_twice": twice, "toy_prepares": prepares}
+
+
+@prepared
+def _prepared_forward(a, b):
+    prepares.kinds.append((a.shape, b.stride()))
+    return lambda a, b: a @ b
+
+
+prepares.forward = _prepared_forward
 
 OPERATOR = Operator(
     name="toy_product",
@@ -46,6 +58,7 @@ OPERATOR = Operator(
     backends=(
         Backend("native", "toy_native", {"cpu": INVARIANT}),
         Backend("twice", "toy_twice", {"cpu": INVARIANT}),
+        Backend("prepares", "toy_prepares", {"cpu": INVARIANT}),
         Backend("gpu", "toy_gpu", {"cuda": INVARIANT}),
     ),
     describe=lambda a, b: Call.of(a, K=b.shape[0], N=b.shape[1]),
@@ -100,6 +113,28 @@ def test_the_backend_that_the_last_argument_names_runs():
         toy_product(a, b, "gpu")
     with pytest.raises(ModuleNotFoundError, match="toy_gpu"):
         ops["forward"](a, b, "gpu")
+
+
+def test_launches_are_prepared_once_for_each_kind_of_arguments_whoever_calls():
+    forget()
+    prepares.kinds.clear()
+    a, b = operands()
+    shifted = torch.zeros(21, dtype=torch.float64)[1:].view(4, 5).copy_(b)
+    ready = ops["forward"].ready(a, b, "prepares")
+    called = [ops["forward"](a + 1, b, "prepares"), torch.ops.rl_kernels.toy_product_forward(a + 1, b, "prepares")]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        called.append(ops["forward"].call(ready, a + 1, b))
+    assert "rl_kernels::toy_product_forward" in {event.key for event in profile.key_averages()}
+    assert all(torch.equal(out, (a + 1) @ b) for out in [*called, ops["forward"].call(ready, a + 1, b)])
+    assert len(prepares.kinds) == 1
+    for other in (b.t().contiguous().t(), shifted, b[:, :2]):
+        assert torch.equal(ops["forward"](a, other, "prepares"), a @ other)
+    assert len(prepares.kinds) == 4
+    forget()
+    ops["forward"](a, b, "prepares")
+    assert len(prepares.kinds) == 5
+    # Other functions are not prepared, and are called with autocast off.
+    assert ops["forward"].ready(a, b, "native").launches is None
 
 
 def test_fake_tensors_have_the_shape_without_running_a_backend():

@@ -10,7 +10,7 @@ from rl_kernels.attention import checks
 from rl_kernels.attention.inputs import UNLIMITED, Attended, Inputs
 from rl_kernels.attention.op import OPERATOR, describe, ops
 from rl_kernels.core import validate as check
-from rl_kernels.core.dispatch import choose, planned_choice
+from rl_kernels.core.dispatch import choose, remembered
 from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib.derivatives import first_order, no_lost_derivatives
 from rl_kernels.core.torchlib.observed import are_plain, ops_are_observed
@@ -193,7 +193,7 @@ def _plan(name: str, *arguments: Any) -> _Plan | None:
     return _Plan(inputs.numbers, make(inputs) if make and are_plain(*tensors) else None)
 
 
-@planned_choice(_plan)
+@remembered
 def _choose(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -211,8 +211,8 @@ def _choose(
     softcap: float,
     return_lse: bool,
     backend: str | None,
-) -> str:
-    """Check all arguments but the window and the values of tensors; return the name of the chosen backend."""
+) -> tuple[str, _Plan | None]:
+    """Check all arguments but the window and the values of tensors; return the backend's name, and its plan."""
     checks.heads(q, k, v, sinks, packed_q=cu_seqlens_q is not None, packed_k=cu_seqlens_k is not None)
     checks.layout(q, k, cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table)
     if scale is not None:
@@ -220,7 +220,9 @@ def _choose(
     check.number("softcap", softcap, least=0)
     check.flag("return_lse", return_lse)
     check.backend_name(backend)
-    return choose(OPERATOR, describe(q, k, v), backend).name
+    name = choose(OPERATOR, describe(q, k, v), backend).name
+    integer_tensors = (cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table)
+    return name, _plan(name, q, k, v, sinks, *integer_tensors, scale, left, right, softcap, return_lse, backend)
 
 
 def _longest_possible(

@@ -8,7 +8,7 @@ import torch
 
 from rl_kernels.core import chains
 from rl_kernels.core import validate as check
-from rl_kernels.core.dispatch import choose, planned_choice, remembered_choice
+from rl_kernels.core.dispatch import choose, remembered
 from rl_kernels.core.main_grad import fold_grad_into_main_grad, refuse_checkpoint
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
@@ -59,7 +59,7 @@ def det_gemm(
     return product(a, b, out_dtype or a.dtype, backend_name, (k_segments, dx_segments))
 
 
-@remembered_choice
+@remembered
 def _choose_for_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -151,7 +151,7 @@ def _plan(
     return make(x, weight, bias, (k_segments, dx_segments)) if make and are_plain(x, weight, bias) else None
 
 
-@planned_choice(_plan)
+@remembered
 def _choose_for_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -160,7 +160,7 @@ def _choose_for_linear(
     k_segments: int,
     dx_segments: int,
     join_tokens: int | None,
-) -> str:
+) -> tuple[str, Any]:
     """Check the operands of a linear layer; return the backend's name, and its plan or None."""
     check.tensor("x", x, check.HALF_AND_FLOAT, least=1)
     check.tensor("weight", weight, check.HALF_AND_FLOAT, ndim=2)
@@ -173,7 +173,8 @@ def _choose_for_linear(
     check.same_dtype(x=x, weight=weight, bias=bias)
     segments.validate(k_segments=k_segments, dx_segments=dx_segments)
     chains.validate(join_tokens)
-    return choose(OPERATOR, describe(x, weight.t(), bias), backend).name
+    name = choose(OPERATOR, describe(x, weight.t(), bias), backend).name
+    return name, _plan(name, x, weight, bias, backend, k_segments, dx_segments, join_tokens)
 
 
 def det_gemm_dw(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
-from rl_kernels.core.dispatch import remembered_plan
+from rl_kernels.core.dispatch import remembered
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
 from rl_kernels.core.torchlib.observed import are_plain, ops_are_observed
 from rl_kernels.grpo_loss.checked import advantages_call, rewards_call
@@ -206,7 +206,7 @@ def _may_be_planned(optional: OptionalInputs, normalizer: Normalizer, mask: obje
     return not (torch.compiler.is_compiling() or ops_are_observed())
 
 
-@remembered_plan
+@remembered
 def _plan(
     has_rewards: bool,
     current_logps: torch.Tensor,

@@ -8,7 +8,7 @@ import torch
 
 from rl_kernels.core import chains
 from rl_kernels.core import validate as check
-from rl_kernels.core.dispatch import choose, remembered_choice
+from rl_kernels.core.dispatch import choose, remembered
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
@@ -202,7 +202,7 @@ def _prepared(
     return Prepared(inputs, main_grad, differentiable, shard, backend, known)
 
 
-@remembered_choice
+@remembered
 def _remembered(
     hidden: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor, bias: torch.Tensor | None, *options: Any
 ) -> tuple[Shard, str]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from rl_kernels.core import validate as check
-from rl_kernels.core.dispatch import remembered_choice
+from rl_kernels.core.dispatch import remembered
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
@@ -130,7 +130,7 @@ def linear_logits(
     return LinearLogits(logits, norm.view(*leading, 2), _seen(logits))
 
 
-@remembered_choice
+@remembered
 def _chosen(hidden: torch.Tensor, lm_head_weight: torch.Tensor, bias: torch.Tensor | None, backend: str | None) -> str:
     """Check the arguments as ``linear_logp`` does, and return the name of its backend."""
     check.tensor("hidden", hidden, check.FLOATS, least=1)

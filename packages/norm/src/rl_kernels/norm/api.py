@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import torch
 
 from rl_kernels.core import validate as check
-from rl_kernels.core.dispatch import choose, remembered_choice
+from rl_kernels.core.calls import Ready
+from rl_kernels.core.dispatch import choose, remembered
 from rl_kernels.core.main_grad import fold_grad_into_main_grad
 from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib.derivatives import first_order, is_asked_for, no_lost_derivatives
@@ -186,6 +187,15 @@ class _Options(NamedTuple):
     cast_first: bool
 
 
+class _Settings(NamedTuple):
+    """What a norm computes with besides its tensors; one tuple, because autograd inspects every argument."""
+
+    main_grad: torch.Tensor | None
+    eps: float
+    options: _Options
+    ready: Ready
+
+
 def _norm(
     name: str,
     x: torch.Tensor,
@@ -196,19 +206,19 @@ def _norm(
     options: _Options,
     backend: str | None,
 ) -> torch.Tensor | NormAndSum:
-    backend_name = _choose_backend(x, weight, bias, residual, eps, backend)
+    ready = _prepare(x, weight, bias, residual, eps, options, backend)
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None:
         assert weight is not None
         check.main_grad("weight.main_grad", main_grad, weight)
     no_lost_derivatives(name, x, weight, bias, residual)
-    inputs = (x, residual, weight, bias)
-    if torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in inputs):
-        outputs = _Norm.apply(*inputs, main_grad, float(eps), *options, backend_name)
+    inputs, settings = (x, residual, weight, bias), _Settings(main_grad, float(eps), options, ready)
+    if torch.is_grad_enabled() and any([value is not None and value.requires_grad for value in inputs]):
+        outputs = _Norm.apply(*inputs, settings)
         if main_grad is not None and weight is not None and weight.requires_grad:
             fold_grad_into_main_grad("weight", weight, outputs[0])
     else:
-        *outputs, _ = _forward(x, residual, weight, bias, float(eps), *options, backend_name)
+        *outputs, _ = _forward(*inputs, settings)
     return outputs[0] if residual is None else NormAndSum(*outputs)
 
 
@@ -217,26 +227,32 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _forward(
-    x: torch.Tensor, residual: torch.Tensor | None, *options: torch.Tensor | float | bool | str | None
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    settings: _Settings,
 ) -> tuple[torch.Tensor, ...]:
     """Return (norm, statistics of the rows) or (norm, sum, statistics)."""
+    rest = (weight, bias, settings.eps, *settings.options)
     if residual is None:
-        output, stats = ops["forward"](_rows(x), *options)
+        output, stats = ops["forward"].call(settings.ready, _rows(x), *rest)
         return output.view(x.shape), stats
-    output, total, stats = ops["forward_sum"](_rows(x), _rows(residual), *options)
+    output, total, stats = ops["forward_sum"].call(settings.ready, _rows(x), _rows(residual), *rest)
     return output.view(x.shape), total.view(x.shape), stats
 
 
-@remembered_choice
-def _choose_backend(
+@remembered
+def _prepare(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     eps: float,
+    options: _Options,
     backend: str | None,
-) -> str:
-    """Check the arguments of both functions; return the backend's name."""
+) -> Ready:
+    """Check the arguments of both functions, and choose a backend."""
     check.tensor("x", x, check.FLOATS, least=1)
     if not x.shape[-1]:
         raise ValueError(f"x: expected a last dim of at least 1, got shape {tuple(x.shape)}")
@@ -252,7 +268,10 @@ def _choose_backend(
     check.same_device(x=x, weight=weight, bias=bias, residual=residual)
     check.number("eps", eps, least=0)
     check.backend_name(backend)
-    return choose(OPERATOR, describe(x), backend).name
+    rest = (weight, bias, float(eps), *options, choose(OPERATOR, describe(x), backend).name)
+    if residual is None:
+        return ops["forward"].ready(_rows(x), *rest)
+    return ops["forward_sum"].ready(_rows(x), _rows(residual), *rest)
 
 
 class _Norm(torch.autograd.Function):
@@ -265,14 +284,9 @@ class _Norm(torch.autograd.Function):
         residual: torch.Tensor | None,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        main_grad: torch.Tensor | None,
-        eps: float,
-        centered: bool,
-        offset: float,
-        cast_first: bool,
-        backend: str,
+        settings: _Settings,
     ) -> Any:
-        *outputs, stats = _forward(x, residual, weight, bias, eps, centered, offset, cast_first, backend)
+        *outputs, stats = _forward(x, residual, weight, bias, settings)
         total = x if residual is None else outputs[1]
         # Autograd counts only the tensors.
         present = [value is not None for value in (x, residual, weight, bias)]
@@ -281,7 +295,7 @@ class _Norm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         save(ctx, total, weight, stats)
         # Not saved for backward: main_grad may change in place between this call and its backward pass.
-        ctx.main_grad, ctx.form, ctx.backend = main_grad, (centered, offset), backend
+        ctx.settings = settings
         ctx.dtypes = None if weight is None else weight.dtype, None if bias is None else bias.dtype
         return tuple(outputs)
 
@@ -290,23 +304,24 @@ class _Norm(torch.autograd.Function):
         ctx: Any, grad: torch.Tensor | None, grad_sum: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:
         total, weight, stats = ctx.saved_tensors
+        main_grad, _, (centered, offset, _), ready = ctx.settings
         grad = torch.zeros_like(total) if grad is None else grad
         inputs = zip(ctx.needs_input_grad, ctx.places, strict=False)
         needed = [is_needed and is_asked_for(ctx, place) for is_needed, place in inputs]
         rows_of_grad_sum = None if grad_sum is None else _rows(grad_sum)
-        arguments = (_rows(grad), rows_of_grad_sum, _rows(total), weight, stats, *ctx.form)
+        arguments = (_rows(grad), rows_of_grad_sum, _rows(total), weight, stats, centered, offset)
         dweight = None
-        if needed[2] and ctx.main_grad is not None:
+        if needed[2] and main_grad is not None:
             no_lost_derivatives("rms_norm", *arguments)
-            dx, dbias = ops["backward_into"](*arguments, ctx.main_grad, needed[3], ctx.backend)
+            dx, dbias = ops["backward_into"](*arguments, main_grad, needed[3], ready.backend)
         else:
-            dx, dweight, dbias = first_order(ops["backward"], *arguments, needed[2], needed[3], ctx.backend)
+            dx, dweight, dbias = first_order(ops["backward"], *arguments, needed[2], needed[3], ready.backend)
             dweight = dweight.to(ctx.dtypes[0]) if needed[2] else None
         dbias = dbias.to(ctx.dtypes[1]) if needed[3] else None
         dx = dx.view(total.shape)
         # Otherwise two leaves would share this tensor as their gradient, and add to each other's.
         dresidual = dx.clone() if needed[0] and needed[1] and _reaches_a_leaf(ctx) else dx
-        return dx if needed[0] else None, dresidual if needed[1] else None, dweight, dbias, *[None] * 6
+        return dx if needed[0] else None, dresidual if needed[1] else None, dweight, dbias, None
 
 
 def _reaches_a_leaf(ctx: Any) -> bool:

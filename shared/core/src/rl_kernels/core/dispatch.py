@@ -14,18 +14,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Lock
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from rl_kernels.core import canary
+from rl_kernels.core.calls import Memory, forget, kind_of
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.registry import PUBLISHED, kernel_registry, published_operator
+from rl_kernels.core.torchlib.observed import ops_are_observed
 
 T = TypeVar("T")
 AUTO = "auto"
-CACHE_SIZE = 4096
-"""Number of entries at which a cache of choices is cleared."""
 
 
 class BackendUnavailable(ValueError):
@@ -96,11 +96,9 @@ _blocks: tuple[Mapping[str, str], ...] = ()
 _entering = Lock()
 _strict: bool = os.environ.get("RL_KERNELS_STRICT", "0") not in ("", "0")
 _logs: list[list[Choice]] = []
-"""Logs of every call: no choice is cached while there is one."""
+"""Logs of every call: no choice is remembered while there is one."""
 _logs_of_choices: list[list[Choice]] = []
-"""Logs of new choices; a choice that is cached from an earlier call is not logged."""
-_remembering: list[dict[tuple[object, ...], Any]] = []
-"""Caches of all functions decorated with ``remembered_choice``, ``planned_choice`` and ``remembered_plan``."""
+"""Logs of new choices; a choice that is remembered from an earlier call is not logged."""
 
 
 class use_backend:
@@ -201,51 +199,32 @@ def _active_logs() -> list[list[Choice]]:
     return [] if canary.is_running() else [*_logs, *_logs_of_choices]
 
 
-def remembered_choice(prepare: Callable[..., T]) -> Callable[..., T]:
-    """Cache a function that checks arguments and chooses a backend: it runs once for each kind of arguments.
+def remembered(check: Callable[..., T]) -> Callable[..., T]:
+    """Remember what a function that checks arguments and chooses a backend returns, for all arguments of one kind.
 
-    The function returns the name of the backend that ``choose`` gave, alone or in a tuple, or raises. It may look only
-    at what the cache key holds: the type, shape, strides, dtype, device and lazy negation of tensors, and the values of
-    other arguments.
-    Nothing is cached under torch.compile (a graph has its own guards), while choices are recorded, while a backend is
-    forced outside of the call, and while a canary is owed.
+    The function may look only at the kind of its arguments (``calls``). It may raise. It is always called under
+    torch.compile (a graph has guards of its own), while choices are recorded, while a backend is forced outside of the
+    call, and while a canary is owed; and what it returns while ops are observed is not remembered.
     """
-    return _remembered(prepare, prepare)
+    memory = Memory[T]()
 
+    @functools.wraps(check)
+    def look_up(*args: object) -> T:
+        if _blocks or _logs or _environment or _mistake or torch.compiler.is_compiling():
+            return check(*args)
+        kind = kind_of((_strict, *args))
+        try:
+            result = None if kind is None else memory.get(kind)
+        except TypeError:
+            # An argument without a hash: a list, a symbolic size.
+            return check(*args)
+        if result is None:
+            result = check(*args)
+            if kind is not None and canary.is_settled() and not ops_are_observed():
+                memory.add(kind, result)
+        return result
 
-def planned_choice(plan: Callable[..., Any]) -> Callable[[Callable[..., str]], Callable[..., tuple[str, Any]]]:
-    """Return a decorator like ``remembered_choice`` whose function returns the backend's name and a plan.
-
-    Args:
-        plan: called with the name and the arguments when the choice is cached; its result serves all arguments of that
-            kind. The plan is None when nothing is cached.
-    """
-
-    def decorate(prepare: Callable[..., str]) -> Callable[..., tuple[str, Any]]:
-        @functools.wraps(prepare)
-        def planned(*args: object) -> tuple[str, Any]:
-            name = prepare(*args)
-            return name, plan(name, *args)
-
-        return _remembered(planned, lambda *args: (prepare(*args), None))
-
-    return decorate
-
-
-def remembered_plan(make: Callable[..., T | None]) -> Callable[..., T | None]:
-    """Cache a function that checks arguments and plans a call, as ``remembered_choice`` does.
-
-    The result returns the plan, or None for a kind of arguments that has none. It also returns None, without looking at
-    the arguments, when nothing is cached. Callers need a general path as well, which checks and chooses for itself.
-    """
-    remembered = _remembered(lambda *args: (make(*args),), lambda *args: (None,))
-    return functools.wraps(make)(lambda *args: remembered(*args)[0])
-
-
-def forget() -> None:
-    """Clear all cached choices and plans; needed when backends are replaced."""
-    for cache in _remembering:
-        cache.clear()
+    return look_up
 
 
 @contextmanager
@@ -257,42 +236,6 @@ def without_canaries() -> Iterator[None]:
         finally:
             # No canary has checked the choices made here.
             forget()
-
-
-def _remembered(first: Callable[..., T], always: Callable[..., T]) -> Callable[..., T]:
-    """Return a function that calls ``first`` once for each kind of arguments, or ``always`` when nothing is cached."""
-    cache: dict[tuple[object, ...], T] = {}
-    _remembering.append(cache)
-
-    @functools.wraps(first)
-    def chosen(*args: object) -> T:
-        if _blocks or _logs or _environment or _mistake or torch.compiler.is_compiling():
-            return always(*args)
-        # stride() raises for a layout without strides, such as sparse. The type is in the key because True == 1.
-        try:
-            kinds = [
-                None
-                if x is None
-                else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg())
-                if isinstance(x, torch.Tensor)
-                else (type(x), x)
-                for x in args
-            ]
-            key = (_strict, *kinds)
-            result = cache.get(key)
-        except (TypeError, RuntimeError):
-            # An argument without a hash (a list, a symbolic size), or a tensor without strides.
-            return always(*args)
-        if result is None:
-            result = first(*args)
-            if not canary.is_settled():
-                return result
-            if len(cache) >= CACHE_SIZE:
-                cache.clear()
-            cache[key] = result
-        return result
-
-    return chosen
 
 
 def _requested(operator: str) -> str:

@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 
+from rl_kernels.core.calls import forget
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.cuda.signature import MAP_SIZE, Buffer, Signature
 from rl_kernels.core.cuda.tensor_map import DIMS, described_view
@@ -106,10 +107,12 @@ class Recorder:
             "arch_of": lambda *_: self.arch,
         }
         with ExitStack() as stack:
+            stack.callback(forget)
             for module in map(importlib.import_module, modules):
                 for name, value in places.items():
                     if hasattr(module, name):
                         stack.enter_context(patch.object(module, name, value))
+            forget()
             yield self
 
     def _kernel(self, program: Program, entry: str, signature: str, device: torch.device) -> _Recorded:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
 
-from rl_kernels.core.dispatch import forget
+from rl_kernels.core.calls import forget
 
 
 @dataclass(frozen=True)

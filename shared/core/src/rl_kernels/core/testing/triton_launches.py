@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import torch
 
+from rl_kernels.core.calls import forget
 from rl_kernels.core.testing.launches import check_grid
 
 STREAM = 7
@@ -117,6 +118,7 @@ class TritonRecorder:
         originals = {name: sys.modules[name] for name in (*STUBS, *_importers_of_triton()) if name in sys.modules}
         _forget(originals)
         with ExitStack() as stack:
+            stack.callback(forget)
             stack.callback(_restore, originals)
             stack.enter_context(patch.dict(os.environ, TRITON_INTERPRET="0"))
             stack.enter_context(patch("rl_kernels.core.operator.arch_of", lambda *_: self.arch))
@@ -127,6 +129,7 @@ class TritonRecorder:
             for name, members in self._stubs().items():
                 sys.modules[name] = module_from_spec(ModuleSpec(name, None))
                 vars(sys.modules[name]).update(members)
+            forget()
             yield self
 
     def _stubs(self) -> dict[str, dict[str, Any]]:

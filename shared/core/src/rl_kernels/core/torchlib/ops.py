@@ -3,7 +3,8 @@
 ``define(OPERATOR)`` registers each schema as ``torch.ops.rl_kernels.<operator>_<name>``. The last argument of an op
 names a backend; the op calls the function ``<name>`` of that backend's module, so a compiled graph keeps the choice
 that was made for it. In plain eager mode, where no compiler, mode, transform, tracer or profiler observes ops, the
-implementation is called directly: PyTorch's dispatcher takes more host time than a launch.
+implementation is called directly: PyTorch's dispatcher takes more host time than a launch. Launches that a backend
+prepares (``calls.prepared``) are remembered by the kind of their arguments, whoever calls the op.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from rl_kernels.core.calls import Launches, Memory, Ready, kind_of, prepared
 from rl_kernels.core.operator import Operator
 from rl_kernels.core.torchlib.observed import are_plain, ops_are_observed
 
 NAMESPACE = "rl_kernels"
 
 DEVICES = {"CPU": "cpu", "CUDA": "cuda"}
+"""The devices on which ops run, by their keys in PyTorch's dispatcher."""
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
@@ -32,35 +35,86 @@ class _Native(threading.local):
 _native = _Native()
 
 
-def define(operator: Operator) -> dict[str, Callable[..., Any]]:
-    """Register an operator's raw ops; return functions that call them, by their names in ``operator.schemas``."""
+class Op:
+    """A raw op of an operator.
+
+    Args:
+        operator: the operator; its backends have a function of this name.
+        name: name of the op in ``operator.schemas``.
+        op: the op that is registered with PyTorch.
+    """
+
+    def __init__(self, operator: Operator, name: str, op: Any) -> None:
+        self._operator, self._name, self._op = operator, name, op
+        self.__name__ = str(op)
+        self._written = _written(op)
+        self._memory = Memory[Launches]()
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the op, or its implementation if nothing observes ops; the last argument names a backend."""
+        return self.run(*args) if _may_run(args) else self._op(*args)
+
+    def ready(self, *args: Any) -> Ready:
+        """Prepare calls with arguments of this kind, for ``call``; the last argument names a backend."""
+        is_prepared = isinstance(self._function(args[-1]), prepared)
+        return Ready(args[-1], self._launch(args) if is_prepared and _may_run(args) else None)
+
+    def call(self, ready: Ready, *args: Any) -> Any:
+        """Call the op with arguments of the kind that ``ready`` was made for, without the backend."""
+        if ready.launches is None or ops_are_observed() or torch.is_autocast_enabled(args[0].device.type):
+            return self(*args, ready.backend)
+        return ready.launches(*args)
+
+    def run(self, *args: Any) -> Any:
+        """Run the implementation."""
+        for place in self._written:
+            # Autograd does not see a kernel's writes; with a new version, a graph that saved this tensor raises. A
+            # tensor of inference mode is in no graph, and has no version.
+            if args[place] is not None and not args[place].is_inference():
+                increment_version(args[place])
+        *inputs, backend = args
+        launch, device_type = self._launch(args), args[0].device.type
+        if backend == "native":
+            inputs, launch = [launch, *inputs], as_native
+        if not torch.is_autocast_enabled(device_type):
+            return launch(*inputs)
+        # Inside a backend, autocast would silently turn an FP32 product into BF16. Set directly, because its context
+        # manager takes longer than a launch.
+        torch.set_autocast_enabled(device_type, False)
+        try:
+            return launch(*inputs)
+        finally:
+            torch.set_autocast_enabled(device_type, True)
+
+    def _function(self, backend: str) -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(self._operator.backend(backend).load(), self._name)
+        return function
+
+    def _launch(self, args: tuple[Any, ...]) -> Launches:
+        """Return the backend's function, or the launches that it has prepared for arguments of this kind."""
+        function = self._function(args[-1])
+        if not isinstance(function, prepared):
+            return function
+        kind = kind_of(args)
+        launch = None if kind is None else self._memory.get(kind)
+        if launch is None:
+            launch = function.prepare(*args[:-1])
+            if kind is not None:
+                self._memory.add(kind, launch)
+        return launch
+
+
+def define(operator: Operator) -> dict[str, Op]:
+    """Register an operator's raw ops; return them by their names in ``operator.schemas``."""
     ops = {}
     for name, schema in operator.schemas.items():
         qualified = f"{operator.name}_{name}"
         _define(qualified + schema)
-        op = getattr(getattr(torch.ops, NAMESPACE), qualified).default
-        written = _written(op)
-        runs = {kind: _implementation(operator, name, kind, written) for kind in DEVICES.values()}
-        for key, kind in DEVICES.items():
-            _library.impl(qualified, runs[kind], key)
+        op = ops[name] = Op(operator, name, getattr(getattr(torch.ops, NAMESPACE), qualified).default)
+        for key in DEVICES:
+            _library.impl(qualified, op.run, key)
         torch.library.register_fake(f"{NAMESPACE}::{qualified}", _fake(operator.fakes[name]), lib=_library)
-        ops[name] = _direct(op, runs["cpu"], runs["cuda"])
     return ops
-
-
-def _direct(op: Any, on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls an op, or directly its implementation if nothing observes ops."""
-
-    def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or ops_are_observed():
-            return op(*args)
-        if not are_plain(*args):
-            return op(*args)
-        like = args[0]
-        return on_cuda(*args) if like.is_cuda else on_cpu(*args) if like.is_cpu else op(*args)
-
-    call.__name__ = str(op)
-    return call
 
 
 def _define(schema: str) -> None:
@@ -79,28 +133,11 @@ def _written(op: Any) -> tuple[int, ...]:
     return tuple(place for place, argument in arguments if argument.alias_info and argument.alias_info.is_write)
 
 
-def _implementation(operator: Operator, name: str, device_type: str, written: tuple[int, ...]) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        *inputs, backend = args
-        kernel = getattr(operator.backend(backend).load(), name)
-        for place in written:
-            # Autograd does not see a kernel's writes; with a new version, a graph that saved this tensor raises. A
-            # tensor of inference mode is in no graph, and has no version.
-            if inputs[place] is not None and not inputs[place].is_inference():
-                increment_version(inputs[place])
-        if backend == "native":
-            inputs, kernel = [kernel, *inputs], as_native
-        if not torch.is_autocast_enabled(device_type):
-            return kernel(*inputs)
-        # Inside a backend, autocast would silently turn an FP32 product into BF16. Set directly, because its context
-        # manager takes longer than a launch.
-        torch.set_autocast_enabled(device_type, False)
-        try:
-            return kernel(*inputs)
-        finally:
-            torch.set_autocast_enabled(device_type, True)
-
-    return run
+def _may_run(args: tuple[Any, ...]) -> bool:
+    """Say whether an implementation may be called without PyTorch's dispatcher."""
+    if torch.compiler.is_compiling() or ops_are_observed():
+        return False
+    return are_plain(*args) and (args[0].is_cuda or args[0].is_cpu)
 
 
 def _fake(fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,7 +162,8 @@ def define_check(name: str, schema: str, check: Callable[..., None]) -> Callable
     for key in DEVICES:
         _library.impl(name, run, key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", lambda value, *args: value.new_empty(0), lib=_library)
-    return _direct(getattr(getattr(torch.ops, NAMESPACE), name).default, check, check)
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return lambda *args: check(*args) if _may_run(args) else op(*args)
 
 
 def as_native(kernel: Callable[..., Any], *inputs: Any) -> Any:

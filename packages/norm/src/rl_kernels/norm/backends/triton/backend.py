@@ -9,13 +9,15 @@ then over the tiles of a step in ascending order, then over the steps in ascendi
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
 
+from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.layout import ALIGNED, readable
-from rl_kernels.core.triton_lib.launch import ceil_div, launch
+from rl_kernels.core.triton_lib.launch import Launch, ceil_div
 from rl_kernels.norm.backends.triton import kernels
 from rl_kernels.norm.results import result_dtype
 
@@ -40,6 +42,7 @@ COLUMNS, AHEAD = 32, 128
 """Columns of a program that adds parts, and the parts that it loads at once."""
 
 
+@prepared
 def forward(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -48,11 +51,12 @@ def forward(
     centered: bool,
     offset: float,
     cast_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Launches:
     """Return (norm ``[N, D]``, stats ``[2, N]``)."""
-    return _forward(x, None, None, weight, bias, eps, centered, offset, cast_first)
+    return _forward(x, None, weight, bias, eps, centered, offset, cast_first)
 
 
+@prepared
 def forward_sum(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -62,40 +66,44 @@ def forward_sum(
     centered: bool,
     offset: float,
     cast_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Launches:
     """Return (norm ``[N, D]``, ``x + residual``, stats ``[2, N]``)."""
-    total = x.new_empty(x.shape)
-    output, stats = _forward(x, _canonical(residual), total, weight, bias, eps, centered, offset, cast_first)
-    return output, total, stats
+    return _forward(x, residual, weight, bias, eps, centered, offset, cast_first)
 
 
 def _forward(
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    total: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
     centered: bool,
     offset: float,
     cast_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Launches:
     count, size = x.shape
-    output = x.new_empty(x.shape, dtype=result_dtype(x, weight, cast_first))
-    stats = x.new_empty((2, count), dtype=torch.float32)
-    if count:
-        width, rows, _, warps = tile(size)
-        with device_of(x):
-            launch(
-                kernels.forward,
-                (ceil_div(count, rows),),
-                *(_canonical(x), residual, _canonical(weight), _canonical(bias), output, total, stats),
-                *(count, eps, offset, size, width, rows, centered, cast_first),
-                num_warps=warps,
-            )
-    return output, stats
+    dtype, has_residual = result_dtype(x, weight, cast_first), residual is not None
+    width, rows, _, warps = tile(size)
+    numbers = (count, eps, offset, size, width, rows, centered, cast_first)
+    norm = Launch(kernels.forward, (ceil_div(count, rows),), numbers, num_warps=warps)
+    copied = _copied(x, residual, weight, bias)
+
+    def launch(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+        residual, weight, bias = rest[:3] if has_residual else (None, *rest[:2])
+        output, stats = x.new_empty(x.shape, dtype=dtype), x.new_empty((2, count), dtype=torch.float32)
+        total = x.new_empty(x.shape) if has_residual else None
+        operands = [x, residual, weight, bias]
+        for place in copied:
+            operands[place] = readable(operands[place], False)
+        if count:
+            with device_of(x):
+                norm(*operands, output, total, stats)
+        return (output, stats) if total is None else (output, total, stats)
+
+    return launch
 
 
+@prepared
 def backward(
     grad: torch.Tensor,
     grad_sum: torch.Tensor | None,
@@ -106,14 +114,12 @@ def backward(
     offset: float,
     needs_weight: bool,
     needs_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Launches:
     """Return (dx ``[N, D]``, dweight ``[D]``, dbias ``[D]``)."""
-    arguments = (grad, grad_sum, x, weight, stats, centered, offset)
-    dweight, dbias = (stats.new_empty(x.shape[1] if needed else 0) for needed in (needs_weight, needs_bias))
-    dx = _backward(*arguments, dweight if needs_weight else None, dbias if needs_bias else None, continued=False)
-    return dx, dweight, dbias
+    return _backward(grad, grad_sum, x, weight, stats, centered, offset, None, needs_weight, needs_bias)
 
 
+@prepared
 def backward_into(
     grad: torch.Tensor,
     grad_sum: torch.Tensor | None,
@@ -124,11 +130,9 @@ def backward_into(
     offset: float,
     main_grad: torch.Tensor,
     needs_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Launches:
     """Add the gradient of the weight to ``main_grad[D]``; return (dx, dbias)."""
-    dbias = stats.new_empty(x.shape[1] if needs_bias else 0)
-    arguments = (grad, grad_sum, x, weight, stats, centered, offset)
-    return _backward(*arguments, main_grad, dbias if needs_bias else None, continued=True), dbias
+    return _backward(grad, grad_sum, x, weight, stats, centered, offset, main_grad, True, needs_bias)
 
 
 def _backward(
@@ -139,46 +143,46 @@ def _backward(
     stats: torch.Tensor,
     centered: bool,
     offset: float,
-    dweight: torch.Tensor | None,
-    dbias: torch.Tensor | None,
-    *,
-    continued: bool,
-) -> torch.Tensor:
+    main_grad: torch.Tensor | None,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> Launches:
     count, size = x.shape
-    dx = x.new_empty(x.shape)
     width, rows, step, warps = tile(size)
-    rows_of_program = rows if ceil_div(count, step) <= FEW_STEPS else step
-    programs = ceil_div(count, rows_of_program)
-    parts = [None if out is None else stats.new_empty((programs, size)) for out in (dweight, dbias)]
-    with device_of(x):
-        if count:
-            launch(
-                kernels.backward,
-                (programs,),
-                *(_canonical(grad), _canonical(grad_sum), _canonical(x), _canonical(weight), stats.contiguous()),
-                *(
-                    dx,
-                    *parts,
-                    count,
-                    offset,
-                    size,
-                    width,
-                    rows,
-                    rows_of_program,
-                    centered,
-                    _stages(width * rows, x, grad, grad_sum),
-                ),
-                num_warps=warps,
-            )
-        for out, part, is_continued in ((dweight, parts[0], continued), (dbias, parts[1], False)):
-            if out is not None:
-                launch(
-                    kernels.chain,
-                    (ceil_div(size, COLUMNS),),
-                    *(part, out, programs, out.stride(0), size, COLUMNS, AHEAD, step // rows_of_program, is_continued),
-                    num_warps=1,
-                )
-    return dx
+    per_program = rows if ceil_div(count, step) <= FEW_STEPS else step
+    programs, stages = ceil_div(count, per_program), _stages(width * rows, x, grad, grad_sum)
+    numbers = (count, offset, size, width, rows, per_program, centered, stages)
+    gradients = Launch(kernels.backward, (programs,), numbers, num_warps=warps)
+    is_continued = main_grad is not None
+
+    def chain(stride: int, continues: bool) -> Launch:
+        numbers = (programs, stride, size, COLUMNS, AHEAD, step // per_program, continues)
+        return Launch(kernels.chain, (ceil_div(size, COLUMNS),), numbers, num_warps=1)
+
+    weight_chain = chain(1 if main_grad is None else main_grad.stride(0), is_continued)
+    bias_chain = chain(1, False)
+    copied = _copied(grad, grad_sum, x, weight, stats)
+
+    def launch(*args: Any) -> tuple[torch.Tensor, ...]:
+        operands = list(args[:5])
+        for place in copied:
+            operands[place] = readable(operands[place], False)
+        x, stats = operands[2], operands[4]
+        dx = x.new_empty(x.shape)
+        dweight = args[7] if is_continued else stats.new_empty(size if needs_weight else 0)
+        dbias = stats.new_empty(size if needs_bias else 0)
+        weight_parts = stats.new_empty((programs, size)) if needs_weight else None
+        bias_parts = stats.new_empty((programs, size)) if needs_bias else None
+        with device_of(x):
+            if count:
+                gradients(*operands, dx, weight_parts, bias_parts)
+            if needs_weight:
+                weight_chain(weight_parts, dweight)
+            if needs_bias:
+                bias_chain(bias_parts, dbias)
+        return (dx, dbias) if is_continued else (dx, dweight, dbias)
+
+    return launch
 
 
 @functools.cache
@@ -195,5 +199,7 @@ def _stages(numbers: int, *read: torch.Tensor | None) -> int:
     return STAGES if (STAGES - 1) * size <= STAGE_BYTES else 1
 
 
-def _canonical(x: torch.Tensor | None) -> torch.Tensor | None:
-    return None if x is None else readable(x, x.is_contiguous() and x.data_ptr() % ALIGNED == 0)
+def _copied(*operands: torch.Tensor | None) -> list[int]:
+    """Return the numbers of the operands that kernels cannot read as they are."""
+    fits = [x is None or (x.is_contiguous() and x.data_ptr() % ALIGNED == 0) for x in operands]
+    return [number for number, is_read in enumerate(fits) if not is_read]
