@@ -12,6 +12,7 @@ from rl_kernels.core.dispatch import choose, remembered
 from rl_kernels.core.main_grad import fold_grad_into_main_grad
 from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib.derivatives import first_order, is_asked_for, no_lost_derivatives
+from rl_kernels.core.torchlib.ops import Op
 from rl_kernels.norm.op import OPERATOR, describe, ops
 from rl_kernels.norm.results import NormAndSum
 
@@ -212,13 +213,14 @@ def _norm(
         assert weight is not None
         check.main_grad("weight.main_grad", main_grad, weight)
     no_lost_derivatives(name, x, weight, bias, residual)
-    inputs, settings = (x, residual, weight, bias), _Settings(main_grad, float(eps), options, ready)
+    inputs = (x, residual, weight, bias)
     if torch.is_grad_enabled() and any([value is not None and value.requires_grad for value in inputs]):
-        outputs = _Norm.apply(*inputs, settings)
+        outputs = _Norm.apply(*inputs, _Settings(main_grad, float(eps), options, ready))
         if main_grad is not None and weight is not None and weight.requires_grad:
             fold_grad_into_main_grad("weight", weight, outputs[0])
     else:
-        *outputs, _ = _forward(*inputs, settings)
+        op, args = _raw(*inputs, float(eps), options)
+        outputs = [value.view(x.shape) for value in op.call(ready, *args)[:-1]]
     return outputs[0] if residual is None else NormAndSum(*outputs)
 
 
@@ -226,20 +228,19 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1 if x.numel() else 0, x.shape[-1])
 
 
-def _forward(
+def _raw(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    settings: _Settings,
-) -> tuple[torch.Tensor, ...]:
-    """Return (norm, statistics of the rows) or (norm, sum, statistics)."""
-    rest = (weight, bias, settings.eps, *settings.options)
+    eps: float,
+    options: _Options,
+) -> tuple[Op, tuple[Any, ...]]:
+    """Return the raw op that computes a norm, and its arguments without the backend."""
+    rest = (weight, bias, eps, *options)
     if residual is None:
-        output, stats = ops["forward"].call(settings.ready, _rows(x), *rest)
-        return output.view(x.shape), stats
-    output, total, stats = ops["forward_sum"].call(settings.ready, _rows(x), _rows(residual), *rest)
-    return output.view(x.shape), total.view(x.shape), stats
+        return ops["forward"], (_rows(x), *rest)
+    return ops["forward_sum"], (_rows(x), _rows(residual), *rest)
 
 
 @remembered
@@ -268,10 +269,8 @@ def _prepare(
     check.same_device(x=x, weight=weight, bias=bias, residual=residual)
     check.number("eps", eps, least=0)
     check.backend_name(backend)
-    rest = (weight, bias, float(eps), *options, choose(OPERATOR, describe(x), backend).name)
-    if residual is None:
-        return ops["forward"].ready(_rows(x), *rest)
-    return ops["forward_sum"].ready(_rows(x), _rows(residual), *rest)
+    op, args = _raw(x, residual, weight, bias, float(eps), options)
+    return op.ready(*args, choose(OPERATOR, describe(x), backend).name)
 
 
 class _Norm(torch.autograd.Function):
@@ -286,7 +285,9 @@ class _Norm(torch.autograd.Function):
         bias: torch.Tensor | None,
         settings: _Settings,
     ) -> Any:
-        *outputs, stats = _forward(x, residual, weight, bias, settings)
+        op, args = _raw(x, residual, weight, bias, settings.eps, settings.options)
+        *outputs, stats = op.call(settings.ready, *args)
+        outputs = [value.view(x.shape) for value in outputs]
         total = x if residual is None else outputs[1]
         # Autograd counts only the tensors.
         present = [value is not None for value in (x, residual, weight, bias)]
