@@ -3,7 +3,7 @@
 Host code is everything of an operator that runs at a call, ``reference.py`` excepted. A mutant of a backend is shown to
 the tests of that backend, any other to those of all backends that run on a CPU: recorded launches, the quick cases in
 FP32, and Triton kernels in its interpreter. Mutants that crash are drawn again; known equivalents are left out. Tests
-that fail without a mutant end the run. A record that exists is continued: what was caught stays so.
+that fail without a mutant end the run. A record is continued; with ``--again`` its survivors are judged again.
 
 ``python tools/mutation.py --seed 1 --count 300 --json tools/results/mutation.json``; ``nox -s mutation`` runs it.
 Exit status 1 if fewer than 95 % are caught.
@@ -16,8 +16,8 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -120,12 +120,12 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     sources = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
     equivalent = json.loads(EQUIVALENT.read_text(encoding="utf-8"))
     end = time.monotonic() + (args.seconds or float("inf"))
-    caught_before = recorded(args.json, args.seed)
+    judged_before = recorded(args.json, args.seed, again=args.again)
 
     def judge(drawn_one: tuple[dict[str, Any], str, Edit]) -> dict[str, Any] | None:
         mutant, name, edit = drawn_one
-        if json.dumps(mutant) in caught_before:
-            return caught_before[json.dumps(mutant)]
+        if json.dumps(mutant) in judged_before:
+            return judged_before[json.dumps(mutant)]
         if time.monotonic() > end:
             return None
         package = files[name].relative_to(ROOT / "packages").parts[0]
@@ -135,37 +135,48 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     every = ((entry(name, sources[name], edit), name, edit) for name, edit in drawn(sources, args.seed))
     candidates = (candidate for candidate in every if not known(candidate[0], equivalent))
-    judgments: list[dict[str, Any]] = []
+    judgments: dict[int, dict[str, Any]] = {}
     with ThreadPoolExecutor(args.jobs) as pool:
-        while missing := args.count - sum(judgment["state"] != INVALID for judgment in judgments):
-            before = len(judgments)
-            for judgment in pool.map(judge, islice(candidates, missing)):
+        while missing := args.count - sum(judgment["state"] != INVALID for judgment in judgments.values()):
+            first = len(judgments)
+            places = {
+                pool.submit(judge, candidate): first + number
+                for number, candidate in enumerate(islice(candidates, missing))
+            }
+            for future in as_completed(places):
+                judgment = future.result()
                 if judgment is None:
-                    return judgments
-                judgments.append(judgment)
+                    continue
+                judgments[places[future]] = judgment
                 if args.json:
-                    write(args.json, args.seed, judgments)
-            if len(judgments) == before:
+                    write(args.json, args.seed, in_order(judgments))
+            if len(judgments) < first + len(places) or not places:
                 break
-    return judgments
+    return in_order(judgments)
 
 
-def recorded(path: Path | None, seed: int) -> dict[str, dict[str, Any]]:
-    """Return the mutants that a record of this seed has as caught, by the mutant's entry as JSON."""
+def in_order(judgments: Mapping[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return judgments in the order in which mutants are drawn."""
+    return [judgments[number] for number in sorted(judgments)]
+
+
+def recorded(path: Path | None, seed: int, *, again: bool) -> dict[str, dict[str, Any]]:
+    """Return the judged mutants of a record with this seed, by the mutant's entry as JSON; ``again``: no survivors."""
     if path is None or not path.exists():
         return {}
     record = json.loads(path.read_text(encoding="utf-8"))
-    caught = [mutant for mutant in record["mutants"] if mutant["state"] != SURVIVED] if record["seed"] == seed else []
+    judged_mutants = record["mutants"] if record["seed"] == seed else []
     return {
         json.dumps({name: mutant[name] for name in mutant if name not in ("state", "where")}): mutant
-        for mutant in caught
+        for mutant in judged_mutants
+        if not (again and mutant["state"] == SURVIVED)
     }
 
 
 def write(path: Path, seed: int, judgments: Sequence[dict[str, Any]]) -> None:
-    """Write the record, one mutant a line; crashed mutants are only counted."""
+    """Write the record, one mutant a line."""
     counts = Counter(judgment["state"] for judgment in judgments)
-    lines = ",\n".join(json.dumps(judgment) for judgment in judgments if judgment["state"] != INVALID)
+    lines = ",\n".join(map(json.dumps, judgments))
     path.write_text(f'{{"seed": {seed}, "counts": {json.dumps(counts)}, "mutants": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
@@ -179,6 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cli.add_argument("--jobs", type=int, default=1, help="mutants that are judged at once (default: 1)")
     cli.add_argument("--seconds", type=float, metavar="S", help="end after so long (default: when all are judged)")
     cli.add_argument("--json", type=Path, metavar="FILE", help="the record to write, or to continue")
+    cli.add_argument("--again", action="store_true", help="judge the record's survivors again")
     args = cli.parse_args(argv)
     judgments = run(args)
     counts = Counter(judgment["state"] for judgment in judgments)
