@@ -76,10 +76,10 @@ check_toy = define_check("check_toy", "(Tensor value, str name)", _require_posit
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, a, b, backend):
+    def forward(ctx, a, b, ready):
         ctx.save_for_backward(b)
-        ctx.backend = backend
-        return ops["forward"](a, b, backend)
+        ctx.backend = ready.backend
+        return ops["forward"].call(ready, a, b)
 
     @staticmethod
     def backward(ctx, grad):
@@ -87,7 +87,8 @@ class _Product(torch.autograd.Function):
 
 
 def toy_product(a, b, backend=None):
-    return _Product.apply(a, b, choose(OPERATOR, OPERATOR.describe(a, b), backend).name)
+    name = choose(OPERATOR, OPERATOR.describe(a, b), backend).name
+    return _Product.apply(a, b, ops["forward"].ready(a, b, name))
 
 
 def operands():

@@ -56,8 +56,9 @@ class Op:
 
     def ready(self, *args: Any) -> Ready:
         """Prepare calls with arguments of this kind, for ``call``; the last argument names a backend."""
-        is_prepared = isinstance(self._function(args[-1]), prepared)
-        return Ready(args[-1], self._launch(args) if is_prepared and _may_run(args) else None)
+        # In this order: torch.compile cannot trace the import of a backend.
+        is_prepared = _may_run(args) and isinstance(self._function(args[-1]), prepared)
+        return Ready(args[-1], self._launch(args) if is_prepared else None)
 
     def call(self, ready: Ready, *args: Any) -> Any:
         """Call the op with arguments of the kind that ``ready`` was made for, without the backend."""

@@ -1,0 +1,27 @@
+"""The very first call of each operator may be compiled, before any of its backends was imported."""
+
+import subprocess
+import sys
+
+import pytest
+
+CALLS = {
+    "attention": "det_attention(*torch.ones(3, 1, 4, 2, 8))",
+    "det_gemm": "det_linear(torch.ones(2, 8), torch.ones(4, 8))",
+    "fused_logp": "fused_logp(torch.ones(2, 8), torch.tensor([1, 2]))",
+    "grpo_loss": "grpo_loss(*torch.zeros(3, 2, 4), torch.ones(2), torch.ones(2, 4).bool(), samples_per_prompt=2).loss",
+    "linear_logp": "linear_logp(torch.ones(2, 8), torch.ones(4, 8), torch.tensor([1, 2]))",
+    "norm": "rms_norm(torch.ones(2, 8), torch.ones(8))",
+}
+SCRIPT = """
+import torch
+from rl_kernels.{package} import *
+torch.compile(lambda: {call}, fullgraph=True, backend="aot_eager")()
+"""
+
+
+@pytest.mark.parametrize("package", CALLS)
+def test_the_first_call_of_an_operator_may_be_compiled(package: str) -> None:
+    script = SCRIPT.format(package=package, call=CALLS[package])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
