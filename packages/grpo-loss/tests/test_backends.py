@@ -64,8 +64,8 @@ PLANTED = (
         tuple(
             f"rl_kernels.grpo_loss.backends.triton.{name}"
             for name in (
-                *("groups", "terms", "tokens", "metrics", "sequence", "kernels", "reduce", "objectives"),
-                *("plain", "planned", "backend"),
+                *("groups", "terms", "tokens", "metrics", "sequence", "kernels", "reduce", "plain"),
+                *("losses", "backend"),
             )
         ),
         (
@@ -76,7 +76,7 @@ PLANTED = (
             Bug("advantages of the tokens of the first sequence", "+ row * score_row +", "+"),
             Bug(
                 "last tokens have no gradient",
-                "(-(-size // GRADIENT_BLOCK),), (size, GRADIENT_BLOCK)",
+                "(ceil_div(size, GRADIENT_BLOCK),), (size, GRADIENT_BLOCK)",
                 "(max(size // GRADIENT_BLOCK, 1),), (size - 1, GRADIENT_BLOCK)",
             ),
         ),
@@ -224,6 +224,19 @@ def test_raw_ops_of_a_step() -> None:
     *_, count, slope = op(*arguments)
     assert count == call["completion_mask"].sum()
     assert torch.equal((slope == 0) & slope.signbit(), ~call["completion_mask"])
+
+
+def test_tangents_are_refused() -> None:
+    call = _call()
+    leaf = call["current_logps"]
+    loss, forward_ad = grpo_loss(**call).loss, torch.autograd.forward_ad
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(leaf.detach(), leaf.detach())
+        with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
+            grpo_loss(**{**call, "current_logps": dual})
+        upstream = forward_ad.make_dual(torch.tensor(1.0), torch.tensor(1.0))
+        with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
+            torch.autograd.grad(loss, leaf, upstream)
 
 
 def test_raw_backward_overwrites_nothing() -> None:

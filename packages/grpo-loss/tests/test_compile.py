@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from rl_kernels.core.dispatch import record_dispatch
 from rl_kernels.core.testing import Draw
 from rl_kernels.grpo_loss import (
     Extras,
@@ -121,15 +120,13 @@ def test_values_are_not_looked_at_and_other_errors_are_raised_while_tracing() ->
 @pytest.mark.parametrize("packed", [False, True])
 def test_raw_ops_for_ranks_pass_opcheck(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[LossCall] = []
-    monkeypatch.setattr(api, "run", lambda call, backend: made.append(call))
+    monkeypatch.setattr(api, "loss_of", lambda call, ready: made.append(call))
     call = {**_call(), "samples_per_prompt": 3, "beta": 0.1, "loss_type": "dr_grpo", "return_metrics": packed}
     if packed:
         tokens = ("current_logps", "old_logps", "ref_logps", "completion_mask")
         call |= {name: call[name].detach().flatten() for name in tokens}
         call |= {"cu_seqlens": torch.tensor([0, 9, 9, 20, 31, 50, 54]), "max_seqlen": 19}
-    # A call that is recorded takes no plan.
-    with record_dispatch():
-        grpo_loss(**call)
+    grpo_loss(**call)
     (checked,) = made
     arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in checked]
     raw = torch.ops.rl_kernels

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_kernels.core import record_dispatch
+from rl_kernels.core.calls import forget
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import Draw, function_of
+from rl_kernels.core.triton_lib.launch import Launch
 from rl_kernels.grpo_loss import group_advantages
 from rl_kernels.grpo_loss.op import OPERATOR
 from rl_kernels.lab.check.compare import bits
@@ -65,6 +67,13 @@ def _close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=3e-5, atol=2e-5 * float(other.abs().max()))
 
 
+@pytest.fixture
+def prepare_anew() -> Iterator[Callable[[], None]]:
+    """Return a function that forgets the prepared launches; those of the test are forgotten at its end."""
+    yield forget
+    forget()
+
+
 class Launched(TorchDispatchMode):
     """Collects the ops inside the block that launch a kernel of their own on a GPU."""
 
@@ -86,8 +95,6 @@ def test_nothing_but_the_kernels_is_launched(
     packed: bool, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which kernels are launched is in test_triton_launches."""
-    from rl_kernels.grpo_loss.backends.triton import backend, objectives
-
     call = {**_objective("dapo"), "validate": False}
     if dtype is not None:
         call["num_tokens"] = torch.tensor(7, dtype=dtype, device=DEVICE)
@@ -100,8 +107,7 @@ def test_nothing_but_the_kernels_is_launched(
     expected = _results(call)[0]
     if dtype is not None:
         assert bits(_results({**call, "num_tokens": 7.0})[0], expected).passed
-    for module in (backend, objectives):
-        monkeypatch.setattr(module, "launch", lambda *args, **options: None)
+    monkeypatch.setattr(Launch, "__call__", lambda *args: None)
     with Launched() as ops:
         output, _ = grpo_loss_from_advantages(**call, backend="triton", return_metrics=True)
         torch.autograd.grad(output.loss, call["current_logps"], one)
@@ -139,16 +145,17 @@ def test_forward_and_backward_take_the_memory_of_one_gradient() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 100, 129, 600])
-def test_lanes_that_hold_zeros_change_no_bit(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rl_kernels.grpo_loss.backends.triton import groups, plain
+def test_lanes_that_hold_zeros_change_no_bit(
+    length: int, monkeypatch: pytest.MonkeyPatch, prepare_anew: Callable[[], None]
+) -> None:
+    from rl_kernels.grpo_loss.backends.triton import groups, losses
 
     call, asked = _plain(6, length, samples_per_prompt=3), []
     expected = _results(call)
-    for module in (plain, groups):
+    for module in (losses, groups):
         monkeypatch.setattr(module, "lanes_for", lambda size, least: asked.append(size) or groups.LANES)
-    # No plan is used where choices are recorded.
-    with record_dispatch():
-        found = _results(call)
+    prepare_anew()
+    found = _results(call)
     assert set(asked) == {3, length}
     assert _same(found, expected)
 
@@ -191,11 +198,12 @@ def test_slope_that_a_sequence_shares_is_that_of_its_tokens(kl: str, with_ratio:
 @pytest.mark.parametrize("alike", [False, True])
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo", "vespo"])
 def test_segments_of_a_sequence_share_what_it_decides(
-    loss_type: str, alike: bool, monkeypatch: pytest.MonkeyPatch
+    loss_type: str, alike: bool, monkeypatch: pytest.MonkeyPatch, prepare_anew: Callable[[], None]
 ) -> None:
-    from rl_kernels.grpo_loss.backends.triton import objectives
+    from rl_kernels.grpo_loss.backends.triton import losses
 
-    monkeypatch.setattr(objectives, "SEGMENT", 256)
+    monkeypatch.setattr(losses, "SEGMENT", 256)
+    prepare_anew()
     call = _objective(loss_type, 300, **({"rollout_ratio": None} if alike else {}))
     call["completion_mask"][0, 256:] = False
     _close(_results(call), _results(call, "native"))

@@ -16,17 +16,21 @@ from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.outputs import METRICS
 from rl_kernels.grpo_loss.plan import Formula, Numbers
 
-NAMES = ("groups", "terms", "tokens", "metrics", "sequence", "kernels", "reduce", "objectives", "plain", "planned")
+NAMES = ("groups", "terms", "tokens", "metrics", "sequence", "kernels", "reduce", "plain", "losses")
 """Each before those that import it."""
 MODULES = tuple(f"rl_kernels.grpo_loss.backends.triton.{name}" for name in (*NAMES, "backend"))
 BUGS = (
     Bug("stride of rewards taken for 1", "rewards.stride(0)", "1"),
-    Bug("sums of another layout", "(segments_of(length), 3, batch)", "(batch, 3, segments_of(length))"),
-    Bug("last tokens are not scaled", "-(-size // GRADIENT_BLOCK)", "max(size // GRADIENT_BLOCK, 1)"),
+    Bug("sums of another layout", "new_empty(shape, dtype", "new_empty(shape[::-1], dtype"),
+    Bug("last tokens are not scaled", "ceil_div(size, GRADIENT_BLOCK)", "max(size // GRADIENT_BLOCK, 1)"),
+    Bug("any layout of rows is read", "x.stride(1) == 1 if", "True if"),
+    Bug("numbers of the first call are kept", "arguments[NUMBERS].tolist()", "call.numbers.tolist()"),
 )
 SEGMENT, LANES = 4096, 256
 """Tokens of a segment, and most lanes: part of the order of the sums."""
 NUMBERS = Numbers(clip_low=0.1, clip_high=0.3, beta=0.25, eps=1e-3)
+OTHERS = Numbers(clip_low=0.2, clip_high=0.4, beta=0.5, eps=1e-2)
+"""Numbers of a later call of the same kind: their values are not part of it."""
 ESTIMATOR = "population,max,keep"
 
 
@@ -141,7 +145,8 @@ def check_terms(launch: Any, given: Given, call: LossCall, slope: bool) -> None:
     if slope:
         assert launch["slope"].is_contiguous()
         assert (launch["slope"].shape, launch["slope"].dtype) == (given.shape, torch.float32)
-    assert [round(launch[name], 6) for name in ("low", "high", "beta", "eps")] == [0.9, 1.3, 0.25, 1e-3]
+    low, high, beta, eps = call.numbers[:4].tolist()
+    assert [launch[name] for name in ("low", "high", "beta", "eps")] == [1 - low, 1 + high, beta, eps]
     assert launch["PER_TOKEN"] == (given.scores == "tokens")
     if given.sizes:
         check_groups(launch, launch["GROUP_LANES"], given.sizes)
@@ -174,7 +179,7 @@ def check_loss(launches: list[Any], given: Given, call: LossCall, slope: bool) -
         assert launches[0]["sums"] is last["sums"]
     assert (last["batch"], last["segments"], last["LANES"]) == (batch, segments, LANES)
     assert last.grid[0] == (1 + len(METRICS) if given.metrics else 1)
-    assert last["beta"] == 0.25
+    assert last["beta"] == float(call.numbers[2])
     if is_plain:
         assert last["HAS_REF"] == given.ref
     else:
@@ -209,12 +214,17 @@ def check_all(plant: Any = nullcontext) -> None:
     with recorder.pretended(), plant():
         check_advantages(recorder)
         backend = importlib.import_module(MODULES[-1])
+        # Any address is one that was met before: what is compiled for another kind of tensors shows.
+        importlib.import_module("rl_kernels.core.triton_lib.launch").ALIGNMENT = 1
         for given in CALLS:
             call = drawn(given)
             for function in (backend.forward, backend.forward_grad):
-                recorder.launches.clear()
-                results = function(*call)
-                check_loss(recorder.launches, given, call, function is backend.forward_grad)
+                launch = function.prepare(*call)
+                for numbers in (NUMBERS, OTHERS):
+                    later = call._replace(numbers=torch.tensor(numbers, dtype=torch.float64))
+                    recorder.launches.clear()
+                    results = launch(*later)
+                    check_loss(recorder.launches, given, later, function is backend.forward_grad)
             recorder.launches.clear()
             *_, count, slope = results
             backend.backward(call.current_logps, count, slope.t().contiguous().t(), torch.ones(()))

@@ -7,23 +7,12 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
-from rl_kernels.core.dispatch import remembered
-from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
-from rl_kernels.core.torchlib.observed import are_plain, ops_are_observed
-from rl_kernels.grpo_loss.checked import advantages_call, rewards_call
-from rl_kernels.grpo_loss.extras import (
-    NO_NORMALIZER,
-    NO_OPTIONAL_INPUTS,
-    Extras,
-    Normalizer,
-    OptionalInputs,
-    optional_inputs,
-    value_or_default,
-)
+from rl_kernels.grpo_loss.extras import NO_EXTRAS, NO_NORMALIZER, Extras, Normalizer, value_or_default
+from rl_kernels.grpo_loss.inputs import Inputs
+from rl_kernels.grpo_loss.loss import checked_call, loss_of
 from rl_kernels.grpo_loss.objective import Objective, with_overrides
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
 from rl_kernels.grpo_loss.parallel import loss_over_ranks
-from rl_kernels.grpo_loss.run import LossPlan, Options, plan_of, run, run_planned
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -173,63 +162,15 @@ def grpo_loss(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
-    tensors = (current_logps, old_logps, ref_logps, rewards, completion_mask)
-    optional, normalizer = (
-        optional_inputs(extras, cu_seqlens, max_seqlen),
-        value_or_default("normalizer", normalizer, NO_NORMALIZER),
-    )
+    extras = value_or_default("extras", extras, NO_EXTRAS)
+    normalizer = value_or_default("normalizer", normalizer, NO_NORMALIZER)
+    tensors, groups = (current_logps, old_logps, ref_logps, completion_mask), (samples_per_prompt, group_boundaries)
+    inputs = Inputs(*tensors, "rewards", rewards, *groups, *extras, cu_seqlens, max_seqlen)
+    objective_arguments = (objective, loss_type, beta, clip_eps)
+    options = (normalizer, return_metrics, validate, backend)
     if process_group is not None:
-        groups, objective_arguments = (samples_per_prompt, group_boundaries), (objective, loss_type, beta, clip_eps)
-        options = Options(normalizer, return_metrics, validate)
-        return loss_over_ranks(
-            "grpo_loss", process_group, tensors, groups, objective_arguments, optional, options, backend
-        )
-    objective = with_overrides(objective, loss_type, beta, clip_eps)
-    if group_boundaries is None and _may_be_planned(optional, normalizer, completion_mask):
-        plan = _plan(True, *tensors, samples_per_prompt, objective, return_metrics, backend)
-        if plan is not None:
-            return run_planned("grpo_loss", plan, *tensors)
-    options = Options(normalizer, return_metrics, validate)
-    call = rewards_call(*tensors, samples_per_prompt, group_boundaries, objective, optional, options, backend)
-    no_lost_derivatives("grpo_loss", *tensors, *optional, *normalizer)
-    return run(call, backend)
-
-
-def _may_be_planned(optional: OptionalInputs, normalizer: Normalizer, mask: object) -> bool:
-    """Return whether a remembered plan may serve the call: no values need a check, and nothing observes its ops."""
-    if (
-        optional is not NO_OPTIONAL_INPUTS
-        or normalizer is not NO_NORMALIZER
-        or getattr(mask, "dtype", None) is not torch.bool
-    ):
-        return False
-    return not (torch.compiler.is_compiling() or ops_are_observed())
-
-
-@remembered
-def _plan(
-    has_rewards: bool,
-    current_logps: torch.Tensor,
-    old_logps: torch.Tensor | None,
-    ref_logps: torch.Tensor | None,
-    scores: torch.Tensor,
-    mask: torch.Tensor,
-    samples_per_prompt: int | None,
-    objective: Objective,
-    return_metrics: bool,
-    backend: str | None,
-) -> LossPlan | None:
-    tensors = (current_logps, old_logps, ref_logps, scores, mask)
-    if not are_plain(*tensors):
-        return None
-    # A bool mask has no values to check.
-    settings = objective, NO_OPTIONAL_INPUTS, Options(NO_NORMALIZER, return_metrics, validate=False), backend
-    call = (
-        rewards_call(*tensors, samples_per_prompt, None, *settings)
-        if has_rewards
-        else advantages_call(*tensors, *settings)
-    )
-    return plan_of(call, backend)
+        return loss_over_ranks("grpo_loss", process_group, inputs, objective_arguments, *options)
+    return loss_of(*checked_call("grpo_loss", inputs, with_overrides(*objective_arguments), *options))
 
 
 @overload
@@ -322,23 +263,13 @@ def grpo_loss_from_advantages(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
-    tensors = (current_logps, old_logps, ref_logps, advantages, completion_mask)
-    optional, normalizer = (
-        optional_inputs(extras, cu_seqlens, max_seqlen),
-        value_or_default("normalizer", normalizer, NO_NORMALIZER),
-    )
+    extras = value_or_default("extras", extras, NO_EXTRAS)
+    normalizer = value_or_default("normalizer", normalizer, NO_NORMALIZER)
+    tensors = (current_logps, old_logps, ref_logps, completion_mask)
+    inputs = Inputs(*tensors, "advantages", advantages, None, None, *extras, cu_seqlens, max_seqlen)
+    objective_arguments = (objective, loss_type, beta, clip_eps)
+    options = (normalizer, return_metrics, validate, backend)
+    name = "grpo_loss_from_advantages"
     if process_group is not None:
-        objective_arguments, options = (
-            (objective, loss_type, beta, clip_eps),
-            Options(normalizer, return_metrics, validate),
-        )
-        name = "grpo_loss_from_advantages"
-        return loss_over_ranks(name, process_group, tensors, None, objective_arguments, optional, options, backend)
-    objective = with_overrides(objective, loss_type, beta, clip_eps)
-    if _may_be_planned(optional, normalizer, completion_mask):
-        plan = _plan(False, *tensors, None, objective, return_metrics, backend)
-        if plan is not None:
-            return run_planned("grpo_loss_from_advantages", plan, *tensors)
-    call = advantages_call(*tensors, objective, optional, Options(normalizer, return_metrics, validate), backend)
-    no_lost_derivatives("grpo_loss_from_advantages", *tensors, *optional, *normalizer)
-    return run(call, backend)
+        return loss_over_ranks(name, process_group, inputs, objective_arguments, *options)
+    return loss_of(*checked_call(name, inputs, with_overrides(*objective_arguments), *options))

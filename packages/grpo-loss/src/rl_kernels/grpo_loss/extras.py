@@ -7,7 +7,6 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from rl_kernels.core import validate as check
-from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.core.torchlib.ops import define_check
 from rl_kernels.grpo_loss.plan import FORMS
 
@@ -24,15 +23,6 @@ class Extras(NamedTuple):
 
     rollout_ratio: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
-
-
-class OptionalInputs(NamedTuple):
-    """The tensors of a call that may be None, and ``max_seqlen``: ``Extras``, and the layout of packed sequences."""
-
-    rollout_ratio: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    cu_seqlens: torch.Tensor | None = None
-    max_seqlen: int | None = None
 
 
 class Normalizer(NamedTuple):
@@ -62,7 +52,7 @@ class Divisor(NamedTuple):
 
 
 OptionGroup = TypeVar("OptionGroup", Extras, Normalizer)
-NO_EXTRAS, NO_NORMALIZER, NO_OPTIONAL_INPUTS = Extras(), Normalizer(), OptionalInputs()
+NO_EXTRAS, NO_NORMALIZER = Extras(), Normalizer()
 
 
 def value_or_default(name: str, value: OptionGroup | None, default: OptionGroup) -> OptionGroup:
@@ -72,14 +62,6 @@ def value_or_default(name: str, value: OptionGroup | None, default: OptionGroup)
     if not isinstance(value, type(default)):
         raise TypeError(f"{name}: expected {type(default).__name__}(...), got {type(value).__name__}")
     return value
-
-
-def optional_inputs(extras: Extras | None, cu_seqlens: torch.Tensor | None, max_seqlen: int | None) -> OptionalInputs:
-    """Return the optional tensors of a call: ``NO_OPTIONAL_INPUTS`` itself if there are none."""
-    extras = value_or_default("extras", extras, NO_EXTRAS)
-    if extras is NO_EXTRAS and cu_seqlens is None and max_seqlen is None:
-        return NO_OPTIONAL_INPUTS
-    return OptionalInputs(*extras, cu_seqlens, max_seqlen)
 
 
 def divisor_of(loss_type: str, normalizer: Normalizer) -> Divisor:
@@ -103,20 +85,6 @@ def divisor_of(loss_type: str, normalizer: Normalizer) -> Divisor:
     return Divisor(name, value, None, length)
 
 
-def tensor_of(divisor: Divisor, logps: torch.Tensor, mask: torch.Tensor, values: bool) -> torch.Tensor | None:
-    """Return the tensor of a divisor, or None.
-
-    A number of 0 becomes a tensor too, because the raw ops read the number 0 as no divisor. With ``values`` the value
-    of a tensor is checked like a number: > 0, or 0 if no token is active. This syncs with a GPU.
-    """
-    tensor = logps.new_zeros(()) if divisor.number == 0 else divisor.tensor
-    if tensor is not None:
-        check.same_device(current_logps=logps, **{divisor.name: tensor})
-        if values and not values_hidden(tensor):
-            _check_count(tensor, mask, divisor.name)
-    return tensor
-
-
 def _number(name: str, value: float) -> None:
     check.number(name, value, least=0)
     if value:
@@ -130,7 +98,7 @@ def _count(value: torch.Tensor, mask: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name}: expected a number > 0, because a token is active, got {count}")
 
 
-_check_count = define_check("check_count", "(Tensor value, Tensor mask, str name)", _count)
+check_count = define_check("check_count", "(Tensor value, Tensor mask, str name)", _count)
 
 
 def _length(loss_type: str, length: int | None) -> float:

@@ -43,7 +43,15 @@ def groups_of(
     Raises:
         TypeError, ValueError: none or both of the arguments are given, or the one does not cut ``rewards[B]``.
     """
-    count = rewards.shape[0]
+    check_groups(rewards.shape[0], samples_per_prompt, group_boundaries)
+    if samples_per_prompt is not None:
+        return Groups(None, samples_per_prompt)
+    assert group_boundaries is not None
+    return Groups(boundaries_of(rewards, group_boundaries, values), 0)
+
+
+def check_groups(count: int, samples_per_prompt: int | None, group_boundaries: object) -> None:
+    """Check that ``count`` rewards are grouped in exactly one way, and the size of the groups."""
     if (samples_per_prompt is None) == (group_boundaries is None):
         passed = "neither" if samples_per_prompt is None else "both"
         raise ValueError(f"samples_per_prompt, group_boundaries: expected exactly one of them, got {passed}")
@@ -51,13 +59,16 @@ def groups_of(
         check.integer("samples_per_prompt", samples_per_prompt, least=2)
         if count % samples_per_prompt:
             raise ValueError(f"samples_per_prompt: expected a divisor of the {count} rewards, got {samples_per_prompt}")
-        return Groups(None, samples_per_prompt)
+
+
+def boundaries_of(rewards: torch.Tensor, group_boundaries: Sequence[int] | torch.Tensor, values: bool) -> torch.Tensor:
+    """Return checked offsets of groups as ``Groups`` has them."""
     if isinstance(group_boundaries, torch.Tensor):
         offsets = _checked(group_boundaries, rewards, values)
     else:
-        offsets = torch.tensor(_listed(group_boundaries, count), dtype=torch.int64, device="cpu")
+        offsets = torch.tensor(_listed(group_boundaries, rewards.shape[0]), dtype=torch.int64, device="cpu")
     # Non-blocking: the copy to a GPU must not wait for running kernels.
-    return Groups(offsets.to(rewards.device, torch.int64, non_blocking=True).contiguous(), 0)
+    return offsets.to(rewards.device, torch.int64, non_blocking=True).contiguous()
 
 
 def _checked(boundaries: torch.Tensor, rewards: torch.Tensor, values: bool) -> torch.Tensor:

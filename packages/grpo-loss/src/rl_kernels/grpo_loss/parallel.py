@@ -12,24 +12,24 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from rl_kernels.core import validate as check
+from rl_kernels.core.calls import Ready
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.distributed import fingerprint
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
 from rl_kernels.core.torchlib.scalars import scalar
-from rl_kernels.grpo_loss.checked import advantages_call, rewards_call_of
+from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.estimator import Estimator
-from rl_kernels.grpo_loss.extras import OptionalInputs
+from rl_kernels.grpo_loss.extras import Normalizer, divisor_of
 from rl_kernels.grpo_loss.groups import groups_of
+from rl_kernels.grpo_loss.inputs import Inputs, call_of, check_inputs, check_values, options_of, resolved
+from rl_kernels.grpo_loss.loss import loss_of
 from rl_kernels.grpo_loss.objective import Objective, with_overrides
 from rl_kernels.grpo_loss.op import OPERATOR, describe, ops
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
 from rl_kernels.grpo_loss.ranks import Batch, Sizes, agreed
-from rl_kernels.grpo_loss.run import Options, run_on
 
 Grouping = tuple[int | None, Sequence[int] | torch.Tensor | None]
 """``samples_per_prompt`` and ``group_boundaries``."""
-DIVISORS = ("num_tokens", "num_sequences", "max_completion_length")
-TOKENS = ("current_logps", "old_logps", "ref_logps")
 
 
 # Calls of other ranks cannot be traced. torch.compiler.disable would do, but it imports the compiler at once.
@@ -37,11 +37,11 @@ TOKENS = ("current_logps", "old_logps", "ref_logps")
 def loss_over_ranks(
     name: str,
     process_group: ProcessGroup | DeviceMesh,
-    tensors: tuple[Any, Any, Any, Any, Any],
-    grouping: Grouping | None,
+    inputs: Inputs,
     objective_arguments: tuple[Any, Any, Any, Any],
-    optional: OptionalInputs,
-    options: Options,
+    normalizer: Normalizer,
+    return_metrics: bool,
+    validate: bool,
     backend: str | None,
 ) -> GRPOLossOutput | LossAndMetrics:
     """Return the loss of the batch of all ranks.
@@ -49,39 +49,41 @@ def loss_over_ranks(
     Args:
         name: name of the public function.
         process_group: its ranks, in order, hold the sequences.
-        tensors: current_logps, old_logps, ref_logps, rewards or advantages, and the mask, of this rank.
-        grouping: the groups of the rewards of all ranks; None if advantages are given.
+        inputs: what this rank was given; its groups are those of the rewards of all ranks.
         objective_arguments: objective, loss_type, beta and clip_eps.
-        optional: optional tensors of this rank.
-        options: options of the batch.
+        normalizer: as in the public function, and so are the arguments that follow.
+        return_metrics: of the batch.
+        validate: whether values are checked.
         backend: the argument of the public function.
     """
+    grouping = (inputs.samples, inputs.boundaries)
 
-    def make() -> tuple[Any, Sizes, Callable[[], dict[str, object]]]:
+    def make() -> tuple[tuple[LossCall, Objective, str], Sizes, Callable[[], dict[str, object]]]:
         objective = with_overrides(*objective_arguments)
-        if grouping is None:
-            call = advantages_call(*tensors, objective, optional, options, backend)
-        else:
-            call_of = rewards_call_of(*tensors, objective, optional, options, backend)
-            call = call_of((tensors[3].detach(), None, 0, None), objective.estimator, objective.eps)
-        no_lost_derivatives(name, *tensors, *optional, *options.normalizer)
+        divisor = divisor_of(objective.loss_type, normalizer)
+        own = resolved(inputs._replace(samples=None, boundaries=None), divisor, validate)
+        check_inputs(own, objective, divisor.name)
+        check.flag("return_metrics", return_metrics)
+        check.backend_name(backend)
+        if validate:
+            check_values(own, divisor)
+        no_lost_derivatives(name, *inputs, *normalizer)
+        call = call_of(own, options_of(own, objective, divisor, return_metrics))
         chosen_backend = choose(OPERATOR, describe(call.current_logps), backend).name
 
         def shared_arguments() -> dict[str, object]:
-            kinds = {**_options(objective, options), **_kinds(tensors, optional), **_groups(grouping)}
-            return {"backend": chosen_backend, **kinds}
+            options = {**_options(objective, normalizer), "return_metrics": return_metrics}
+            return {"backend": chosen_backend, **options, **_kinds(inputs), **_groups(grouping)}
 
         return (call, objective, chosen_backend), Sizes(call.batch, call.length), shared_arguments
 
-    (call, objective, chosen_backend), batch = agreed(name, process_group, make, options.validate)
-    if grouping is not None:
+    (call, objective, chosen_backend), batch = agreed(name, process_group, make, validate)
+    if call.rewards is not None:
         # The dtype in which one process computes the advantages.
         rewards = call.rewards.to(torch.promote_types(call.rewards.dtype, call.current_logps.dtype))
-        advantages = _advantages(
-            batch, rewards, grouping, options.validate, objective.eps, objective.estimator, chosen_backend
-        )
+        advantages = _advantages(batch, rewards, grouping, validate, objective.eps, objective.estimator, chosen_backend)
         call = call._replace(rewards=None, advantages=advantages)
-    return run_on(call, chosen_backend, batch)
+    return loss_of(call, Ready(chosen_backend), batch)
 
 
 @_disable_dynamo
@@ -125,28 +127,27 @@ def _advantages(
     return batch.own(advantages)
 
 
-def _options(objective: Objective, options: Options) -> dict[str, object]:
+def _options(objective: Objective, normalizer: Normalizer) -> dict[str, object]:
     """Return the options of a call, which must be equal on all ranks."""
-    values: dict[str, object] = {
-        option.name: getattr(objective, option.name) for option in fields(objective) if option.init
-    }
-    values |= {name: _shown(getattr(options.normalizer, name)) for name in DIVISORS}
-    return values | {"return_metrics": options.return_metrics}
+    values = {option.name: getattr(objective, option.name) for option in fields(objective) if option.init}
+    return values | {name: _shown(value) for name, value in normalizer._asdict().items()}
 
 
-def _kinds(tensors: tuple[Any, ...], optional: OptionalInputs) -> dict[str, object]:
+def _kinds(inputs: Inputs) -> dict[str, object]:
     """Return dtypes and numbers of dims: ranks that differ in them would not compute what one process does."""
-    current, old, ref, scores, _ = tensors
-    kinds = {name: "None" if x is None else x.dtype for name, x in zip(TOKENS, (current, old, ref), strict=True)}
-    kinds["rewards or advantages"] = f"{scores.dtype}, {scores.ndim} dims"
+    kinds: dict[str, object] = {}
+    for name in ("current_logps", "old_logps", "ref_logps"):
+        value = getattr(inputs, name)
+        kinds[name] = "None" if value is None else value.dtype
+    kinds["rewards or advantages"] = f"{inputs.scores.dtype}, {inputs.scores.ndim} dims"
     for name in ("rollout_ratio", "entropy", "cu_seqlens"):
-        value = getattr(optional, name)
+        value = getattr(inputs, name)
         kinds[name] = "None" if value is None else f"{value.ndim} dims"
     return kinds
 
 
-def _groups(grouping: Grouping | None) -> dict[str, object]:
-    samples, boundaries = grouping or (None, None)
+def _groups(grouping: Grouping) -> dict[str, object]:
+    samples, boundaries = grouping
     return {"samples_per_prompt": samples, "group_boundaries": _shown(boundaries)}
 
 

@@ -77,6 +77,7 @@ class Formula(NamedTuple):
         kl_correction: ``corrected`` if the KL is weighted by the ratio, otherwise ``plain``.
         rollout: ``truncate``, ``mask``, or ``given`` for a rollout ratio that is used unchanged.
         bounds: ``delta``, ``dual`` or ``none``: the further bound of the ratio.
+        divisor: ``counted``, or ``given`` if ``Numbers.divisor`` is read.
     """
 
     kind: str = "clip"
@@ -86,6 +87,7 @@ class Formula(NamedTuple):
     kl_correction: str = "plain"
     rollout: str = "given"
     bounds: str = "none"
+    divisor: str = "counted"
 
     @property
     def text(self) -> str:

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from rl_kernels.core.dispatch import choose
+from rl_kernels.core.calls import Ready
 from rl_kernels.core.saved import are_hooked, save
-from rl_kernels.core.torchlib.derivatives import first_order, may_overwrite, no_lost_derivatives
+from rl_kernels.core.torchlib.derivatives import first_order, may_overwrite
 from rl_kernels.grpo_loss.call import LossCall
-from rl_kernels.grpo_loss.checked import advantages_call
-from rl_kernels.grpo_loss.extras import NO_NORMALIZER, Extras, Normalizer, optional_inputs, value_or_default
+from rl_kernels.grpo_loss.extras import NO_EXTRAS, NO_NORMALIZER, Extras, Normalizer, value_or_default
+from rl_kernels.grpo_loss.inputs import Inputs
+from rl_kernels.grpo_loss.loss import checked_call
 from rl_kernels.grpo_loss.objective import Objective, with_overrides
-from rl_kernels.grpo_loss.op import OPERATOR, describe, ops
-from rl_kernels.grpo_loss.run import Options
+from rl_kernels.grpo_loss.op import ops
 
 
 def sequence_losses(
@@ -69,19 +69,17 @@ def sequence_losses(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
-    tensors = (current_logps, old_logps, ref_logps, advantages, completion_mask)
-    optional, normalizer = (
-        optional_inputs(extras, cu_seqlens, max_seqlen),
-        value_or_default("normalizer", normalizer, NO_NORMALIZER),
-    )
-    objective, options = with_overrides(objective, loss_type, beta, clip_eps), Options(normalizer, False, validate)
-    call = advantages_call(*tensors, objective, optional, options, backend)
-    no_lost_derivatives("sequence_losses", *tensors, *optional, *normalizer)
-    name = choose(OPERATOR, describe(current_logps), backend).name
+    extras = value_or_default("extras", extras, NO_EXTRAS)
+    normalizer = value_or_default("normalizer", normalizer, NO_NORMALIZER)
+    tensors = (current_logps, old_logps, ref_logps, completion_mask)
+    inputs = Inputs(*tensors, "advantages", advantages, None, None, *extras, cu_seqlens, max_seqlen)
+    objective = with_overrides(objective, loss_type, beta, clip_eps)
+    options = (normalizer, False, validate, backend)
+    call, ready = checked_call("sequence_losses", inputs, objective, *options, step="sums")
     if current_logps.requires_grad and torch.is_grad_enabled():
-        losses: torch.Tensor = _SequenceLosses.apply(current_logps, tuple(call[1:]), name)
+        losses: torch.Tensor = _SequenceLosses.apply(current_logps, tuple(call[1:]), ready)
         return losses
-    return _losses(ops["sums"](*call, name), call, name)[0]
+    return _losses(ops["sums"].call(ready, *call), call, ready.backend)[0]
 
 
 def _losses(sums: torch.Tensor, call: LossCall, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,11 +95,11 @@ class _SequenceLosses(torch.autograd.Function):
     """Saves the slope and the divisor that forward computes; only current_logps gets a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, current_logps: torch.Tensor, arguments: tuple[Any, ...], backend: str) -> torch.Tensor:
+    def forward(ctx: Any, current_logps: torch.Tensor, arguments: tuple[Any, ...], ready: Ready) -> torch.Tensor:
         """Return the losses ``[B]``."""
         call = LossCall(current_logps, *arguments)
-        sums, slope = ops["sums_grad"](*call, backend)
-        losses, divisor = _losses(sums, call, backend)
+        sums, slope = ops["sums_grad"].call(ready, *call)
+        losses, divisor = _losses(sums, call, ready.backend)
         # current_logps is saved only to stay in the graph: otherwise a second derivative would silently be 0.
         save(ctx, current_logps, divisor, slope, call.cu_seqlens)
         ctx.owns_slope = not are_hooked()

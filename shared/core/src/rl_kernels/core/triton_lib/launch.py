@@ -110,10 +110,10 @@ def _specialization(x: Any) -> tuple[Any, ...]:
 
 
 class Launch:
-    """A launch that is repeated with the same kernel, grid and numbers; only the addresses of tensors vary.
+    """A launch that is repeated with the same kernel, grid and numbers; only addresses of tensors and floats vary.
 
     The caller must pass the same kind of argument at each position in every call: a tensor of one dtype on one GPU, a
-    descriptor, or None. The compiled kernel is then found by the addresses alone.
+    descriptor, None, a float, or one and the same integer. The compiled kernel is then found by the addresses alone.
 
     Args:
         kernel: of ``triton.jit``.
@@ -138,7 +138,7 @@ class Launch:
         self._tensors: tuple[int, ...] | None = None
 
     def __call__(self, *args: Any) -> None:
-        """Launch with these tensors, descriptors and Nones: the parameters before ``numbers``."""
+        """Launch with these arguments: the parameters before ``numbers``."""
         if self._tensors is None:
             self._tensors = tuple(place for place, x in enumerate(args) if isinstance(x, torch.Tensor))
         key = tuple([args[place].data_ptr() % ALIGNMENT for place in self._tensors])

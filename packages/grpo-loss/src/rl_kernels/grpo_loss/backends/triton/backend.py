@@ -14,25 +14,15 @@ from typing import Any
 
 import torch
 
+from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.gpu import device_of
-from rl_kernels.core.triton_lib.launch import launch
-from rl_kernels.grpo_loss.backends.triton.groups import Scores, advantages, scores_of_call
-from rl_kernels.grpo_loss.backends.triton.objectives import SUMS, loss_of, results_of, segment_sums
-from rl_kernels.grpo_loss.backends.triton.plain import (
-    gradient_work,
-    is_plain,
-    plain_gradient,
-    plain_sum,
-    plain_terms,
-    rows_of,
-    segments_of,
-    sum_work,
-    terms_work,
-)
-from rl_kernels.grpo_loss.backends.triton.planned import planned
-from rl_kernels.grpo_loss.backends.triton.reduce import FIRST_METRIC, LEAST, MOST
+from rl_kernels.core.layout import readable
+from rl_kernels.core.triton_lib.launch import Launch, ceil_div
+from rl_kernels.grpo_loss.backends.triton.groups import advantages
+from rl_kernels.grpo_loss.backends.triton.losses import prepare_loss, prepare_total
+from rl_kernels.grpo_loss.backends.triton.plain import plain_gradient
 from rl_kernels.grpo_loss.call import LossCall
-from rl_kernels.grpo_loss.plan import Formula, Numbers
+from rl_kernels.grpo_loss.plan import Formula
 
 __all__ = [
     "advantages",
@@ -41,113 +31,76 @@ __all__ = [
     "combine",
     "forward",
     "forward_grad",
-    "planned",
     "sums",
     "sums_grad",
 ]
 
+GRADIENT_BLOCK, GRADIENT_WARPS = 1024, 4
+"""Tokens that one program of the backward pass scales, and its warps: element by element, so they change no bit."""
 
-def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+
+@prepared
+def forward(*arguments: Any) -> Launches:
     """Return (loss, policy_loss, kl, metrics); the first three are scalars."""
-    *results, _ = _loss(LossCall(*arguments), None)
-    return tuple(results)
+    return prepare_loss(LossCall(*arguments), has_slope=False, has_total=True)
 
 
-def forward_grad(*arguments: Any) -> tuple[torch.Tensor, ...]:
+@prepared
+def forward_grad(*arguments: Any) -> Launches:
     """Return (loss, policy_loss, kl, metrics, count, slope); slope has the shape of current_logps."""
-    call = LossCall(*arguments)
-    slope = torch.empty(call.current_logps.shape, dtype=torch.float32, device=call.current_logps.device)
-    return *_loss(call, slope), slope
+    return prepare_loss(LossCall(*arguments), has_slope=True, has_total=True)
 
 
-def backward(
-    current_logps: torch.Tensor, count: torch.Tensor, slope: torch.Tensor, upstream: torch.Tensor
-) -> torch.Tensor:
-    """Return the gradient in the dtype of current_logps; 0 at masked positions for any upstream gradient."""
-    grad = torch.empty(current_logps.shape, dtype=current_logps.dtype, device=current_logps.device)
-    _scale(slope.contiguous(), count, upstream, grad)
-    return grad
-
-
-def backward_inplace(slope: torch.Tensor, count: torch.Tensor, upstream: torch.Tensor) -> None:
-    """Write the gradient, as ``backward`` returns it in FP32, over a contiguous slope."""
-    _scale(slope, count, upstream, slope)
-
-
-def _scale(slope: torch.Tensor, count: torch.Tensor, upstream: torch.Tensor, grad: torch.Tensor) -> None:
-    if grad.numel():
-        with device_of(grad):
-            work = gradient_work(grad.numel())
-            launch(plain_gradient, work.grid, slope, count, upstream, grad, **work.options)
-
-
-def sums(*arguments: Any) -> torch.Tensor:
+@prepared
+def sums(*arguments: Any) -> Launches:
     """Return the sums of each sequence, ``[3, B]``, or ``[14, B]`` with metrics."""
-    return _sums(LossCall(*arguments), None)
+    return prepare_loss(LossCall(*arguments), has_slope=False, has_total=False)
 
 
-def sums_grad(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+@prepared
+def sums_grad(*arguments: Any) -> Launches:
     """Return (sums, slope); slope has the shape of current_logps."""
-    call = LossCall(*arguments)
-    slope = torch.empty(call.current_logps.shape, dtype=torch.float32, device=call.current_logps.device)
-    return _sums(call, slope), slope
+    return prepare_loss(LossCall(*arguments), has_slope=True, has_total=False)
 
 
+@prepared
 def combine(
     sums: torch.Tensor, normalizer: torch.Tensor | None, length: int, numbers: torch.Tensor, plan: str
-) -> tuple[torch.Tensor, ...]:
+) -> Launches:
     """Return (loss, policy_loss, kl, metrics, count) of the sequences whose sums are given."""
-    return results_of(sums.contiguous()[None], normalizer, length, Numbers(*numbers.tolist()), Formula.parse(plan))
+    return prepare_total(sums, length, Formula.parse(plan))
 
 
-def _sums(call: LossCall, slope: torch.Tensor | None) -> torch.Tensor:
-    """Return the sums of each sequence; write ``slope`` unless it is None."""
-    scores = scores_of_call(call)
-    if not is_plain(call):
-        return _add_segments(segment_sums(call, scores, slope))
-    current = call.current_logps
-    batch, length = current.shape
-    # Without a reference the kernel writes no KL.
-    sums = torch.zeros((segments_of(length), SUMS, batch), dtype=torch.float32, device=current.device)
-    if batch and length:
-        _launch_terms(call, scores, sums, slope)
-    return _add_segments(sums)
+@prepared
+def backward(current_logps: torch.Tensor, count: torch.Tensor, slope: torch.Tensor, upstream: torch.Tensor) -> Launches:
+    """Return the gradient in the dtype of current_logps; 0 at masked positions for any upstream gradient."""
+    size, scale, fits = slope.numel(), _scale(slope), slope.is_contiguous()
+
+    def launch(
+        current_logps: torch.Tensor, count: torch.Tensor, slope: torch.Tensor, upstream: torch.Tensor
+    ) -> torch.Tensor:
+        grad = current_logps.new_empty(current_logps.shape)
+        if size:
+            with device_of(grad):
+                scale(readable(slope, fits), count, upstream, grad)
+        return grad
+
+    return launch
 
 
-def _add_segments(sums: torch.Tensor) -> torch.Tensor:
-    """Add the segments of each sequence in ascending order; return its sums, ``[quantities, B]``."""
-    if sums.shape[0] == 1:
-        return sums[0]
-    total = sums.new_zeros(sums.shape[1:])
-    for segment in sums:
-        total = total + segment
-    if sums.shape[1] > SUMS:
-        least, most = FIRST_METRIC.value + LEAST.value, FIRST_METRIC.value + MOST.value
-        total[least], total[most] = sums[:, least].amin(0), sums[:, most].amax(0)
-    return total
+@prepared
+def backward_inplace(slope: torch.Tensor, count: torch.Tensor, upstream: torch.Tensor) -> Launches:
+    """Write the gradient, as ``backward`` returns it in FP32, over a contiguous slope."""
+    size, scale = slope.numel(), _scale(slope)
+
+    def launch(slope: torch.Tensor, count: torch.Tensor, upstream: torch.Tensor) -> None:
+        if size:
+            with device_of(slope):
+                scale(slope, count, upstream, slope)
+
+    return launch
 
 
-def _launch_terms(call: LossCall, scores: Scores, sums: torch.Tensor, slope: torch.Tensor | None) -> None:
-    current = call.current_logps
-    tensors = [rows_of(x) for x in (current, call.old_logps, call.ref_logps, call.mask, scores.values)]
-    work = terms_work(call, scores, tensors)
-    with device_of(current):
-        launch(plain_terms, work.grid, *tensors, scores.boundaries, sums, slope, **work.options)
-
-
-def _loss(call: LossCall, slope: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return (loss, policy_loss, kl, metrics, count); write ``slope`` unless it is None."""
-    current = call.current_logps
-    scores = scores_of_call(call)
-    if not is_plain(call):
-        return loss_of(call, scores, slope)
-    batch, length = current.shape
-    sums = torch.empty((segments_of(length), 3, batch), dtype=torch.float32, device=current.device)
-    loss = sums.new_empty(())
-    policy_loss, kl, count = torch.empty_like(loss), torch.empty_like(loss), torch.empty_like(loss)
-    if batch and length:
-        _launch_terms(call, scores, sums, slope)
-    with device_of(current):
-        work = sum_work(call)
-        launch(plain_sum, work.grid, sums, loss, policy_loss, kl, count, **work.options)
-    return loss, policy_loss, kl, sums.new_empty(0), count
+def _scale(slope: torch.Tensor) -> Launch:
+    size = slope.numel()
+    return Launch(plain_gradient, (ceil_div(size, GRADIENT_BLOCK),), (size, GRADIENT_BLOCK), num_warps=GRADIENT_WARPS)

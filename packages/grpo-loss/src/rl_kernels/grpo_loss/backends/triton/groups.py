@@ -14,14 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
+from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.rowwise.operands import compute_dtype
-from rl_kernels.core.triton_lib.launch import launch
+from rl_kernels.core.triton_lib.launch import Launch
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.estimator import ESTIMATORS, Estimator
 
 LANES = 256
-"""Maximum lanes of a sum over rewards, tokens or sequences; ``objectives.WIDE`` is the one exception."""
+"""Maximum lanes of a sum over rewards, tokens or sequences; ``losses.WIDE`` is the one exception."""
 LEVELS = tl.constexpr(12)
 """Upper bound of the levels of a tree."""
 NEIGHBORS = tl.constexpr(2)
@@ -57,20 +58,27 @@ class Scores(NamedTuple):
     formula: tuple[int, bool, bool] = (0, False, False)
 
 
+@prepared
 def advantages(
     rewards: torch.Tensor, boundaries: torch.Tensor | None, samples: int, eps: torch.Tensor, estimator: str
-) -> torch.Tensor:
+) -> Launches:
     """Return (r - mean) / max(std, eps) within each group, ``[B]``; 0 where all rewards are equal."""
-    out = rewards.new_empty(rewards.shape, dtype=compute_dtype(rewards.dtype))
-    count = rewards.shape[0]
-    if count:
-        scores = scores_of(rewards, boundaries, samples, Estimator.parse(estimator))
-        programs = count // samples if boundaries is None else scores.groups
-        arguments = (rewards, boundaries, out, float(eps), count, scores.groups, rewards.stride(0))
-        with device_of(rewards):
-            constants = (scores.lanes, scores.one_step, *scores.formula)
-            launch(_advantages, (programs,), *arguments, *constants, num_warps=WARPS)
-    return out
+    count, dtype = rewards.shape[0], compute_dtype(rewards.dtype)
+    scores = scores_of(rewards, boundaries, samples, Estimator.parse(estimator))
+    programs = scores.groups if boundaries is not None else count // samples if count else 0
+    numbers = (count, scores.groups, rewards.stride(0), scores.lanes, scores.one_step, *scores.formula)
+    scaled = Launch(_advantages, (programs,), numbers, num_warps=WARPS)
+
+    def launch(
+        rewards: torch.Tensor, boundaries: torch.Tensor | None, samples: int, eps: torch.Tensor, estimator: str
+    ) -> torch.Tensor:
+        out = rewards.new_empty(rewards.shape, dtype=dtype)
+        if count:
+            with device_of(rewards):
+                scaled(rewards, boundaries, out, float(eps))
+        return out
+
+    return launch
 
 
 def lanes_for(size: int, least: int, most: int = LANES) -> int:

@@ -1,7 +1,7 @@
-"""The kernel of objectives beyond the plain loss, launched by ``objectives``.
+"""The kernel of objectives beyond the plain loss, launched by ``losses``.
 
 One program takes a segment of SEGMENT tokens of a sequence, LANES tokens at a time. Order of the sums, which is the
-contract (``backend``, ``objectives``): token i of a segment goes to lane i mod LANES, in ascending order, and ``tree``
+contract (``backend``, ``losses``): token i of a segment goes to lane i mod LANES, in ascending order, and ``tree``
 adds the lanes; segments are added in ascending order.
 """
 

@@ -1,4 +1,4 @@
-"""The plain loss, clipped token by token, mean over tokens: its kernels and their launches.
+"""The kernels of the plain loss, clipped token by token, mean over tokens; launched by ``losses``.
 
 One program of ``plain_terms`` takes a segment of SEGMENT tokens of a sequence, up to 256 at a time, four to a thread.
 Order of the sums, which is the contract (``backend``): token i of a segment goes to lane i mod 256, in ascending order,
@@ -7,85 +7,17 @@ and ``tree`` adds the lanes; ``plain_sum`` adds a sequence's segments in ascendi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 
-from rl_kernels.core.constants import TOKEN_SEGMENT as SEGMENT
-from rl_kernels.core.layout import readable
 from rl_kernels.core.triton_lib.arithmetic import fma
-from rl_kernels.grpo_loss.backends.triton.groups import LANES, Scores, advantage_of, lanes_for, tree
+from rl_kernels.grpo_loss.backends.triton.groups import advantage_of, tree
 from rl_kernels.grpo_loss.backends.triton.terms import constant, exp, k3_of
-from rl_kernels.grpo_loss.call import LossCall
-from rl_kernels.grpo_loss.plan import Formula
 
-WARP = 128
-"""Lanes of one warp: four tokens to a thread, which is one 16-byte load in FP32."""
-REDUCE_WARPS = 4
-"""Warps of the program that adds all sequences; the order is explicit, so they change no bit."""
 UNROLLED = tl.constexpr(4)
 """Sequences that a lane of ``plain_sum`` loads before it adds the first."""
-GRADIENT_BLOCK, GRADIENT_WARPS = 1024, 4
-"""Tokens that one program of the backward pass scales, and its warps: element by element, so they change no bit."""
-
 SIGN = tl.constexpr(-(1 << 31))
 """The bits of -0, as an integer."""
-
-
-class Work(NamedTuple):
-    """A launch without its tensors; ``numbers`` includes the constants."""
-
-    grid: tuple[int, ...]
-    numbers: tuple[float | bool, ...]
-    num_warps: int
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of the launch."""
-        return {"numbers": self.numbers, "num_warps": self.num_warps}
-
-
-def terms_work(call: LossCall, scores: Scores, tensors: Sequence[torch.Tensor | None]) -> Work:
-    """Return the launch of ``plain_terms`` for current, old, ref, mask and scores with contiguous rows."""
-    (batch, length), n = call.current_logps.shape, call.values
-    lanes = lanes_for(length, WARP)
-    numbers = (
-        *(length, scores.groups, *(0 if x is None else x.stride(0) for x in tensors)),
-        *(1 - n.clip_low, 1 + n.clip_high, n.beta, n.eps),
-        *(SEGMENT, lanes, scores.lanes, scores.one_step, *scores.formula, scores.values.ndim == 2),
-    )
-    return Work((batch, segments_of(length)), numbers, lanes // WARP)
-
-
-def sum_work(call: LossCall) -> Work:
-    """Return the launch of ``plain_sum``."""
-    batch, length = call.current_logps.shape
-    return Work((1,), (batch, segments_of(length), call.values.beta, call.ref_logps is not None, LANES), REDUCE_WARPS)
-
-
-def gradient_work(size: int) -> Work:
-    """Return the launch of ``plain_gradient`` for ``size`` slopes."""
-    return Work((-(-size // GRADIENT_BLOCK),), (size, GRADIENT_BLOCK), GRADIENT_WARPS)
-
-
-def segments_of(length: int) -> int:
-    """Return the number of segments of a sequence."""
-    return -(-length // SEGMENT)
-
-
-def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:
-    """Return ``x`` if its rows are contiguous, else a contiguous copy; one dim may have any stride."""
-    return None if x is None else readable(x, x.ndim == 1 or x.stride(1) == 1)
-
-
-def is_plain(call: LossCall) -> bool:
-    """Return whether a call is for the plain loss."""
-    extra_inputs = (call.rollout_ratio, call.normalizer, call.cu_seqlens)
-    has_plain_formula = call.plan == Formula().text and all(x is None for x in extra_inputs)
-    return has_plain_formula and not call.with_metrics and not call.values.divisor
 
 
 @triton.jit
