@@ -9,9 +9,8 @@ from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import Draw
 from rl_kernels.grpo_loss import group_advantages
 from rl_kernels.grpo_loss import reference as definition
-from rl_kernels.grpo_loss.estimator import Estimator
+from rl_kernels.grpo_loss.call import Estimator, Formula, Numbers
 from rl_kernels.grpo_loss.op import OPERATOR, ops
-from rl_kernels.grpo_loss.plan import Formula, Numbers
 
 BACKENDS = [b.name for b in OPERATOR.backends if b.why_not(Call.of(torch.zeros(1))) is None]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -28,7 +28,7 @@ PLANTED = (
             *(
                 f"rl_kernels.grpo_loss.{name}"
                 for name in (
-                    *("lanes", "backends.native.advantages", "backends.native.terms"),
+                    *("backends.native.lanes", "backends.native.advantages", "backends.native.terms"),
                     *("backends.native.metrics", "backends.native.backend"),
                 )
             ),

@@ -12,8 +12,8 @@ import torch
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import Draw, function_of
 from rl_kernels.grpo_loss import METRICS, Extras, Normalizer, Objective, api, grpo_loss, reference, sequence_losses
+from rl_kernels.grpo_loss.call import FORMS
 from rl_kernels.grpo_loss.op import OPERATOR
-from rl_kernels.grpo_loss.plan import FORMS
 
 grpo_loss_from_advantages = function_of(OPERATOR, "grpo_loss_from_advantages")
 

@@ -11,8 +11,8 @@ import torch
 
 from rl_kernels.core.testing import Draw, function_of
 from rl_kernels.grpo_loss import METRICS, reference
+from rl_kernels.grpo_loss.call import FORMS
 from rl_kernels.grpo_loss.op import OPERATOR
-from rl_kernels.grpo_loss.plan import FORMS
 from rl_kernels.grpo_loss.presets import PRESETS
 
 grpo_loss = function_of(OPERATOR)

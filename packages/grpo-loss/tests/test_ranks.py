@@ -20,7 +20,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REASON = OPERATOR.backend("triton").why_not(Call.of(torch.zeros(1, device=DEVICE)))
 BACKENDS = ["native", pytest.param("triton", marks=pytest.mark.skipif(REASON is not None, reason=str(REASON)))]
 PACKAGE = "rl_kernels.grpo_loss"
-COPIED = tuple(f"{PACKAGE}.{name}" for name in ("ranks", "loss", "parallel", "sequences", "advantages", "api"))
+COPIED = tuple(f"{PACKAGE}.{name}" for name in ("ranks", "loss", "api"))
 """Modules that pass a call on to the ranks, each before those that import it."""
 BUG = Bug("sums of this rank only", "batch.gathered(sums)", "sums")
 TOKENS = ("current_logps", "old_logps", "ref_logps", "completion_mask")

@@ -12,9 +12,8 @@ import torch
 
 from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.core.testing.triton_launches import TritonRecorder
-from rl_kernels.grpo_loss.call import LossCall
+from rl_kernels.grpo_loss.call import Formula, LossCall, Numbers
 from rl_kernels.grpo_loss.outputs import METRICS
-from rl_kernels.grpo_loss.plan import Formula, Numbers
 
 NAMES = ("groups", "terms", "tokens", "metrics", "sequence", "kernels", "reduce", "plain", "losses")
 """Each before those that import it."""

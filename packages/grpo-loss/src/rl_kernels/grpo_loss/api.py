@@ -9,10 +9,9 @@ import torch
 
 from rl_kernels.grpo_loss.extras import NO_EXTRAS, NO_NORMALIZER, Extras, Normalizer, value_or_default
 from rl_kernels.grpo_loss.inputs import Inputs
-from rl_kernels.grpo_loss.loss import checked_call, loss_of
+from rl_kernels.grpo_loss.loss import checked_call, loss_of, loss_over_ranks
 from rl_kernels.grpo_loss.objective import Objective, with_overrides
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
-from rl_kernels.grpo_loss.parallel import loss_over_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -8,7 +8,7 @@ import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.torchlib.ops import define_check
-from rl_kernels.grpo_loss.plan import FORMS
+from rl_kernels.grpo_loss.call import FORMS
 
 
 class Extras(NamedTuple):

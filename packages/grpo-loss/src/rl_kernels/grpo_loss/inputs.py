@@ -11,10 +11,9 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.core.torchlib.ops import define_check
 from rl_kernels.core.torchlib.scalars import scalars
-from rl_kernels.grpo_loss.call import LossCall
-from rl_kernels.grpo_loss.estimator import Estimator
+from rl_kernels.grpo_loss.advantages import boundaries_of
+from rl_kernels.grpo_loss.call import Estimator, LossCall
 from rl_kernels.grpo_loss.extras import Divisor, check_count
-from rl_kernels.grpo_loss.groups import boundaries_of, check_groups
 from rl_kernels.grpo_loss.objective import Objective
 
 MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *check.FLOATS)
@@ -64,17 +63,14 @@ class Options(NamedTuple):
 
 def resolved(inputs: Inputs, divisor: Divisor, values: bool) -> Inputs:
     """Return the inputs with the values that only tensors or lists tell; ``values`` also checks offsets of groups."""
-    current, rewards, count = inputs.current_logps, inputs.scores, divisor.tensor
+    current, count = inputs.current_logps, divisor.tensor
     check.tensor("current_logps", current, check.FLOATS)
     if divisor.number == 0:
         # As a tensor, because the raw ops read the number 0 as no divisor.
         count = current.new_zeros(())
     boundaries, max_seqlen = inputs.boundaries, inputs.max_seqlen
     if boundaries is not None:
-        # Before the call is prepared, because a list has no kind that a tensor has.
-        check.tensor("rewards", rewards, check.FLOATS, ndim=1)
-        check_groups(len(rewards), inputs.samples, boundaries)
-        boundaries = boundaries_of(rewards, boundaries, values)
+        boundaries = boundaries_of(inputs.scores, inputs.samples, boundaries, values=values)
     if inputs.cu_seqlens is not None and max_seqlen is None:
         _check_offset_tensor(inputs)
         max_seqlen = _longest(inputs.cu_seqlens)
@@ -160,7 +156,11 @@ def call_of(inputs: Inputs, options: Options) -> LossCall:
     # A list, because a generator takes longer. Only current_logps gets a gradient.
     detached = [x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x for x in inputs[1:]]
     inputs = Inputs._make([inputs.current_logps, *detached])
-    scores, boundaries = _scores(inputs.scores, inputs), inputs.boundaries
+    scores, ratio, boundaries = inputs.scores, inputs.rollout_ratio, inputs.boundaries
+    if inputs.cu_seqlens is not None:
+        # Raw ops take one value per packed token as [1, total].
+        scores = scores if scores.shape == (inputs.batch,) else scores[None]
+        ratio = ratio if ratio is None or ratio.shape == (inputs.batch,) else ratio[None]
     assert boundaries is None or isinstance(boundaries, torch.Tensor)
     return LossCall(
         inputs.current_logps,
@@ -171,20 +171,13 @@ def call_of(inputs: Inputs, options: Options) -> LossCall:
         inputs.samples or 0,
         None if inputs.scored == "rewards" else scores,
         inputs.mask,
-        _scores(inputs.rollout_ratio, inputs),
+        ratio,
         inputs.entropy if options.with_metrics else None,
         inputs.given_count,
         inputs.cu_seqlens,
         inputs.max_seqlen or 0,
         *options[:4],
     )
-
-
-def _scores(value: torch.Tensor | None, inputs: Inputs) -> torch.Tensor | None:
-    """Return values per token of packed sequences as ``[1, total]``."""
-    if value is None or inputs.cu_seqlens is None or value.shape == (inputs.batch,):
-        return value
-    return value[None]
 
 
 def _check_offset_tensor(inputs: Inputs) -> None:

@@ -5,20 +5,31 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch._compile import _disable_dynamo
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.calls import Ready
 from rl_kernels.core.dispatch import choose, remembered
 from rl_kernels.core.saved import are_hooked
 from rl_kernels.core.torchlib.derivatives import first_order, may_overwrite, no_lost_derivatives
+from rl_kernels.grpo_loss.advantages import advantages_of_rank, check_groups
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.extras import NO_NORMALIZER, Normalizer, divisor_of
-from rl_kernels.grpo_loss.groups import check_groups
 from rl_kernels.grpo_loss.inputs import Inputs, Options, call_of, check_inputs, check_values, options_of, resolved
-from rl_kernels.grpo_loss.objective import Objective
+from rl_kernels.grpo_loss.objective import Objective, with_overrides
 from rl_kernels.grpo_loss.op import OPERATOR, describe, ops
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
-from rl_kernels.grpo_loss.ranks import Batch, combined
+from rl_kernels.grpo_loss.ranks import (
+    Batch,
+    Sizes,
+    agreed,
+    combined,
+    shared_groups,
+    shared_kinds,
+    shared_options,
+)
 
 
 def checked_call(
@@ -135,3 +146,58 @@ class _GRPOLoss(torch.autograd.Function):
         no_lost_derivatives("grpo_loss", slope, upstream)
         ops["backward_inplace"](slope, divisor, upstream, ctx.backend)
         return slope, None
+
+
+# Calls of other ranks cannot be traced. torch.compiler.disable would do, but it imports the compiler at once.
+@_disable_dynamo
+def loss_over_ranks(
+    name: str,
+    process_group: ProcessGroup | DeviceMesh,
+    inputs: Inputs,
+    objective_arguments: tuple[Any, Any, Any, Any],
+    normalizer: Normalizer,
+    return_metrics: bool,
+    validate: bool,
+    backend: str | None,
+) -> GRPOLossOutput | LossAndMetrics:
+    """Return the loss of the batch of all ranks.
+
+    Args:
+        name: name of the public function.
+        process_group: its ranks, in order, hold the sequences.
+        inputs: what this rank was given; its groups are those of the rewards of all ranks.
+        objective_arguments: objective, loss_type, beta and clip_eps.
+        normalizer: as in the public function, and so are the arguments that follow.
+        return_metrics: of the batch.
+        validate: whether values are checked.
+        backend: the argument of the public function.
+    """
+    grouping = (inputs.samples, inputs.boundaries)
+
+    def check_here() -> tuple[tuple[LossCall, Objective, str], Sizes]:
+        objective = with_overrides(*objective_arguments)
+        divisor = divisor_of(objective.loss_type, normalizer)
+        own = resolved(inputs._replace(samples=None, boundaries=None), divisor, validate)
+        check_inputs(own, objective, divisor.name)
+        check.flag("return_metrics", return_metrics)
+        check.backend_name(backend)
+        if validate:
+            check_values(own, divisor)
+        no_lost_derivatives(name, *inputs, *normalizer)
+        call = call_of(own, options_of(own, objective, divisor, return_metrics))
+        chosen = choose(OPERATOR, describe(call.current_logps), backend).name
+        return (call, objective, chosen), Sizes(call.batch, call.length)
+
+    def shared(checked: tuple[LossCall, Objective, str]) -> dict[str, object]:
+        _, objective, chosen = checked
+        options = {**shared_options(objective, normalizer), "return_metrics": return_metrics}
+        return {"backend": chosen, **options, **shared_kinds(inputs), **shared_groups(grouping)}
+
+    (call, objective, chosen), batch = agreed(name, process_group, check_here, shared, validate)
+    if call.rewards is not None:
+        # The dtype in which one process computes the advantages.
+        rewards = call.rewards.to(torch.promote_types(call.rewards.dtype, call.current_logps.dtype))
+        estimator = (objective.eps, objective.estimator)
+        advantages = advantages_of_rank(batch, rewards, grouping, *estimator, validate, chosen)
+        call = call._replace(rewards=None, advantages=advantages)
+    return loss_of(call, Ready(chosen), batch)

@@ -29,8 +29,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from rl_kernels.core import validate as check
-from rl_kernels.grpo_loss.estimator import Estimator
-from rl_kernels.grpo_loss.plan import CISPO_CAP, CLIP_EPS, FORMS, Formula, Numbers
+from rl_kernels.grpo_loss.call import CISPO_CAP, CLIP_EPS, FORMS, Estimator, Formula, Numbers
 from rl_kernels.grpo_loss.presets import PRESETS
 
 KL_ESTIMATORS = ("k1", "k2", "k3")

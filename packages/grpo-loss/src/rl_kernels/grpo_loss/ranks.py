@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl_kernels.core.distributed import agree, all_gather, group_of, group_rank, group_size
+from rl_kernels.core import validate as check
+from rl_kernels.core.distributed import agree, all_gather, fingerprint, group_of, group_rank, group_size
 from rl_kernels.grpo_loss.call import LossCall
+from rl_kernels.grpo_loss.extras import Normalizer
+from rl_kernels.grpo_loss.objective import Objective
 from rl_kernels.grpo_loss.op import ops
 
+if TYPE_CHECKING:
+    from rl_kernels.grpo_loss.inputs import Inputs
+
 T = TypeVar("T")
+Grouping = tuple[int | None, Sequence[int] | torch.Tensor | None]
+"""``samples_per_prompt`` and ``group_boundaries``."""
 
 
 class Sizes(NamedTuple):
@@ -54,16 +63,18 @@ class Batch(NamedTuple):
 def agreed(
     name: str,
     process_group: ProcessGroup | DeviceMesh | None,
-    make: Callable[[], tuple[T, Sizes, Callable[[], Mapping[str, object]]]],
+    check_here: Callable[[], tuple[T, Sizes]],
+    shared: Callable[[T], Mapping[str, object]],
     validate: bool,
 ) -> tuple[T, Batch]:
-    """Check a call on all ranks; return the result of ``make`` on this rank, and the batch.
+    """Check a call on all ranks; return the result of ``check_here``, and the batch.
 
     Args:
         name: name of the public function.
         process_group: process group of the call.
-        make: checks this rank's arguments; returns a result, the sizes, and a function that returns the values that
-            must be equal on all ranks: a function, because reading values of tensors syncs with a GPU.
+        check_here: checks this rank's arguments; returns a result and the sizes.
+        shared: takes that result; returns the values that must be equal on all ranks. Apart, because reading values of
+            tensors syncs with a GPU.
         validate: False, and graph capture, skips the exchange: sizes are taken to be equal on all ranks.
 
     Raises:
@@ -71,11 +82,11 @@ def agreed(
     """
     group = group_of(process_group, sizes=None)
     if not validate or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
-        result, sizes, _ = make()
+        result, sizes = check_here()
         return result, Batch(group, (sizes.batch,) * group_size(group), sizes.length)
     try:
-        result, sizes, describe = make()
-        shared_arguments = describe()
+        result, sizes = check_here()
+        shared_arguments = shared(result)
     except Exception as error:
         agree(name, group, error, {})
         raise
@@ -91,3 +102,35 @@ def combined(batch: Batch, sums: torch.Tensor, call: LossCall, backend: str) -> 
     """Return (loss, policy_loss, kl, metrics, divisor) of a batch, from the sums of this rank's sequences."""
     all_sums = batch.gathered(sums)
     return ops["combine"](all_sums, call.normalizer, batch.length, call.numbers, call.plan, backend)
+
+
+def shared_options(objective: Objective, normalizer: Normalizer) -> dict[str, object]:
+    """Return the options of a call, which must be equal on all ranks."""
+    values = {option.name: getattr(objective, option.name) for option in fields(objective) if option.init}
+    return values | {name: _shown(value) for name, value in normalizer._asdict().items()}
+
+
+def shared_kinds(inputs: Inputs) -> dict[str, object]:
+    """Return dtypes and numbers of dims: ranks that differ in them would not compute what one process does."""
+    kinds: dict[str, object] = {}
+    for name in ("current_logps", "old_logps", "ref_logps"):
+        value = getattr(inputs, name)
+        kinds[name] = "None" if value is None else value.dtype
+    kinds["rewards or advantages"] = f"{inputs.scores.dtype}, {inputs.scores.ndim} dims"
+    for name in ("rollout_ratio", "entropy", "cu_seqlens"):
+        value = getattr(inputs, name)
+        kinds[name] = "None" if value is None else f"{value.ndim} dims"
+    return kinds
+
+
+def shared_groups(grouping: Grouping) -> dict[str, object]:
+    """Return the groups of the rewards of all ranks."""
+    samples, boundaries = grouping
+    return {"samples_per_prompt": samples, "group_boundaries": _shown(boundaries)}
+
+
+def _shown(value: object) -> object:
+    """Return the form of a value that ranks compare: for a tensor its dtype, shape and a fingerprint of its bits."""
+    if isinstance(value, torch.Tensor) and value.dtype in (*check.INTEGERS, *check.FLOATS):
+        return f"a tensor of {value.dtype} {tuple(value.shape)}, bits {fingerprint(value):x}"
+    return value

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
-from rl_kernels.grpo_loss.reference_advantages import group_advantages, wide
 from rl_kernels.grpo_loss.reference_layout import Padding, metrics_of
 
 __all__ = ["group_advantages", "grpo_loss", "grpo_loss_from_advantages"]
@@ -20,6 +20,46 @@ SUMS = ("dr_grpo", "luspo")
 """Loss types that average the sum of each sequence; dr_grpo also divides it by a length."""
 SMALLEST, LARGEST = math.log(1e-8), 20.0
 """Bounds of the log-weight of a sequence in vespo."""
+
+
+def group_advantages(
+    rewards: torch.Tensor,
+    *,
+    samples_per_prompt: int | None = None,
+    group_boundaries: Sequence[int] | torch.Tensor | None = None,
+    eps: float = 1e-6,
+    advantage_estimator: str = "population",
+    eps_placement: str = "max",
+    skip_nan: bool = False,
+) -> torch.Tensor:
+    """Return the advantage ``[B]`` of each reward in its group; 0 if all rewards of the group are equal."""
+    # FP64: with rewards around 10,000, the error of an FP32 mean is larger than the tolerance of advantages.
+    r = rewards.double()
+    if samples_per_prompt is not None:
+        group_boundaries = range(0, len(r) + 1, samples_per_prompt)
+    assert group_boundaries is not None
+    present = ~r.isnan() if skip_nan else torch.ones_like(r, dtype=torch.bool)
+    whole = r[present].std(correction=1) if advantage_estimator == "batch" and int(present.sum()) > 1 else None
+    out = torch.zeros_like(r)
+    for start, end in pairwise(int(offset) for offset in group_boundaries):
+        here = present[start:end]
+        if here.any():
+            part = _group(r[start:end][here], advantage_estimator, eps_placement, eps, whole)
+            out[start:end] = out[start:end].masked_scatter(here, part)
+    return out.to(wide(rewards))
+
+
+def _group(r: torch.Tensor, estimator: str, placement: str, eps: float, whole: torch.Tensor | None) -> torch.Tensor:
+    # The mean of seven times 0.1 is not 0.1, so equal rewards are detected by comparison.
+    if bool((r == r[0]).all()):
+        return torch.zeros_like(r)
+    centered = r - r.mean()
+    if estimator == "none":
+        return centered
+    if estimator == "leave_one_out":
+        return centered * len(r) / (len(r) - 1)
+    std = whole if whole is not None else r.std(correction=0 if estimator == "population" else 1)
+    return centered / (std.clamp(min=eps) if placement == "max" else std + eps)
 
 
 def grpo_loss(
@@ -189,3 +229,8 @@ def _rollout_weight(ratio: torch.Tensor, mode: str | None, least: float, most: f
     if mode == "mask":
         return torch.where((ratio < least) | (ratio > most), 0, ratio)
     return ratio.clamp(least, most) if mode == "truncate" else ratio
+
+
+def wide(value: torch.Tensor) -> torch.dtype:
+    """Return FP64 for FP64, otherwise FP32."""
+    return torch.float64 if value.dtype == torch.float64 else torch.float32

@@ -11,10 +11,9 @@ import torch
 
 from rl_kernels.core.testing import Case
 from rl_kernels.core.testing.grouped import members
-from rl_kernels.grpo_loss.estimator import ESTIMATORS
+from rl_kernels.grpo_loss.call import ESTIMATORS, FORMS
 from rl_kernels.grpo_loss.extras import Normalizer, divisor_of
 from rl_kernels.grpo_loss.objective import Objective
-from rl_kernels.grpo_loss.plan import FORMS
 from rl_kernels.lab.dimensions import CHECKED, EDGES, drawn, paired, swept
 
 FROM, GROUPS = "grpo_loss_from_advantages", "group_advantages"

@@ -9,9 +9,9 @@ import torch
 
 from rl_kernels.core.testing import Case, Inputs
 from rl_kernels.grpo_loss import reference
+from rl_kernels.grpo_loss.call import FORMS, Numbers
 from rl_kernels.grpo_loss.outputs import METRICS
-from rl_kernels.grpo_loss.packing import Padding, packed
-from rl_kernels.grpo_loss.plan import FORMS, Numbers
+from rl_kernels.grpo_loss.reference_layout import Padding
 
 GRADIENT = "gradient:current_logps"
 SMALL = 0.06
@@ -37,7 +37,7 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
     a = call["advantages"] if "advantages" in call else _advantages(case, call)
     if case.function == "group_advantages":
         return {"advantages": a.abs()}
-    shape, x = call["current_logps"].shape, _tokens(call, a)
+    x = _tokens(call, a)
     beta, form = call.get("beta", 0.0), FORMS[call.get("loss_type", "dapo")]
     count = x.mask.sum(1, keepdim=True).clamp(min=1) if form.mean == "sequences" else torch.ones_like(x.mask[:, :1])
     divisor = _divisor(call, x.mask, form.mean)
@@ -49,7 +49,7 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
         terms["metrics"] = _metrics(call, x)
     if "loss" in upstream:
         grad = (slope + beta * kl_slope) / count * upstream["loss"].abs() / divisor
-        terms[GRADIENT] = grad if "cu_seqlens" not in call else packed(grad, call["cu_seqlens"], shape[0])
+        terms[GRADIENT] = grad if "cu_seqlens" not in call else grad[_padding(call).inside]
     return terms
 
 
@@ -70,13 +70,9 @@ def _tokens(call: Inputs, a: torch.Tensor) -> Tokens:
     current, mask = call["current_logps"], call["completion_mask"]
     old, ref, weight = (call.get(name) for name in ("old_logps", "ref_logps", "rollout_ratio"))
     if "cu_seqlens" in call:
-        offsets = call["cu_seqlens"]
-        layout = Padding(offsets, call.get("max_seqlen") or int(offsets.diff().max()), len(current))
-        batch = len(offsets) - 1
-        current = layout.padded(current, False)
-        old, ref = (None if v is None else layout.padded(v, False) for v in (old, ref))
-        a, weight = (None if v is None else layout.padded(v, len(v) == batch) for v in (a, weight))  # type: ignore[assignment]
-        mask = layout.padded(mask, False).bool() & layout.inside
+        layout = _padding(call)
+        current, old, ref, mask = (layout.padded(x) for x in (current, old, ref, mask))
+        a, weight = layout.scores(a), layout.scores(weight)  # type: ignore[assignment]
     mask = mask.bool()
     a = torch.where(mask, a if a.ndim == 2 else a[:, None], 0.0)
     weight = torch.ones_like(a) if weight is None else weight if weight.ndim == 2 else weight[:, None].expand(a.shape)
@@ -97,6 +93,10 @@ def _tokens(call: Inputs, a: torch.Tensor) -> Tokens:
         d = torch.where(a == 0, 0.0, d) if not call.get("kl_correction") else d
         ratio, growth = d.exp(), d.abs()
     return Tokens(mask, torch.where(mask, current, 0.0), a, d, e, ratio, 1 + growth, torch.where(mask, weight, 0.0))
+
+
+def _padding(call: Inputs) -> Padding:
+    return Padding(call["cu_seqlens"], call.get("max_seqlen"))
 
 
 def _policy(call: Inputs, x: Tokens, kind: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.rowwise.sums import row_sum
-from rl_kernels.grpo_loss.estimator import Estimator
+from rl_kernels.grpo_loss.call import Estimator
 
 
 def advantages(

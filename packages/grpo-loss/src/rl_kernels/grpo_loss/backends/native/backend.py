@@ -13,13 +13,11 @@ from typing import Any
 import torch
 
 from rl_kernels.core.rowwise.sums import row_sum
-from rl_kernels.grpo_loss import packing
-from rl_kernels.grpo_loss.backends.native import metrics
+from rl_kernels.grpo_loss.backends.native import metrics, packing
 from rl_kernels.grpo_loss.backends.native.advantages import advantages
+from rl_kernels.grpo_loss.backends.native.lanes import lanes
 from rl_kernels.grpo_loss.backends.native.terms import Block, Terms, terms_of
-from rl_kernels.grpo_loss.call import LossCall
-from rl_kernels.grpo_loss.lanes import lanes
-from rl_kernels.grpo_loss.plan import Formula, Numbers
+from rl_kernels.grpo_loss.call import Formula, LossCall, Numbers
 
 __all__ = ["advantages", "backward", "backward_inplace", "combine", "forward", "forward_grad", "sums", "sums_grad"]
 

@@ -7,10 +7,10 @@ import math
 import torch
 
 from rl_kernels.core.rowwise.sums import row_sum
+from rl_kernels.grpo_loss.backends.native.lanes import keep, lanes
 from rl_kernels.grpo_loss.backends.native.terms import Block, Terms, _k3
-from rl_kernels.grpo_loss.lanes import keep, lanes
+from rl_kernels.grpo_loss.call import Formula, Numbers
 from rl_kernels.grpo_loss.outputs import METRICS
-from rl_kernels.grpo_loss.plan import Formula, Numbers
 
 SUMS = ("clip_low", "clip_high", "ratio", "squares", "k1", "k2", "k3", "nonfinite", "entropy")
 QUANTITIES = len(SUMS) + 2

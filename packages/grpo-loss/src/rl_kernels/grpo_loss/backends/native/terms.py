@@ -12,8 +12,8 @@ import torch
 
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.rowwise.sums import row_sum
-from rl_kernels.grpo_loss.lanes import keep, lanes
-from rl_kernels.grpo_loss.plan import Formula, Numbers
+from rl_kernels.grpo_loss.backends.native.lanes import keep, lanes
+from rl_kernels.grpo_loss.call import Formula, Numbers
 
 SMALL = 0.06
 """|e| below which k3 uses its series: there expm1(e) - e loses more than five bits."""

@@ -9,9 +9,7 @@ import torch
 
 from rl_kernels.core.triton_lib.ahead import empty
 from rl_kernels.grpo_loss.backends.triton import backend
-from rl_kernels.grpo_loss.call import LossCall
-from rl_kernels.grpo_loss.estimator import ESTIMATORS, Estimator
-from rl_kernels.grpo_loss.plan import FORMS, Formula, Numbers
+from rl_kernels.grpo_loss.call import ESTIMATORS, FORMS, Estimator, Formula, LossCall, Numbers
 
 BATCH, SAMPLES = 64, 8
 LENGTHS = (512, 4096)

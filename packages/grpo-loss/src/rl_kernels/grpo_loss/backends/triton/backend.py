@@ -21,8 +21,7 @@ from rl_kernels.core.triton_lib.launch import Launch, ceil_div
 from rl_kernels.grpo_loss.backends.triton.groups import advantages
 from rl_kernels.grpo_loss.backends.triton.losses import prepare_loss, prepare_total
 from rl_kernels.grpo_loss.backends.triton.plain import plain_gradient
-from rl_kernels.grpo_loss.call import LossCall
-from rl_kernels.grpo_loss.plan import Formula
+from rl_kernels.grpo_loss.call import Formula, LossCall
 
 __all__ = [
     "advantages",

@@ -18,8 +18,7 @@ from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.triton_lib.launch import Launch
-from rl_kernels.grpo_loss.call import LossCall
-from rl_kernels.grpo_loss.estimator import ESTIMATORS, Estimator
+from rl_kernels.grpo_loss.call import ESTIMATORS, Estimator, LossCall
 
 LANES = 256
 """Maximum lanes of a sum over rewards, tokens or sequences; ``losses.WIDE`` is the one exception."""

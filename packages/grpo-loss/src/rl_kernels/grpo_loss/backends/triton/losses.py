@@ -25,9 +25,8 @@ from rl_kernels.grpo_loss.backends.triton.groups import LANES, Scores, lanes_for
 from rl_kernels.grpo_loss.backends.triton.kernels import terms
 from rl_kernels.grpo_loss.backends.triton.plain import plain_sum, plain_terms
 from rl_kernels.grpo_loss.backends.triton.reduce import FIRST_METRIC, LEAST, MOST, reduce
-from rl_kernels.grpo_loss.call import LossCall
+from rl_kernels.grpo_loss.call import Formula, LossCall
 from rl_kernels.grpo_loss.outputs import METRICS
-from rl_kernels.grpo_loss.plan import Formula
 
 WARP = 128
 """Lanes of one warp: in the plain loss four tokens to a thread, which is one 16-byte load in FP32."""
