@@ -2,7 +2,7 @@
 
 Arguments of the raw ops:
 
-- All tensors are on one device, except ``eps`` (no dims) and ``numbers`` (``plan.Numbers``): these are FP64 on the CPU,
+- All tensors are on one device, except ``eps`` (no dims) and ``numbers`` (``call.Numbers``): these are FP64 on the CPU,
   so that one graph serves all their values.
 - Log-probabilities and the mask are ``[B, T]`` of any strides. The mask has any dtype; every nonzero value is active.
 - A loss takes either ``rewards[B]`` with groups, or ``advantages``, ``[B]`` or ``[B, T]``. Groups are
@@ -11,7 +11,7 @@ Arguments of the raw ops:
 - ``rollout_ratio`` is ``[B]`` or ``[B, T]``; ``normalizer`` has no dims.
 - With ``cu_seqlens[B + 1]``, tensors that are otherwise ``[B, T]`` are ``[total]``, per-token advantages and rollout
   ratios are ``[1, total]``, and T is ``max_seqlen``.
-- ``plan`` and ``estimator`` are the strings of ``plan.Formula`` and ``estimator.Estimator``.
+- ``plan`` and ``estimator`` are the strings of ``call.Formula`` and ``call.Estimator``.
 
 Results are FP32 (FP64 for FP64 inputs); metrics are FP32, and empty if they are not requested.
 
