@@ -11,6 +11,7 @@ import torch
 
 from rl_kernels.core.testing import Draw
 from rl_kernels.grpo_loss import (
+    Normalizer,
     Objective,
     group_advantages,
     grpo_loss,
@@ -92,3 +93,13 @@ def test_advantages_are_those_of_the_objective() -> None:
     assert found == grpo_loss_from_advantages(**call, advantages=advantages)
     # There they are given, and what an objective says of them is not read.
     assert found == grpo_loss_from_advantages(**call, advantages=advantages, objective=Objective(eps=0.5))
+
+
+def test_numbers_of_a_later_call_of_the_same_kind_are_read() -> None:
+    call = _call()
+    one, *others = (grpo_loss(**call, normalizer=Normalizer(num_tokens=count)).loss for count in (1, 2, 4.0))
+    assert [one / 2, one / 4] == others
+    total = grpo_loss(**call, normalizer=Normalizer(num_tokens=call["completion_mask"].sum().float())).loss
+    assert total == grpo_loss(**call).loss
+    with pytest.raises(ValueError, match="num_tokens: expected a number > 0"):
+        grpo_loss(**call, normalizer=Normalizer(num_tokens=0))
