@@ -36,7 +36,7 @@ PLANTED = (
         "triton",
         (
             *(f"{TRITON}.{name}" for name in ("loads", "tiles", "forward", "backward", "dq", "dkdv", "boxes", "plan")),
-            *(f"{TRITON}.passes", f"{HERE}.gpu", f"{TRITON}.backend"),
+            *(f"{HERE}.gpu", f"{TRITON}.backend"),
         ),
         (
             Bug(

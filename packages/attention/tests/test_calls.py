@@ -221,3 +221,41 @@ def test_decoding_has_the_bits_of_the_prompt_whatever_code_the_library_runs():
     torch.set_num_threads(threads)
     settings = {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default"}
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **settings}, timeout=300)
+
+
+def test_what_varies_is_looked_at_in_every_call():
+    q, k = torch.randn(2, 5, 4, 16), torch.randn(2, 9, 2, 16)
+    used = torch.tensor([9, 4])
+    for _ in range(2):
+        det_attention(q, k, k, causal=True, seqused_k=used)
+    with pytest.raises(ValueError, match=r"^max_seqlen_q: expected None without the cu_seqlens"):
+        det_attention(q, k, k, causal=True, seqused_k=used, max_seqlen_q=5)
+    used[1] = 10
+    with pytest.raises(ValueError, match=r"^seqused_k: "):
+        det_attention(q, k, k, causal=True, seqused_k=used)
+    for window, seen in (((1, 0), 2), ((2, 0), 3)):
+        out = det_attention(torch.zeros_like(q), k, k, causal=True, window=window)
+        torch.testing.assert_close(out[:, -1, 0], k[:, -seen:, 0].mean(1))
+    with pytest.raises(TypeError, match=r"^window: "):
+        det_attention(q, k, k, causal=True, window=(True, 0))
+    leaf = k.clone().requires_grad_()
+    det_attention(q, k, k, causal=True, seqused_k=used, validate=False)
+    with pytest.raises(ValueError, match=r"^v: expected a tensor that does not require grad"):
+        det_attention(q, k, leaf, causal=True, seqused_k=used, validate=False)
+
+
+def test_bounds_of_packed_sequences_are_read_in_every_call():
+    q, k, v = (x.flatten(0, 1) for x in operands(2, 20, 20))
+    for bounds in ([0, 13, 40], [0, 39, 40]):
+        cu_seqlens = torch.tensor(bounds)
+        given = {"causal": True, "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        found = det_attention(q, k, v, **given)
+        assert torch.equal(found, det_attention(q, k, v, **given, max_seqlen_q=39, max_seqlen_k=39))
+    with pytest.raises(ValueError, match=r"^max_seqlen_q: expected at least 39"):
+        det_attention(q, k, v, **given, max_seqlen_q=38)
+    cu_seqlens[1] = 41
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q: "):
+        det_attention(q, k, v, **given)
+    for wrong in (cu_seqlens.float(), cu_seqlens[None], [0, 39, 40]):
+        with pytest.raises((TypeError, ValueError), match=r"^cu_seqlens_q: "):
+            det_attention(q, k, v, cu_seqlens_q=wrong, cu_seqlens_k=cu_seqlens)

@@ -5,7 +5,7 @@ from importlib.resources import files
 import pytest
 import torch
 
-from rl_kernels.attention.backends.cuda_sm90 import plan, schedule
+from rl_kernels.attention.backends.cuda_sm90 import schedule
 from rl_kernels.attention.op import OPERATOR
 from rl_kernels.attention.spec.cases_dimensions import DIMENSIONS
 from rl_kernels.core.calls import forget
@@ -75,7 +75,7 @@ LARGE = (
 
 
 def clear():
-    for cached in (schedule.program, schedule.backward_program, plan.plan_of):
+    for cached in (schedule.program, schedule.backward_program):
         cached.cache_clear()
     forget()
 

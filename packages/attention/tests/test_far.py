@@ -34,10 +34,8 @@ def loads(request, monkeypatch):
     monkeypatch.setattr(plan, "SMALL", 0)
     if request.param == "pointers":
         monkeypatch.setattr(plan, "box_of", lambda *layout: None)
-    plan.plan_of.cache_clear()
     forget()
     yield
-    plan.plan_of.cache_clear()
     forget()
 
 

@@ -9,13 +9,14 @@ from functools import partial
 import pytest
 import torch
 
-from rl_kernels.attention.inputs import UNLIMITED
+from rl_kernels.attention.inputs import UNLIMITED, Inputs
+from rl_kernels.attention.op import ops
 from rl_kernels.attention.spec.raw import dense, expanded, packed, paged, sliced
 from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.core.testing.triton_launches import TritonRecorder
 
 MODULES = (
-    *(f"rl_kernels.attention.backends.triton.{name}" for name in ("boxes", "plan", "passes")),
+    *(f"rl_kernels.attention.backends.triton.{name}" for name in ("boxes", "plan")),
     *("rl_kernels.attention.gpu", "rl_kernels.attention.backends.triton.backend"),
 )
 BUGS = (
@@ -126,7 +127,7 @@ def check_forward(given, launches, out, lse, small):
     assert attend["OUT"] is out
     assert out.is_contiguous()
     assert attend["LSE"] is lse
-    assert lse.shape == given.lse_shape()
+    assert lse is None or lse.shape == given.lse_shape()
     sinks = attend["SINKS"]
     assert sinks is None if given.sinks is None else torch.equal(sinks, given.sinks) and sinks.is_contiguous()
     if given.block_table is not None:
@@ -173,21 +174,42 @@ def check_backward(given, launches, gradients, small):
         assert launch["scale"] == given.scale
 
 
+def moved(given):
+    """Return the same call with tensors of the same layouts elsewhere."""
+
+    def copied(x):
+        if not isinstance(x, torch.Tensor):
+            return x
+        whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage().clone())
+        return whole.as_strided(x.shape, x.stride(), x.storage_offset())
+
+    return tuple(map(copied, given))
+
+
 def check(name, small, plant=nullcontext):
-    """Hold the launches of a call to what its shapes imply, where up to so many scores are few."""
+    """Hold the launches of a call, and of one like it, to what its shapes imply; up to ``small`` scores are few."""
     given = CALLS[name]()
     with TritonRecorder(processors=PROCESSORS).pretended() as recorder, plant():
         backend = importlib.import_module(BACKEND)
         plan = importlib.import_module(PLAN)
         assert plan.SMALL == SMALL
         plan.SMALL = small
-        out, lse = backend.forward(*given)
-        check_forward(given, recorder.launches, out, lse, small)
-        if given.block_table is None:
+        # Any address is one that was met before: what is compiled for another kind of tensors shows.
+        importlib.import_module("rl_kernels.core.triton_lib.launch").ALIGNMENT = 16
+        forward, output = backend.forward.prepare(*given), backend.output.prepare(*given)
+        for call in (given, moved(given)):
             recorder.launches.clear()
-            grad = torch.randn(*out.shape, 2).to(out.dtype)[..., 0]
-            gradients = backend.backward(*given, out, lse, grad, True)
-            check_backward(given, recorder.launches, gradients, small)
+            out, lse = forward(*call)
+            check_forward(Inputs._make(call), recorder.launches, out, lse, small)
+            recorder.launches.clear()
+            check_forward(Inputs._make(call), recorder.launches, output(*call), None, small)
+        if given.block_table is not None:
+            return
+        saved = (out, lse, torch.randn(*out.shape, 2).to(out.dtype)[..., 0])
+        backward = backend.backward.prepare(*given, *saved, True)
+        for call in ((*given, *saved, True), moved((*given, *saved, True))):
+            recorder.launches.clear()
+            check_backward(Inputs._make(call[:16]), recorder.launches, backward(*call), small)
 
 
 @pytest.mark.parametrize("small", [0, SMALL])
@@ -212,5 +234,61 @@ def test_no_query_launches_nothing():
     with TritonRecorder().pretended() as recorder:
         backend = importlib.import_module(BACKEND)
         out, lse = backend.forward(*given)
+        _, dk, dv, _ = backend.backward(*given, out, lse, out, True)
         assert not recorder.launches
     assert (out.shape, lse.shape) == ((2, 0, 4, 64), (2, 4, 0))
+    assert not dk.any()
+    assert not dv.any()
+
+
+class Wrapper(torch.Tensor):
+    """A user's class."""
+
+
+def apart(x):
+    """Return the same numbers, none beside the next."""
+    return torch.stack((x, x), -1)[..., 0]
+
+
+def off(x):
+    """Return the same numbers at an address between two multiples of 16 bytes."""
+    room = torch.empty(x.numel() + 1, dtype=x.dtype)
+    return room[1:].view(x.shape).copy_(x)
+
+
+def wrapped(x):
+    return x.as_subclass(Wrapper)
+
+
+def test_arguments_may_have_other_layouts_in_every_call():
+    """Hooks for saved tensors may change a layout between the passes, and a gradient may have any."""
+    sinks, starts = torch.randn(8), torch.tensor([3, 0])
+    given = dense(2, 70, 1500, 2, 4, 64, sinks=sinks, k_start=starts)._asdict()
+    with TritonRecorder(processors=PROCESSORS).pretended() as recorder:
+        importlib.import_module("rl_kernels.core.triton_lib.launch").ALIGNMENT = 16
+        out, lse = ops["forward"](*given.values(), "triton")
+        given |= {"out": out, "lse": lse, "grad": torch.randn(out.shape).to(out.dtype)}
+        changes = [{}, *({"k_start": starts.to(dtype)} for dtype in (torch.int32, torch.int64))]
+        changes += [{name: change(given[name])} for name in ("q", "k", "v", "grad", "out") for change in (off, apart)]
+        changes += [{name: apart(given[name])} for name in ("sinks", "k_start", "lse")]
+        changes += [{"grad": wrapped(change(given["grad"]))} for change in (torch.clone, off, apart)]
+        changes += [{"grad": torch._neg_view(given["grad"])}, {"grad": given["grad"].float()}]
+        changes += [{"k": given["k"].transpose(1, 2).contiguous().transpose(1, 2)}]
+        for changed in changes:
+            *arguments, out, lse, grad = (given | changed).values()
+            inputs = Inputs._make(arguments)
+            recorder.launches.clear()
+            check_forward(inputs, recorder.launches, *ops["forward"](*inputs, "triton"), SMALL)
+            recorder.launches.clear()
+            gradients = ops["backward"](*inputs, out, lse, grad, True, "triton")
+            if not isinstance(grad, Wrapper):
+                # A result in the class of the gradient is another object.
+                check_backward(inputs, recorder.launches, gradients, SMALL)
+            rows = recorder.launches[0]
+            assert rows["OUT"].is_contiguous()
+            assert rows["LSE"].is_contiguous()
+            assert rows["GRAD"].data_ptr() % 16 == 0
+            assert rows["GRAD"].stride(-1) == 1
+            assert torch.equal(rows["GRAD"], grad)
+            # The kernels write no key of padding.
+            assert not any(x.any() for x in gradients[1:3])

@@ -74,6 +74,10 @@ def _require_positive(value, name):
 check_toy = define_check("check_toy", "(Tensor value, str name)", _require_positive)
 
 
+class Subclass(torch.Tensor):
+    """A user's class."""
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b, ready):
@@ -131,9 +135,13 @@ def test_launches_are_prepared_once_for_each_kind_of_arguments_whoever_calls():
     for other in (b.t().contiguous().t(), shifted, b[:, :2]):
         assert torch.equal(ops["forward"](a, other, "prepares"), a @ other)
     assert len(prepares.kinds) == 4
+    # A subclass has an address too.
+    for other in (b, shifted):
+        assert torch.equal(ops["forward"](a, other.as_subclass(Subclass), "prepares"), a @ other)
+    assert len(prepares.kinds) == 6
     forget()
     ops["forward"](a, b, "prepares")
-    assert len(prepares.kinds) == 5
+    assert len(prepares.kinds) == 7
     # Other functions are not prepared, and are called with autocast off.
     assert ops["forward"].ready(a, b, "native").launches is None
 

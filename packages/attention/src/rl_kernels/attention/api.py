@@ -10,10 +10,10 @@ from rl_kernels.attention import checks
 from rl_kernels.attention.inputs import UNLIMITED, Attended, Inputs
 from rl_kernels.attention.op import OPERATOR, describe, ops
 from rl_kernels.core import validate as check
+from rl_kernels.core.calls import Ready
 from rl_kernels.core.dispatch import choose, remembered
 from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib.derivatives import first_order, no_lost_derivatives
-from rl_kernels.core.torchlib.observed import are_plain, ops_are_observed
 
 Window = tuple[int | None, int | None]
 
@@ -151,50 +151,44 @@ def det_attention(
     """
     integer_tensors = (cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table)
     left, right = checks.window(window, causal=causal, unlimited=UNLIMITED)
-    backend_name, plan = _choose(q, k, v, sinks, *integer_tensors, scale, left, right, softcap, return_lse, backend)
+    needs_grad = torch.is_grad_enabled() and any([getattr(x, "requires_grad", False) for x in (q, k, v, sinks)])
+    longest = max_seqlen_q, max_seqlen_k
+    if cu_seqlens_q is not None:
+        longest = checks.longest(max_seqlen_q, cu_seqlens_q), checks.longest(max_seqlen_k, cu_seqlens_k)
+    options = (*longest, scale, left, right, softcap, backend)
+    ready, numbers = _prepare(return_lse, needs_grad, q, k, v, sinks, *integer_tensors, *options)
     is_dense = cu_seqlens_q is cu_seqlens_k is k_start is seqused_q is seqused_k is block_table is None
     if validate and not is_dense:
-        checks.lengths(q, k, *integer_tensors, windowed=left != UNLIMITED)
-    if plan is None or max_seqlen_q is not None or max_seqlen_k is not None:
-        most_q, most_k = _longest_possible(q, k, cu_seqlens_q, cu_seqlens_k, block_table)
-        longest = (
-            checks.longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q, most_q, values=validate),
-            checks.longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k, most_k, values=validate),
-        )
-        factor = _scale_of(q, scale)
-        inputs = Inputs(q, k, v, sinks, *integer_tensors, *longest, factor, left, right, float(softcap))
-    else:
-        inputs = Inputs(q, k, v, sinks, *integer_tensors, *plan.numbers)
+        checks.lengths(q, k, *integer_tensors, max_seqlen_q, max_seqlen_k, windowed=left != UNLIMITED)
     no_lost_derivatives("det_attention", q, k, v, sinks)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _requires_grad(sinks)):
-        _validate_gradients(inputs)
-        out, lse = _DetAttention.apply(*inputs[:4], inputs[4:], backend_name, plan)
+    if needs_grad:
+        if seqused_k is not None or block_table is not None:
+            checks.no_gradients_of_a_cache(k, v)
+        out, lse = _DetAttention.apply(q, k, v, sinks, _Settings(integer_tensors, numbers, ready))
+    elif return_lse:
+        out, lse = ops["forward"].call(ready, q, k, v, sinks, *integer_tensors, *numbers)
     else:
-        out, lse = _forward(inputs, backend_name, plan, with_lse=return_lse)
+        return ops["output"].call(ready, q, k, v, sinks, *integer_tensors, *numbers)
     return Attended(out, lse) if return_lse else out
 
 
-class _Plan(NamedTuple):
-    """The plan of one kind of call: the numbers of ``Inputs``, and the launches that a backend planned, or None."""
+class _Settings(NamedTuple):
+    """What a call needs besides its operands; one tuple, because autograd inspects every argument."""
 
-    numbers: tuple[Any, ...]
-    launches: Any
-
-
-def _plan(name: str, *arguments: Any) -> _Plan | None:
-    """Plan the calls of one kind, given the arguments of ``_choose``; None for packed queries, whose lengths vary."""
-    *tensors, scale, left, right, softcap, _, _ = arguments
-    q, k, _, _, cu_seqlens_q, cu_seqlens_k, *_, block_table = tensors
-    if cu_seqlens_q is not None:
-        return None
-    most = _longest_possible(q, k, cu_seqlens_q, cu_seqlens_k, block_table)
-    inputs = Inputs._make([*tensors, *most, _scale_of(q, scale), left, right, float(softcap)])
-    make = getattr(OPERATOR.backend(name).load(), "planned", None)
-    return _Plan(inputs.numbers, make(inputs) if make and are_plain(*tensors) else None)
+    integer_tensors: tuple[torch.Tensor | None, ...]
+    numbers: tuple[float, ...]
+    ready: Ready
 
 
 @remembered
-def _choose(
+def _prepare(return_lse: bool, needs_grad: bool, *arguments: Any) -> tuple[Ready, tuple[float, ...]]:
+    """Check a call, choose a backend and prepare its launches; return the numbers of ``Inputs`` too."""
+    name, inputs = choose_backend(*arguments)
+    check.flag("return_lse", return_lse)
+    return ops["forward" if return_lse or needs_grad else "output"].ready(*inputs, name), inputs.numbers
+
+
+def choose_backend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -205,72 +199,38 @@ def _choose(
     seqused_q: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
     block_table: torch.Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
     scale: float | None,
     left: int,
     right: int,
     softcap: float,
-    return_lse: bool,
     backend: str | None,
-) -> tuple[str, _Plan | None]:
-    """Check all arguments but the window and the values of tensors; return the backend's name, and its plan."""
+) -> tuple[str, Inputs]:
+    """Check all arguments but the window and the values of tensors; return a backend's name and the raw ops' arguments.
+
+    A longest length that is None is the largest possible one.
+    """
+    integer_tensors = (cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table)
     checks.heads(q, k, v, sinks, packed_q=cu_seqlens_q is not None, packed_k=cu_seqlens_k is not None)
-    checks.layout(q, k, cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table)
+    checks.layout(q, k, *integer_tensors)
     if scale is not None:
         check.number("scale", scale, above=0)
     check.number("softcap", softcap, least=0)
-    check.flag("return_lse", return_lse)
     check.backend_name(backend)
     name = choose(OPERATOR, describe(q, k, v), backend).name
-    integer_tensors = (cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table)
-    return name, _plan(name, q, k, v, sinks, *integer_tensors, scale, left, right, softcap, return_lse, backend)
-
-
-def _longest_possible(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-) -> tuple[int, int]:
-    """Return the largest numbers of queries and keys that a sequence can have."""
+    most_q = q.shape[0] if cu_seqlens_q is not None else q.shape[1]
     most_k = k.shape[0] if cu_seqlens_k is not None else k.shape[1]
     if block_table is not None:
         most_k *= block_table.shape[1]
-    return q.shape[0] if cu_seqlens_q is not None else q.shape[1], most_k
-
-
-def _scale_of(q: torch.Tensor, scale: float | None) -> float:
-    return float(q.shape[-1] ** -0.5 if scale is None else scale)
-
-
-def _requires_grad(sinks: torch.Tensor | None) -> bool:
-    return sinks is not None and sinks.requires_grad
-
-
-def _validate_gradients(inputs: Inputs) -> None:
-    if inputs.seqused_k is None and inputs.block_table is None:
-        return
-    for name, value in (("k", inputs.k), ("v", inputs.v)):
-        if value.requires_grad:
-            raise ValueError(
-                f"{name}: expected a tensor that does not require grad with block_table or seqused_k; detach it"
-            )
-
-
-def _forward(inputs: Inputs, backend: str, plan: _Plan | None, *, with_lse: bool) -> tuple[torch.Tensor, Any]:
-    """Return (out, lse); lse may be None unless ``with_lse``."""
-    if plan is not None and plan.launches is not None and not ops_are_observed():
-        result: tuple[torch.Tensor, torch.Tensor | None] | None = plan.launches.forward(inputs, with_lse=with_lse)
-        if result is not None:
-            return result
-    return ops["forward"](*inputs, backend)
+    longest_q = checks.at_most("max_seqlen_q", max_seqlen_q, cu_seqlens_q, most_q)
+    longest_k = checks.at_most("max_seqlen_k", max_seqlen_k, cu_seqlens_k, most_k)
+    factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    return name, Inputs(q, k, v, sinks, *integer_tensors, longest_q, longest_k, factor, left, right, float(softcap))
 
 
 class _DetAttention(torch.autograd.Function):
-    """Saves the operands, out and lse; lse carries no gradient.
-
-    Arguments without a gradient are passed as one tuple, ``fields``, because autograd inspects every argument.
-    """
+    """Saves the operands, out and lse; lse carries no gradient."""
 
     @staticmethod
     def forward(
@@ -279,14 +239,12 @@ class _DetAttention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None,
-        fields: tuple[Any, ...],
-        backend: str,
-        plan: _Plan | None,
+        settings: _Settings,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        inputs = Inputs(q, k, v, sinks, *fields)
-        out, lse = _forward(inputs, backend, plan, with_lse=True)
-        save(ctx, *inputs.operands, *inputs.optional_tensors, out, lse)
-        ctx.numbers, ctx.backend, ctx.plan = inputs.numbers, backend, plan
+        integer_tensors, ctx.numbers, ready = settings
+        out, lse = ops["forward"].call(ready, q, k, v, sinks, *integer_tensors, *ctx.numbers)
+        save(ctx, q, k, v, sinks, *integer_tensors, out, lse)
+        ctx.backend = ready.backend
         ctx.mark_non_differentiable(lse)
         # Otherwise autograd would make a zero gradient for lse.
         ctx.set_materialize_grads(False)
@@ -298,15 +256,6 @@ class _DetAttention(torch.autograd.Function):
         if grad is None:
             return (None,) * len(needed)
         *tensors, out, lse = ctx.saved_tensors
-        inputs = Inputs(*tensors, *ctx.numbers)
         needs_keys = needed[1] or needed[2]
-        no_lost_derivatives("det_attention", *tensors, grad)
-        computed = None
-        # With grad mode on, the gradient may be differentiated again: the general path refuses that.
-        planned = None if ctx.plan is None else ctx.plan.launches
-        if planned is not None and not (torch.compiler.is_compiling() or torch.is_grad_enabled() or ops_are_observed()):
-            computed = planned.backward(inputs, out, lse, grad, needs_keys)
-        if computed is None:
-            computed = first_order(ops["backward"], *inputs, out, lse, grad, needs_keys, ctx.backend)
-        gradients = [value if is_needed else None for value, is_needed in zip(computed, needed, strict=False)]
-        return *gradients, *[None] * (len(needed) - len(gradients))
+        computed = first_order(ops["backward"], *tensors, *ctx.numbers, out, lse, grad, needs_keys, ctx.backend)
+        return *[value if is_needed else None for value, is_needed in zip(computed, needed, strict=False)], None

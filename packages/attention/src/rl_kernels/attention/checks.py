@@ -132,6 +132,8 @@ def lengths(
     seqused_q: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
     block_table: torch.Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
     *,
     windowed: bool,
 ) -> None:
@@ -141,9 +143,11 @@ def lengths(
     """
     if values_hidden(q):
         return
-    for name, value, total in (("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k)):
+    for name, value, total, most in (("q", cu_seqlens_q, q, max_seqlen_q), ("k", cu_seqlens_k, k, max_seqlen_k)):
         if value is not None:
-            _check_cumulative(value, total.shape[0], name)
+            _check_cumulative(value, total.shape[0], f"cu_seqlens_{name}")
+            if most is not None and value.shape[0] > 1:
+                _check_longest(value, most, f"max_seqlen_{name}")
     capacity = k.shape[1] if block_table is None else k.shape[1] * block_table.shape[1] * bool(k.shape[0])
     start = k_start.clamp(min=0) if k_start is not None and windowed else k_start
     within = {"seqused_k": (seqused_k, capacity), "k_start": (start, capacity), "seqused_q": (seqused_q, q.shape[1])}
@@ -160,24 +164,37 @@ def lengths(
         check.ids_in_range("block_table", torch.where(used, block_table, 0), k.shape[0], ignorable=False)
 
 
-def longest(name: str, value: int | None, cu_seqlens: torch.Tensor | None, most: int, *, values: bool) -> int:
-    """Return the length of the longest sequence: as given, read from the device, or ``most`` if it cannot be read.
+def longest(value: int | None, cu_seqlens: torch.Tensor | None) -> int | None:
+    """Return the length of the longest sequence: as given, or read from the device, or None if it cannot be read.
 
-    ``values`` says whether a given length is checked against the sequences.
+    Nothing is read of a tensor that ``layout`` refuses.
     """
-    if value is not None:
-        if cu_seqlens is None:
-            raise ValueError(f"{name}: expected None without the cu_seqlens that it belongs to")
-        check.integer(name, value, least=0, most=check.INT32)
-    if cu_seqlens is None or cu_seqlens.shape[0] == 1:
-        return most
-    if value is not None:
-        if values and not values_hidden(cu_seqlens):
-            _check_longest(cu_seqlens, value, name)
-        return min(int(value), most)
+    if value is not None or not isinstance(cu_seqlens, torch.Tensor) or cu_seqlens.is_meta:
+        return value
+    if cu_seqlens.dtype not in check.INTEGERS or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+        return None
     if values_hidden(cu_seqlens) or isinstance(cu_seqlens, FakeTensor):
+        return None
+    return max(min(int(cu_seqlens.diff().max()), check.INT32), 0)
+
+
+def at_most(name: str, value: int | None, cu_seqlens: torch.Tensor | None, most: int) -> int:
+    """Check a length that bounds all sequences; return it, or ``most`` if it is larger or None."""
+    if value is None:
         return most
-    return max(min(int(cu_seqlens.diff().max()), most), 0)
+    if cu_seqlens is None:
+        raise ValueError(f"{name}: expected None without the cu_seqlens that it belongs to")
+    check.integer(name, value, least=0, most=check.INT32)
+    return most if cu_seqlens.shape[0] == 1 else min(int(value), most)
+
+
+def no_gradients_of_a_cache(k: torch.Tensor, v: torch.Tensor) -> None:
+    """Require keys and values of a cache that do not require grad."""
+    for name, value in (("k", k), ("v", v)):
+        if value.requires_grad:
+            raise ValueError(
+                f"{name}: expected a tensor that does not require grad with block_table or seqused_k; detach it"
+            )
 
 
 def _cumulative(value: torch.Tensor, total: int, name: str) -> None:

@@ -1,226 +1,83 @@
-"""Host code shared by the GPU backends: layouts that kernels read, outputs, and calls that are planned once."""
+"""Host code shared by the GPU backends: the layouts that kernels read, and calls without a query."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
 from rl_kernels.attention import sinks as sink
 from rl_kernels.attention.checks import MULTIPLE
-from rl_kernels.attention.inputs import Inputs
-from rl_kernels.core.gpu import device_of
+from rl_kernels.core.calls import Launches
 from rl_kernels.core.layout import ALIGNED, readable
-from rl_kernels.core.torchlib.observed import are_plain
+
+Q, K, V, SINKS, TABLE, OUT, LSE, GRAD, NEEDS_KEYS = 0, 1, 2, 3, 9, 16, 17, 18, 19
+"""Places of arguments of the raw ops."""
+INTEGER_TENSORS = slice(4, 10)
+"""Places of the integer tensors, from cu_seqlens_q to block_table."""
 
 
-class Plan(Protocol):
-    """The launches for one set of sizes and strides, made by ``Passes``.
+def unreadable(arguments: tuple[Any, ...], *, expanded: bool) -> list[int]:
+    """Return the places of the tensors that kernels cannot read as they are.
 
-    Attributes:
-        kv_heads: number of KV heads.
-        group: query heads of a KV head.
-        is_empty: whether there is no row at all, and so nothing to launch.
+    Kernels read heads of q, k, v and out's gradient at 16-byte aligned addresses, and other tensors without strides.
+    The layout of a kernel's loads then depends on sizes alone. ``expanded`` says whether strides may be 0.
     """
-
-    kv_heads: int
-    group: int
-    is_empty: bool
-
-
-class Saved(NamedTuple):
-    """The tensors of the backward pass beside the inputs.
-
-    Attributes:
-        out: output of the forward pass.
-        lse: logsumexp of the forward pass.
-        lses: scratch for the lse of each row in base 2, ``[..., KV heads, queries, group]``.
-        deltas: scratch for the sum of out times its gradient, in the same shape.
-        grad: gradient of out.
-    """
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    lses: torch.Tensor
-    deltas: torch.Tensor
-    grad: torch.Tensor
+    places = []
+    for place, x in enumerate(arguments):
+        if isinstance(x, torch.Tensor):
+            fits = _has_aligned_strides(x, expanded) if place in (Q, K, V, GRAD) else x.is_contiguous()
+            if not fits or (place in (Q, K, V, OUT, GRAD) and x.data_ptr() % ALIGNED):
+                places.append(place)
+    return places
 
 
-class Passes(Protocol):
-    """The passes of a backend, on tensors in a layout that its kernels read.
-
-    Attributes:
-        WRITES_ALL: whether the kernels also write rows and keys of packed tensors that are in no sequence; there may be
-            some without validation.
-    """
-
-    WRITES_ALL: bool
-
-    def plan_for(self, inputs: Inputs) -> Any:
-        """Return the ``Plan`` for the sizes and strides of a call."""
-
-    def launch_forward(self, plan: Any, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """Write out, and lse unless it is None, for the rows in a sequence; with ``WRITES_ALL`` for all rows."""
-
-    def launch_backward(self, plan: Any, inputs: Inputs, saved: Saved, into: tuple[torch.Tensor | None, ...]) -> None:
-        """Fill ``lses`` and ``deltas``; write the gradients of q and, unless their outputs are None, of k and v."""
-
-
-@functools.lru_cache(maxsize=4096)
-def has_aligned_strides(shape: torch.Size, strides: tuple[int, ...]) -> bool:
+def _has_aligned_strides(x: torch.Tensor, expanded: bool) -> bool:
     """Say whether the last dim is contiguous and every other stride is a multiple of 8 elements."""
-    *outer, last = zip(strides, shape, strict=True)
-    return last[0] == 1 and all(stride % MULTIPLE == 0 for stride, size in outer if size > 1)
+    *outer, last = x.stride()
+    steps = [step for step, size in zip(outer, x.shape, strict=False) if size > 1]
+    return last == 1 and all(step % MULTIPLE == 0 for step in steps) and (expanded or 0 not in steps)
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with contiguous heads at 16-byte aligned addresses: ``x`` itself, or a copy.
-
-    The layout of a kernel's loads then depends on sizes alone.
-    """
-    return readable(x, has_aligned_strides(x.shape, x.stride()) and x.data_ptr() % ALIGNED == 0)
-
-
-def _readable_inputs(inputs: Inputs) -> Inputs:
-    """Return the arguments in layouts that the kernels read, copied where needed."""
-    operands = map(_aligned, inputs.operands)
-    optional_tensors = (None if x is None else x.contiguous() for x in inputs.optional_tensors)
-    return Inputs(*operands, *optional_tensors, *inputs.numbers)  # type: ignore[arg-type]
+def with_copies(arguments: tuple[Any, ...], places: list[int]) -> tuple[Any, ...]:
+    """Return the arguments, with contiguous copies of those at these places."""
+    copied = list(arguments)
+    for place in places:
+        copied[place] = readable(copied[place], False)
+    return tuple(copied)
 
 
-def _new_output(like: torch.Tensor, *, written: bool) -> torch.Tensor:
-    """Return a contiguous output: zeros, unless kernels write all of it."""
-    return like.new_empty(like.shape) if written else like.new_zeros(like.shape)
+def as_read(arguments: tuple[Any, ...], places: list[int]) -> tuple[Any, ...]:
+    """Return the arguments in the layouts of ``with_copies``, but not their values."""
+    like = list(arguments)
+    for place in places:
+        like[place] = torch.empty_like(like[place], memory_format=torch.contiguous_format)
+    return tuple(like)
 
 
-class RawOps:
-    """The raw ops of a backend, for tensors of any layout: those that its kernels cannot read are copied."""
-
-    def __init__(self, passes: Passes) -> None:
-        self._passes = passes
-
-    def forward(self, *arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, lse) for the arguments of ``Inputs``."""
-        inputs = _readable_inputs(Inputs(*arguments))  # type: ignore[arg-type]
-        plan = self._passes.plan_for(inputs)
-        out = inputs.q.new_empty((*inputs.q.shape[:-1], inputs.v.shape[-1]))
-        lse = inputs.q.new_empty(inputs.lse_shape(), dtype=torch.float32)
-        if inputs.cu_seqlens_q is not None and (plan.is_empty or not self._passes.WRITES_ALL):
-            out.zero_()
-            lse.fill_(-torch.inf)
-        if not plan.is_empty:
-            self._passes.launch_forward(plan, inputs, out, lse)
-        return out, lse
-
-    def backward(self, *arguments: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (dq, dk, dv, dsinks) for the arguments of ``Inputs``, out, lse, out's gradient and ``needs_keys``."""
-        *fields, out, lse, grad, needs_keys = arguments
-        inputs = Inputs(*fields)  # type: ignore[arg-type]
-        assert isinstance(out, torch.Tensor)
-        assert isinstance(lse, torch.Tensor)
-        assert isinstance(grad, torch.Tensor)
-        if needs_keys and inputs.block_table is not None:
-            raise ValueError("block_table: expected None, keys on pages have no gradients")
-        readable_inputs = _readable_inputs(inputs)
-        plan = self._passes.plan_for(readable_inputs)
-        writes_all = self._passes.WRITES_ALL and not plan.is_empty
-        dq = _new_output(inputs.q, written=inputs.cu_seqlens_q is None or writes_all)
-        # Padding, and keys without a query, get zeros.
-        written = inputs.k_start is None and (inputs.cu_seqlens_k is None or writes_all) and not plan.is_empty
-        dk, dv = (_new_output(x, written=written) if needs_keys else x.new_empty(0) for x in (inputs.k, inputs.v))
-        *lead, _, queries = lse.shape
-        lses, deltas = (lse.new_empty((*lead, plan.kv_heads, queries, plan.group)) for _ in range(2))
-        if not plan.is_empty:
-            saved = Saved(_aligned(out.contiguous()), lse.contiguous(), lses, deltas, _aligned(grad))
-            with device_of(inputs.q):
-                self._passes.launch_backward(
-                    plan, readable_inputs, saved, (dq, dk, dv) if needs_keys else (dq, None, None)
-                )
-        dsinks = _sinks_gradient(inputs.sinks, lse, deltas)
-        return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
-
-    def planned(self, inputs: Inputs) -> Planned | None:
-        """Return the plan of calls like this one; None if tensors would have to be copied or nothing is launched."""
-        are_contiguous = all(x is None or x.is_contiguous() for x in inputs.optional_tensors)
-        are_aligned = all(has_aligned_strides(x.shape, x.stride()) for x in inputs.operands)
-        if (
-            are_contiguous
-            and are_aligned
-            and inputs.cu_seqlens_q is None
-            and not self._passes.plan_for(inputs).is_empty
-        ):
-            return Planned(inputs, self._passes)
-        return None
+def row_shape(lse: torch.Tensor, kv_heads: int) -> tuple[int, ...]:
+    """Return the shape in which the backward pass keeps a number for each row: ``[..., KV heads, queries, group]``."""
+    *lead, heads, queries = lse.shape
+    return *lead, kv_heads, queries, heads // kv_heads
 
 
-class Planned:
-    """det_attention for tensors with one layout, in padded or paged batches: the fast path on the host.
-
-    Each method returns None for tensors that it has not planned for; the caller then takes the general path.
-    """
-
-    def __init__(self, inputs: Inputs, passes: Passes) -> None:
-        self._passes = passes
-        self._plan, self._has_padding = passes.plan_for(inputs), inputs.k_start is not None
-        self._out_shape, self._lse_shape = (*inputs.q.shape[:-1], inputs.v.shape[-1]), inputs.lse_shape()
-        self._row_shape = (*self._lse_shape[:-2], self._plan.kv_heads, self._lse_shape[-1], self._plan.group)
-        self._layouts, self._optional_dtypes = _layouts(inputs), _optional_dtypes(inputs)
-        self._saved_dtypes = inputs.q.dtype, torch.float32, inputs.q.dtype
-
-    def forward(self, inputs: Inputs, *, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return (out, lse); lse is None unless ``with_lse``."""
-        q = inputs.q
-        if (q.data_ptr() | inputs.k.data_ptr() | inputs.v.data_ptr()) % ALIGNED:
-            return None
-        out, lse = q.new_empty(self._out_shape), q.new_empty(self._lse_shape, dtype=torch.float32) if with_lse else None
-        self._passes.launch_forward(self._plan, inputs, out, lse)
-        return out, lse
-
-    def backward(
-        self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor, needs_keys: bool
-    ) -> tuple[torch.Tensor | None, ...] | None:
-        """Return (dq, dk, dv, dsinks); a gradient that is not needed is None."""
-        if not self._are_planned(inputs, out, lse, grad):
-            return None
-        dq, dk, dv = _new_output(inputs.q, written=True), None, None
-        if needs_keys:
-            # The kernels do not write keys of padding: their gradients are zero.
-            dk, dv = (_new_output(x, written=not self._has_padding) for x in (inputs.k, inputs.v))
-        lses, deltas = lse.new_empty(self._row_shape), lse.new_empty(self._row_shape)
-        with device_of(inputs.q):
-            self._passes.launch_backward(self._plan, inputs, Saved(out, lse, lses, deltas, grad), (dq, dk, dv))
-        return dq, dk, dv, _sinks_gradient(inputs.sinks, lse, deltas)
-
-    def _are_planned(self, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor) -> bool:
-        """Say whether tensors have the planned layout: saved-tensor hooks may swap them; the gradient may have any."""
-        # Subclasses such as wrappers may have no address of their own.
-        if not are_plain(*inputs.operands, *inputs.optional_tensors, out, lse, grad):
-            return False
-        if (
-            _optional_dtypes(inputs) != self._optional_dtypes
-            or (out.dtype, lse.dtype, grad.dtype) != self._saved_dtypes
-        ):
-            return False
-        are_contiguous = all([x.is_contiguous() for x in (out, lse, *inputs.optional_tensors) if x is not None])
-        if (
-            not are_contiguous
-            or _layouts(inputs) != self._layouts
-            or not has_aligned_strides(grad.shape, grad.stride())
-        ):
-            return False
-        addresses = [x.data_ptr() for x in (*inputs.operands, out, grad)]
-        return all([address % ALIGNED == 0 for address in addresses])
+def gradient_of_sinks(sinks: torch.Tensor | None, lse: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of sinks, empty without sinks; ``deltas`` has the sums of out times its gradient by row."""
+    return lse.new_empty(0) if sinks is None else sink.gradient(sinks, lse, deltas.mT.flatten(-3, -2))
 
 
-def _sinks_gradient(sinks: torch.Tensor | None, lse: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of sinks, or None without sinks, from the ``deltas`` that ``launch_backward`` wrote."""
-    return None if sinks is None else sink.gradient(sinks, lse, deltas.mT.flatten(-3, -2))
+def forward_without_queries(out_shape: tuple[int, ...], lse_shape: tuple[int, ...], *, with_lse: bool) -> Launches:
+    """Return the launches of calls in which no sequence has a query: rows in no sequence get 0, and -inf as lse."""
+
+    def launch(q: torch.Tensor, *_: Any) -> Any:
+        out = q.new_zeros(out_shape)
+        return (out, q.new_full(lse_shape, -torch.inf, dtype=torch.float32)) if with_lse else out
+
+    return launch
 
 
-def _layouts(inputs: Inputs) -> list[tuple[torch.Size, tuple[int, ...], torch.dtype]]:
-    return [(x.shape, x.stride(), x.dtype) for x in inputs.operands]
-
-
-def _optional_dtypes(inputs: Inputs) -> list[torch.dtype | None]:
-    return [None if x is None else x.dtype for x in inputs.optional_tensors]
+def backward_without_queries(*args: Any) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of calls in which no sequence has a query."""
+    q, k, v, sinks, lse, needs_keys = (args[place] for place in (Q, K, V, SINKS, LSE, NEEDS_KEYS))
+    dk, dv = (x.new_zeros(x.shape if needs_keys else 0) for x in (k, v))
+    return q.new_zeros(q.shape), dk, dv, sink.gradient(sinks, lse, lse)

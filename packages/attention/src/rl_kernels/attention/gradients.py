@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from rl_kernels.attention import checks
-from rl_kernels.attention.api import Window, _choose, _longest_possible, _scale_of
+from rl_kernels.attention.api import Window, choose_backend
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
 from rl_kernels.attention.op import ops
 from rl_kernels.core import validate as check
+from rl_kernels.core.dispatch import remembered
 from rl_kernels.core.torchlib.derivatives import first_order, no_lost_derivatives
 
 
@@ -66,19 +69,25 @@ def det_attention_backward(
     """
     integer_tensors = (cu_seqlens_q, cu_seqlens_k, None, None, None, None)
     left, right = checks.window(window, causal=causal, unlimited=UNLIMITED)
-    backend_name, _ = _choose(q, k, v, None, *integer_tensors, scale, left, right, 0.0, True, backend)
+    longest = checks.longest(max_seqlen_q, cu_seqlens_q), checks.longest(max_seqlen_k, cu_seqlens_k)
+    options = (*longest, scale, left, right, 0.0, backend)
+    name, numbers = _prepare(grad, out, lse, q, k, v, None, *integer_tensors, *options)
     if validate:
-        checks.lengths(q, k, *integer_tensors, windowed=left != UNLIMITED)
-    most_q, most_k = _longest_possible(q, k, cu_seqlens_q, cu_seqlens_k, None)
-    longest = (
-        checks.longest("max_seqlen_q", max_seqlen_q, cu_seqlens_q, most_q, values=validate),
-        checks.longest("max_seqlen_k", max_seqlen_k, cu_seqlens_k, most_k, values=validate),
-    )
-    inputs = Inputs(q, k, v, None, *integer_tensors, *longest, _scale_of(q, scale), left, right, 0.0)
-    _check_saved(inputs, out, lse, grad)
+        checks.lengths(q, k, *integer_tensors, max_seqlen_q, max_seqlen_k, windowed=left != UNLIMITED)
     no_lost_derivatives("det_attention", q, k, v, grad)
-    dq, dk, dv, _ = first_order(ops["backward"], *inputs, out, lse, grad, True, backend_name)
+    arguments = (q, k, v, None, *integer_tensors, *numbers, out, lse, grad, True, name)
+    dq, dk, dv, _ = first_order(ops["backward"], *arguments)
     return dq, dk, dv
+
+
+@remembered
+def _prepare(
+    grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *arguments: Any
+) -> tuple[str, tuple[float, ...]]:
+    """Check a call; return the name of a backend and the numbers of ``Inputs``."""
+    name, inputs = choose_backend(*arguments)
+    _check_saved(inputs, out, lse, grad)
+    return name, inputs.numbers
 
 
 def _check_saved(inputs: Inputs, out: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor) -> None:

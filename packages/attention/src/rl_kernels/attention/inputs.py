@@ -73,6 +73,10 @@ class Inputs(NamedTuple):
         """The number of query heads that share a KV head."""
         return self.q.shape[-2] // self.k.shape[-2]
 
+    def out_shape(self) -> tuple[int, ...]:
+        """Return the shape of out: that of q, with the head size of v."""
+        return *self.q.shape[:-1], self.v.shape[-1]
+
     def lse_shape(self) -> tuple[int, ...]:
         """Return the shape of lse: ``[B, H, T]`` or ``[H, total]``."""
         *batch, queries, heads, _ = self.q.shape

@@ -1,8 +1,8 @@
 """The registration of det_attention with the registry and torch: schemas, fake kernels, backends, their promises.
 
-The arguments of the raw ops are those of ``inputs.Inputs``. lse is FP32, ``[B, H, T]`` or ``[H, total]``. ``backward``
-takes the out and lse of ``forward`` and the gradient of out. dk and dv are empty if ``needs_keys`` is False, and dsinks
-is empty without sinks.
+The arguments of the raw ops are those of ``inputs.Inputs``. ``forward`` returns out and lse, ``output`` out alone. lse
+is FP32, ``[B, H, T]`` or ``[H, total]``. ``backward`` takes the out and lse of ``forward`` and the gradient of out. dk
+and dv are empty if ``needs_keys`` is False, and dsinks is empty without sinks.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _INPUTS = (
 )
 SCHEMAS = {
     "forward": f"({_INPUTS}, str backend) -> (Tensor, Tensor)",
+    "output": f"({_INPUTS}, str backend) -> Tensor",
     "backward": (
         f"({_INPUTS}, Tensor out, Tensor lse, Tensor grad, bool needs_keys, str backend)"
         " -> (Tensor, Tensor, Tensor, Tensor)"
@@ -41,8 +42,12 @@ SCHEMAS = {
 
 def _fake_forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = Inputs(*args)
-    out = inputs.q.new_empty((*inputs.q.shape[:-1], inputs.v.shape[-1]))
-    return out, inputs.q.new_empty(inputs.lse_shape(), dtype=torch.float32)
+    return _fake_output(*args), inputs.q.new_empty(inputs.lse_shape(), dtype=torch.float32)
+
+
+def _fake_output(*args: Any) -> torch.Tensor:
+    inputs = Inputs(*args)
+    return inputs.q.new_empty(inputs.out_shape())
 
 
 def _fake_backward(*args: Any) -> tuple[torch.Tensor, ...]:
@@ -56,7 +61,7 @@ def _fake_backward(*args: Any) -> tuple[torch.Tensor, ...]:
     return inputs.q.new_empty(inputs.q.shape), dk, dv, dsinks
 
 
-FAKES = {"forward": _fake_forward, "backward": _fake_backward}
+FAKES = {"forward": _fake_forward, "output": _fake_output, "backward": _fake_backward}
 
 
 def describe(q: torch.Tensor, k: torch.Tensor | None = None, v: torch.Tensor | None = None, **_: object) -> Call:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from rl_kernels.core.layout import ALIGNED
 
@@ -22,7 +23,7 @@ Launches = Callable[..., Any]
 SIZE = 4096
 """Number of kinds at which a memory is cleared."""
 OWN = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Types of tensors that have addresses; a fake tensor has none."""
+"""Types of tensors that have addresses; a subclass may have none."""
 _memories: list[Memory[Any]] = []
 
 
@@ -65,7 +66,7 @@ def kind_of(args: tuple[Any, ...]) -> tuple[object, ...] | None:
                 if x is None
                 else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg(), x.data_ptr() % ALIGNED)
                 if type(x) in OWN
-                else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg())
+                else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg(), _alignment(x))
                 if isinstance(x, torch.Tensor)
                 else (type(x), tuple(x) if isinstance(x, list) else x)
                 for x in args
@@ -73,6 +74,10 @@ def kind_of(args: tuple[Any, ...]) -> tuple[object, ...] | None:
         )
     except RuntimeError:
         return None
+
+
+def _alignment(x: torch.Tensor) -> int:
+    return 0 if isinstance(x, FakeTensor) else x.data_ptr() % ALIGNED
 
 
 class Ready(NamedTuple):

@@ -25,7 +25,6 @@ from rl_kernels.attention.inputs import Inputs
 from rl_kernels.core import batched
 from rl_kernels.core.constants import STEP
 from rl_kernels.core.rowwise.sums import row_sum
-from rl_kernels.core.torchlib.ops import as_native
 
 T = TypeVar("T", bound=tuple[torch.Tensor, ...])
 ROWS = 256
@@ -47,27 +46,13 @@ def forward(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-class Planned:
-    """The plan of calls without lse; methods return None for other calls."""
-
-    def forward(self, inputs: Inputs, *, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return (out, None); None if lse is needed too, or under autocast."""
-        if with_lse or torch.is_autocast_enabled(inputs.q.device.type):
-            return None
-        result: tuple[torch.Tensor, None] = as_native(_forward, inputs, False)
-        return result
-
-    def backward(self, *_: object) -> None:
-        """Return None: the raw op computes backward passes."""
+def output(*arguments: object) -> torch.Tensor:
+    """Return out alone for the arguments of ``Inputs``."""
+    return _forward(Inputs(*arguments), with_lse=False)[0]  # type: ignore[arg-type]
 
 
-def planned(inputs: Inputs) -> Planned:
-    """Return the plan of calls like this one."""
-    return Planned()
-
-
-def _forward(inputs: Inputs, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    out = inputs.q.new_zeros((*inputs.q.shape[:-1], inputs.v.shape[-1]))
+def _forward(inputs: Inputs, *, with_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    out = inputs.q.new_zeros(inputs.out_shape())
     lse = inputs.q.new_full(inputs.lse_shape(), -torch.inf, dtype=torch.float32) if with_lse else None
     for batch in batches(inputs, FEWEST, backward=False):
         for part, (out_rows, total, top) in _results(inputs, batch, _attend):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -34,7 +33,6 @@ class Box(NamedTuple):
         return descriptor
 
 
-@functools.lru_cache(maxsize=4096)
 def box_of(shape: torch.Size, strides: tuple[int, ...], block: tuple[int, int], width: int) -> Box | None:
     """Return the box of ``[B, rows, heads, size]``, or of packed rows, that loads ``block`` (rows, heads) at once.
 
@@ -52,7 +50,7 @@ def box_of(shape: torch.Size, strides: tuple[int, ...], block: tuple[int, int], 
 
 
 def descriptors_of(
-    boxes: tuple[Box, Box] | None, first: torch.Tensor, second: torch.Tensor
-) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    """Return the descriptors of two tensors, or (None, None) without boxes."""
-    return (None, None) if boxes is None else (boxes[0].of(first), boxes[1].of(second))
+    boxes: tuple[Box, Box], first: torch.Tensor, second: torch.Tensor
+) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Return the descriptors of two tensors."""
+    return boxes[0].of(first), boxes[1].of(second)

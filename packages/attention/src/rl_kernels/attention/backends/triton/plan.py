@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
-
 import torch
 import triton
 
@@ -21,7 +18,7 @@ from rl_kernels.attention.backends.triton.schedule import (
     tile_of_keys,
     tile_of_queries,
 )
-from rl_kernels.attention.inputs import UNLIMITED
+from rl_kernels.attention.inputs import UNLIMITED, Inputs
 from rl_kernels.core.constants import KEY_SEGMENT as SEGMENT
 from rl_kernels.core.operator import tiles_change_no_bit
 from rl_kernels.core.triton_lib.launch import INTERPRETED, Launch, ceil_div
@@ -37,35 +34,14 @@ PART, COLUMNS, AHEAD = 4, 32, 8
 PACKED_DIMS = 3
 ROWS = 32
 """Rows of a program that sums out times its gradient."""
-MOST_LAYOUTS = 16
-"""Largest number of gradient layouts for which a plan caches launches."""
 LEAST_WIDTH = 16
 """The smallest width of an operand of ``tl.dot``."""
 SMALL = 1 << 21
 """Calls with up to this many scores load by pointers: a descriptor costs the host more than it saves the GPU."""
 
 
-class Forward(NamedTuple):
-    """The launches of a forward pass; if keys are split, ``finish`` merges ``states`` states of rows."""
-
-    attend: Launch
-    finish: Launch
-    states: int
-
-
-class Backward(NamedTuple):
-    """The launches of a backward pass, and for ``keys`` the boxes of q and of out's gradient."""
-
-    rows: Launch
-    queries: Launch
-    keys: Launch | None
-    boxes: tuple[Box, Box] | None
-
-
 class Plan:
-    """The launches of all kernels for one set of sizes and strides; made once for each set.
-
-    ``optional_dtypes`` are the dtypes of the tensors beside q, k and v: an argument of a launch has one dtype.
+    """What the launches of a call follow from: its sizes, strides and options.
 
     Attributes:
         factor: multiplies scores before ``exp2``.
@@ -74,33 +50,24 @@ class Plan:
         fast: whether the operands are 16-bit on Hopper.
         has_boxes: whether TMA is used: on Hopper for large calls, and in Triton's interpreter.
         boxes: boxes of k and v, or None if these are loaded by pointers.
+        is_empty: whether no sequence has a query, so that nothing is launched.
     """
 
-    def __init__(
-        self,
-        shapes: tuple[torch.Size, ...],
-        strides: tuple[tuple[int, ...], ...],
-        kind: tuple[torch.dtype, torch.device],
-        batch: int,
-        packed_k: bool,
-        started: bool,
-        table: torch.Size | None,
-        longest: tuple[int, int],
-        numbers: tuple[float, int, int, float],
-        optional_dtypes: tuple[torch.dtype | None, ...],
-    ) -> None:
+    def __init__(self, inputs: Inputs) -> None:
+        shapes, strides = [x.shape for x in inputs.operands], [x.stride() for x in inputs.operands]
+        table = None if inputs.block_table is None else inputs.block_table.shape
         (self.queries, heads, self.size), (*_, kv_heads, self.size_v) = shapes[0][-3:], shapes[2]
-        self.dtype, self.device = kind
-        self.batch, self.kv_heads, self.group = batch, kv_heads, heads // kv_heads
+        self.dtype, self.device = inputs.q.dtype, inputs.q.device
+        self.batch, self.kv_heads, self.group = inputs.batch, kv_heads, inputs.group
         self.width, self.width_v = (max(triton.next_power_of_2(x), LEAST_WIDTH) for x in (self.size, self.size_v))
-        self.keys, self.page, self.pages, self.table_step = shapes[1][0 if packed_k else 1], 1, 0, 0
+        self.keys, self.page, self.pages, self.table_step = shapes[1][-3], 1, 0, 0
         if table is not None:
             self.pages, self.page, self.table_step = shapes[1][0], shapes[1][1], table[1]
             self.keys = table[1] * self.page * bool(self.pages)
-        self.longest_q, self.longest_k = min(longest[0], self.queries), min(longest[1], self.keys)
-        self.scale, left, right, self.cap = numbers
+        self.longest_q, self.longest_k = min(inputs.max_seqlen_q, self.queries), min(inputs.max_seqlen_k, self.keys)
+        self.scale, left, right, self.cap = inputs.numbers[2:]
         self.capped, self.has_left = self.cap > 0, left != UNLIMITED
-        if started and self.has_left:
+        if inputs.k_start is not None and self.has_left:
             # Room for dropped keys, modulo a segment.
             self.longest_k += SEGMENT - 1
         self.factor = LOG2E if self.capped else self.scale * LOG2E
@@ -111,17 +78,14 @@ class Plan:
         sizes = kv_heads, self.group, self.size, self.size_v, self.width, self.width_v
         self.constants = *sizes, *q_strides[1:], k_strides[1], v_strides[1]
         self.fast = not INTERPRETED and self.dtype in HALF and tiles_change_no_bit(self.device)
-        is_large = batch * self.longest_q * heads * self.longest_k > SMALL
+        is_large = self.batch * self.longest_q * heads * self.longest_k > SMALL
         self.has_boxes = INTERPRETED or (self.fast and is_large)
         self.boxes: tuple[Box, Box] | None = None
         if self.has_boxes and (table is None or self.page % BLOCK == 0):
             k, v = (box_of(x, y, (BLOCK, 1), z) for x, y, z in zip(shapes[1:], strides[1:], self.widths, strict=True))
             self.boxes = (k, v) if k and v else None
         self._of_q = shapes[0], strides[0]
-        self._forward: dict[bool, Forward] = {}
-        self._backward: dict[tuple[object, ...], Backward] = {}
-        # No row at all: nothing is launched.
-        self.is_empty = not (batch and self.longest_q)
+        self.is_empty = not (self.batch and self.longest_q)
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -142,14 +106,8 @@ class Plan:
         """Return the number of tiles of the longest sequence."""
         return ceil_div(self.longest_q * self.group, rows)
 
-    def forward(self, *, with_lse: bool) -> Forward:
-        """Return the launches of the forward pass; there is one set with lse and one without."""
-        launches = self._forward.get(with_lse)
-        if launches is None:
-            launches = self._forward[with_lse] = self._plan_forward()
-        return launches
-
-    def _plan_forward(self) -> Forward:
+    def forward(self) -> tuple[Launch, Launch, int]:
+        """Return the launches of ``attend`` and ``finish``, which merges so many states of rows if keys are split."""
         tile = tile_of(self.dtype, max(self.widths), self.fast, self.longest_q * self.group, self.boxes is not None)
         tiles, segments = self._tiles(tile.rows), ceil_div(self.longest_k, SEGMENT)
         programs = self.batch * tiles
@@ -165,23 +123,17 @@ class Plan:
             *(tile.rows, self.has_left, PART, min(COLUMNS, self.width_v), AHEAD),
         )
         parts = (tile.rows // PART) * ceil_div(self.width_v, COLUMNS)
-        return Forward(
+        return (
             Launch(attend, (programs * segments if split else programs, self.kv_heads), numbers, **tile.options),
             Launch(finish, (programs * parts, self.kv_heads), finish_numbers, num_warps=1),
             programs * self.kv_heads * segments * tile.rows if split else 0,
         )
 
-    def backward(self, strides: tuple[int, ...], *dtypes: torch.dtype) -> Backward:
-        """Return the launches of the backward pass for the strides of out's gradient and the dtypes of its tensors."""
-        key = (strides, *dtypes)
-        launches = self._backward.get(key)
-        if launches is None:
-            if len(self._backward) >= MOST_LAYOUTS:
-                self._backward.clear()
-            launches = self._backward[key] = self._plan_backward(strides)
-        return launches
+    def backward(self, strides: tuple[int, ...]) -> tuple[Launch, Launch, Launch | None, tuple[Box, Box] | None]:
+        """Return the launches of ``rows_of``, ``of_queries`` and ``of_keys``, and the boxes of q and of out's gradient.
 
-    def _plan_backward(self, strides: tuple[int, ...]) -> Backward:
+        ``strides`` are those of the gradient. Without a key, nothing is launched for keys.
+        """
         grad_strides, heads = units(strides), self.kv_heads * self.group
         sequences = 1 if len(strides) == PACKED_DIMS else self.batch
         common = (*self.strides, grad_strides[0], self.factor, self.scale, self.cap, self.rate)
@@ -199,7 +151,7 @@ class Plan:
             *(self.queries, self.keys, parts, *self.window),
             *(*common, *constants, self.capped, key_tile.rows, key_tile.keys, self.has_left),
         )
-        return Backward(
+        return (
             Launch(
                 rows_of,
                 (ceil_div(self.queries * heads, ROWS) * sequences,),
@@ -218,9 +170,6 @@ class Plan:
             else None,
             self._boxes_of_rows(key_tile.rows, strides),
         )
-
-
-plan_of = functools.lru_cache(maxsize=4096)(Plan)
 
 
 def units(strides: tuple[int, ...]) -> tuple[int, int, int]:
