@@ -54,6 +54,12 @@ def turned():
     )
 
 
+def one_query():
+    """Sequences that share their queries."""
+    given = dense(3, 40, 90, 2, 4, 64)
+    return given._replace(q=given.q[:1].expand(3, -1, -1, -1))
+
+
 CALLS = {
     "prompt": partial(dense, 2, 200, 200, 2, 4, 128),
     "sinks": lambda: dense(2, 20, 20, 2, 4, 128, sinks=torch.randn(8).bfloat16()),
@@ -73,6 +79,7 @@ CALLS = {
     "large-pages": partial(paged, 30, 256, torch.tensor([9 * 256, 3])),
     "turned": turned,
     "expanded": expanded,
+    "one-query": one_query,
     "no-keys": partial(dense, 2, 3, 0, 2, 2, 64),
     "keys-outside": keys_outside,
 }
@@ -276,6 +283,8 @@ def check(name: str) -> None:
         for scale in (1, 2):
             grad = wide.mul(scale)[..., : out.shape[-1]]
             close(launch(*given, out, lse, grad, True), native.backward(*given, out, lse, grad, True))
+        grad = grad[:1].expand(grad.shape)
+        close(backend.backward(*given, out, lse, grad, True), native.backward(*given, out, lse, grad, True))
         dq, dk, dv, _ = backend.backward(*given, out, lse, grad, False)
         close((dq,), native.backward(*given, out, lse, grad, True)[:1])
         assert dk.numel() == dv.numel() == 0

@@ -241,10 +241,10 @@ class _DetAttention(torch.autograd.Function):
         sinks: torch.Tensor | None,
         settings: _Settings,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        integer_tensors, ctx.numbers, ready = settings
-        out, lse = ops["forward"].call(ready, q, k, v, sinks, *integer_tensors, *ctx.numbers)
+        integer_tensors, numbers, ready = settings
+        out, lse = ops["forward"].call(ready, q, k, v, sinks, *integer_tensors, *numbers)
         save(ctx, q, k, v, sinks, *integer_tensors, out, lse)
-        ctx.backend = ready.backend
+        ctx.numbers, ctx.backend = numbers, ready.backend
         ctx.mark_non_differentiable(lse)
         # Otherwise autograd would make a zero gradient for lse.
         ctx.set_materialize_grads(False)
