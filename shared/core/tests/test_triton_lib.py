@@ -29,6 +29,10 @@ def test_reasons(call, installed, interpreted, reason, monkeypatch):
     assert found is None if reason is None else reason in found
 
 
+def test_powers_of_2():
+    assert [launch.next_power_of_2(x) for x in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128]
+
+
 class Kernel:
     """Launches as a jitted function does; compiled, as what that returns does."""
 
@@ -90,6 +94,14 @@ def test_a_launch_of_a_plan_finds_what_was_compiled_by_addresses(launched):
     aligned = (None, (5, 2, 1, 1), (*tensors[1], 7, True), {"stream": 40})
     other = (kernel.compiled, (5, 2), (*tensors[2], 7, True), {"num_warps": 4, "num_stages": 2})
     assert launched == [first, aligned, other, (None, (5, 2, 1, 1), (*tensors[3], 7, True), {"stream": 40})]
+
+
+def test_a_number_may_vary_between_launches_of_a_plan(launched):
+    planned = launch.Launch(Kernel(launched, Kernel(launched)), (5,), (7,), num_warps=4)
+    for number in (0.5, 1.0, -0.25):
+        planned(BASE[:16], number, None)
+    assert [args[1:] for _, _, args, _ in launched] == [(0.5, None, 7), (1.0, None, 7), (-0.25, None, 7)]
+    assert [options for *_, options in launched] == [{"num_warps": 4}, *[{"stream": 40}] * 2]
 
 
 def test_what_is_remembered_is_bounded(launched, monkeypatch):

@@ -196,7 +196,8 @@ def _ids_in_range(ids: torch.Tensor, size: int, ignore_index: int | None, name: 
     checked = ids if ignore_index is None else ids[ids != ignore_index]
     if not checked.numel():
         return
-    low, high = (int(bound) for bound in torch.aminmax(checked))
+    # One copy from a GPU, not two.
+    low, high = torch.stack(torch.aminmax(checked)).tolist()
     if low < 0 or high >= size:
         ignored = "" if ignore_index is None else f" or {ignore_index} (ignored)"
         hint = ignorable and ignore_index is None and low == IGNORED

@@ -43,6 +43,19 @@ class Box(NamedTuple):
     promotion: int
 
 
+class Address(int):
+    """The address of a tensor, from which a recorder finds the tensor."""
+
+    tensor: torch.Tensor
+
+
+def address_of(tensor: torch.Tensor) -> Address:
+    """Stand in for ``torch.Tensor.data_ptr``."""
+    address = Address(torch._C.TensorBase.data_ptr(tensor))
+    address.tensor = tensor
+    return address
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launch.
@@ -108,6 +121,7 @@ class Recorder:
         }
         with ExitStack() as stack:
             stack.callback(forget)
+            stack.enter_context(patch.object(torch.Tensor, "data_ptr", address_of))
             for module in map(importlib.import_module, modules):
                 for name, value in places.items():
                     if hasattr(module, name):
@@ -149,10 +163,13 @@ class _Recorded:
         self._recorder.launched(Launch(self._program, self._entry, (x, y, z), block, shared, pdl, named))
 
     def start(self, grid: tuple[int, int, int], block: int, shared: int, pdl: bool, numbers: Sequence[Any]) -> None:
-        """Record a launch whose arguments are numbers; address 0 is a null pointer."""
+        """Record a launch whose arguments are numbers: a tensor's address gives the tensor, 0 a null pointer."""
+        assert not any(isinstance(x, torch.Tensor) for x in numbers), f"{self._entry}: a tensor among numbers"
         pointers = Signature(self._signature).pointers
-        args = [None if place in pointers and value == 0 else value for place, value in enumerate(numbers)]
-        assert not any(isinstance(arg, torch.Tensor) for arg in args), f"{self._entry}: a tensor among numbers"
+        args = [
+            value.tensor if isinstance(value, Address) else None if place in pointers and value == 0 else value
+            for place, value in enumerate(numbers)
+        ]
         self.launch(grid, block, *args, shared=shared, pdl=pdl)
 
 

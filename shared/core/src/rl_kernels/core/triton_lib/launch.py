@@ -58,6 +58,11 @@ def ceil_div(x: int, y: int) -> int:
     return -(-x // y)
 
 
+def next_power_of_2(x: int) -> int:
+    """Return the smallest power of 2 that is not below x >= 1; faster than Triton's own, as ``ceil_div`` is."""
+    return 1 << (x - 1).bit_length()
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from rl_kernels.core.gpu import device_of
-from rl_kernels.core.triton_lib.launch import ceil_div
+from rl_kernels.core.triton_lib.launch import ceil_div, launch
 
 BLOCK = 1024
 LARGEST = 8
@@ -24,17 +24,9 @@ def tree_total(parts: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtyp
     if not size:
         return out
     with device_of(parts):
-        _tree[(ceil_div(size, BLOCK),)](
-            parts,
-            parts if bias is None else bias.contiguous(),
-            out,
-            size,
-            parts.shape[-1],
-            COUNT=count,
-            HAS_BIAS=bias is not None,
-            BLOCK_SIZE=BLOCK,
-            num_warps=4,
-        )
+        numbers = (size, parts.shape[-1], count, bias is not None, BLOCK)
+        tensors = (parts, parts if bias is None else bias.contiguous(), out)
+        launch(_tree, (ceil_div(size, BLOCK),), *tensors, numbers=numbers, num_warps=4)
     return out
 
 
