@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rl_kernels.core.gpu import device_of
-from rl_kernels.core.triton_lib.launch import launch
+from rl_kernels.core.triton_lib.launch import launch, next_power_of_2
 from rl_kernels.models.fused.conditions import fits
 
 
@@ -20,8 +20,6 @@ def store(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: to
     """
     size = cache.shape[2]
     if fits(key, value, cache) and cache.is_contiguous() and key.stride(-1) == value.stride(-1) == 1:
-        import triton
-
         from rl_kernels.models.fused import kernels
 
         width = key.shape[1] * key.shape[2]
@@ -32,7 +30,7 @@ def store(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: to
                 *(key, value, cache, slots.contiguous()),
                 numbers=(
                     *(key.stride(0), key.stride(1), value.stride(0), value.stride(1), size, key.shape[2], width),
-                    triton.next_power_of_2(width),
+                    next_power_of_2(width),
                 ),
                 num_warps=4,
             )

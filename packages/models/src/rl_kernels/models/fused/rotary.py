@@ -10,7 +10,7 @@ from rl_kernels.core.gpu import device_of
 from rl_kernels.core.layout import readable
 from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib.derivatives import first_order
-from rl_kernels.core.triton_lib.launch import launch
+from rl_kernels.core.triton_lib.launch import launch, next_power_of_2
 from rl_kernels.models.fused.conditions import fits
 
 DIMS, COS_DIMS = 4, 3
@@ -68,8 +68,6 @@ def _rotate(
     back: bool,
     places: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    import triton
-
     from rl_kernels.models.fused import kernels
 
     q_out, k_out = torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype)
@@ -83,7 +81,7 @@ def _rotate(
             numbers=(
                 *(tokens, *q.stride()[:3], *k.stride()[:3], cos.stride(0) * (cos.shape[0] > 1), cos.stride(1)),
                 *(*q_out.stride()[:3], *k_out.stride()[:3]),
-                *(heads, k.shape[1], half, triton.next_power_of_2(half), PART, back, places is not None),
+                *(heads, k.shape[1], half, next_power_of_2(half), PART, back, places is not None),
             ),
             num_warps=4,
         )
