@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rl_kernels.core.calls import forget
 from rl_kernels.core.cuda import where
 from rl_kernels.core.operator import Call
 from rl_kernels.fused_logp import fused_logp
@@ -66,7 +67,9 @@ def test_rows_and_segments_give_the_same_bits(vocab, monkeypatch):
     for name, value in (("SPLIT_BELOW", 1 << 30), *(("sharing", share) for share in shares), ("MOST_UNITS", 1)):
         with monkeypatch.context() as changed:
             changed.setattr(cuda_backend, name, value)
+            forget()
             assert_same(results(logits, ids), expected)
+    forget()
     for rows in (slice(1), slice(7, 20), slice(2000, 2100)):
         part = fused_logp(logits[rows], ids[rows], return_stats=True, backend=BACKEND)
         assert_same(part, [value[rows] for value in expected[:3]])

@@ -19,10 +19,10 @@ HOST = "rl_kernels.fused_logp.backends.cuda.backend"
 MODULES = ("rl_kernels.fused_logp.rows", HOST)
 BUGS = (
     Bug("temperature missing", "(None, scale)", "(None, 1.0)"),
-    Bug("upstream gradients exchanged", "entropy, grad_logp, grad_lse", "entropy, grad_lse, grad_logp"),
+    Bug("upstream gradients exchanged", "norm, row_entropy, *grads)", "norm, row_entropy, *grads[::-1])"),
     Bug("last columns have no gradient", "-(-vocab // (threads * COLUMNS))", "max(vocab // (threads * COLUMNS), 1)"),
-    Bug("strides in elements", "* logits.itemsize for stride", "for stride"),
-    Bug("no room for the states of a row", "shared=units * STATE", "shared=STATE"),
+    Bug("strides in elements", "count, *(stride * logits.itemsize for", "count, *(stride for"),
+    Bug("no room for the states of a row", "units * STATE)]", "STATE)]"),
     Bug("norm in the dtype of logits", "(count, 2), dtype=torch.float32", "(count, 2), dtype=logits.dtype"),
 )
 SEGMENT, STEP, STATE = 32768, 1024, 12

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rl_kernels.core.calls import forget
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import Draw
 from rl_kernels.fused_logp import fused_logp
@@ -28,7 +29,9 @@ def test_whole_rows_and_segments_give_the_same_bits(vocab, dtype, monkeypatch):
     found = []
     for limit in (0, 1000):
         monkeypatch.setattr(triton_backend, "SPLIT_BELOW", limit)
+        forget()
         found.append(statistics(logits, ids))
+    forget()
     for whole, split in zip(*found, strict=True):
         assert bits(split, whole).passed
 

@@ -21,11 +21,7 @@ from rl_kernels.fused_logp.spec.raw import check_against_reference
 BACKEND = "rl_kernels.fused_logp.backends.triton.backend"
 MODULES = ("rl_kernels.fused_logp.rows", "rl_kernels.fused_logp.backends.triton.kernels", BACKEND)
 BUGS = (
-    Bug(
-        "upstream gradients exchanged",
-        "(grad_logp, grad_logsumexp, grad_entropy)",
-        "(grad_logsumexp, grad_logp, grad_entropy)",
-    ),
+    Bug("upstream gradients exchanged", "contiguous() for grad in grads]", "contiguous() for grad in grads[::-1]]"),
     Bug("segments rounded down", "segments = ceil_div(vocab, kernels", "segments = max(1, vocab // kernels"),
     Bug("strided ids read as if contiguous", "target_ids.contiguous()", "target_ids"),
 )

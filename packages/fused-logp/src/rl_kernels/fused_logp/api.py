@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
 from rl_kernels.core import validate as check
-from rl_kernels.core.dispatch import choose
+from rl_kernels.core.calls import Ready
+from rl_kernels.core.dispatch import choose, remembered
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.saved import are_hooked, save
 from rl_kernels.core.torchlib.derivatives import first_order, no_lost_derivatives
+from rl_kernels.core.torchlib.ops import Op
 from rl_kernels.core.torchlib.scalars import scalar_or_rows
 from rl_kernels.fused_logp.op import OPERATOR, describe, ops
 
@@ -113,38 +115,49 @@ def fused_logp(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
-    _validate(logits, target_ids, temperature, ignore_index, row_indices, out_dtype, backend, validate)
-    _validate_storage(logits, target_ids, out, out_dtype, inplace_backward)
+    # A number is not part of the kind, or each would be checked and prepared anew.
+    scale = temperature if isinstance(temperature, torch.Tensor) else 1.0
+    options = (out, out_dtype, return_stats, inplace_backward, backend)
+    ready = _prepare(logits, target_ids, scale, ignore_index, row_indices, *options)
+    check.temperature(temperature, target_ids.shape, logits.device, compute_dtype(logits.dtype), values=validate)
+    if validate:
+        checked = target_ids
+        if row_indices is not None:
+            check.ids_in_range("row_indices", row_indices, target_ids.numel(), ignorable=False)
+            checked = target_ids.reshape(-1)[row_indices.long()]
+        check.ids_in_range("target_ids", checked, logits.shape[-1], ignore_index)
+    if out is not None:
+        _check_writable(out, logits)
     no_lost_derivatives("fused_logp", logits, temperature, out)
-    chosen = choose(OPERATOR, describe(logits), backend)
-    vocab = logits.shape[-1]
-    scale = scalar_or_rows(temperature, target_ids.numel(), compute_dtype(logits.dtype))
-    rows = None if row_indices is None else _inside(row_indices, target_ids.numel())
-    arguments = (logits.reshape(-1, vocab), target_ids.reshape(-1), scale, ignore_index, rows)
+    ids, scale, rows = _per_row(logits, target_ids, temperature, row_indices)
+    op = ops["forward_stats" if return_stats else "forward"]
     if logits.requires_grad and torch.is_grad_enabled():
-        results = _FusedLogp.apply(*arguments, return_stats, inplace_backward, chosen.name)
+        results = _FusedLogp.apply(logits, ids, scale, rows, _Settings(op, ready, ignore_index, inplace_backward))
     else:
-        results = ops["forward_stats" if return_stats else "forward"](*arguments, chosen.name)
-
+        results = op.call(ready, logits.reshape(-1, logits.shape[-1]), ids, scale, ignore_index, rows)
     logp = results[0].view(target_ids.shape).to(out_dtype)
     if out is not None:
         logp = _write(out, logp, rows)
     if not return_stats:
         return logp
     stats_dtype = compute_dtype(out_dtype)
-    return LogpStats(logp, *(value.view(target_ids.shape).to(stats_dtype) for value in results[1:3]))
+    return LogpStats(logp, *[value.view(target_ids.shape).to(stats_dtype) for value in results[1:3]])
 
 
-def _validate(
+@remembered
+def _prepare(
     logits: torch.Tensor,
     target_ids: torch.Tensor,
     temperature: float | torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
+    out: torch.Tensor | None,
     out_dtype: torch.dtype,
+    return_stats: bool,
+    inplace_backward: bool,
     backend: str | None,
-    values: bool,
-) -> None:
+) -> Ready:
+    """Check what is the same for all calls of a kind, and choose a backend."""
     check.tensor("logits", logits, check.FLOATS, least=1)
     if logits.shape[-1] == 0:
         raise ValueError(f"logits: expected a vocabulary (last dim) of at least 1, got shape {tuple(logits.shape)}")
@@ -155,47 +168,52 @@ def _validate(
     check.ignore_index(ignore_index, target_ids)
     check.choice("out_dtype", out_dtype, check.FLOATS)
     check.backend_name(backend)
-    check.temperature(temperature, target_ids.shape, logits.device, compute_dtype(logits.dtype), values=values)
-    if values:
-        ids = target_ids
-        if row_indices is not None:
-            check.ids_in_range("row_indices", row_indices, target_ids.numel(), ignorable=False)
-            ids = target_ids.reshape(-1)[row_indices.long()]
-        check.ids_in_range("target_ids", ids, logits.shape[-1], ignore_index)
-
-
-def _validate_storage(
-    logits: torch.Tensor,
-    target_ids: torch.Tensor,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    inplace_backward: bool,
-) -> None:
     if out is not None:
         check.tensor("out", out, (out_dtype,))
         check.shape("out", out, target_ids.shape, "that of target_ids")
         check.same_device(logits=logits, out=out)
-        check.writable("out", out)
-        if torch.is_grad_enabled():
-            if logits.requires_grad:
-                raise ValueError("out: expected None when logits require grad: a result written to out has no gradient")
-            if out.requires_grad:
-                raise ValueError("out: expected a tensor that does not require grad, because it is overwritten")
     if inplace_backward:
         if torch.compiler.is_compiling():
             raise ValueError("inplace_backward: expected False under torch.compile")
         check.own_storage("inplace_backward: logits", logits)
+    check.temperature(temperature, target_ids.shape, logits.device, compute_dtype(logits.dtype), values=False)
+    ids, scale, rows = _per_row(logits, target_ids, temperature, row_indices)
+    op, name = ops["forward_stats" if return_stats else "forward"], choose(OPERATOR, describe(logits), backend).name
+    return op.ready(logits.reshape(-1, logits.shape[-1]), ids, scale, ignore_index, rows, name)
 
 
-def _inside(row_indices: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the indices as int64, clamped to the rows: with validate=False they may be out of range."""
-    return row_indices.long().clamp(0, count - 1) if count else row_indices.new_empty(0, dtype=torch.int64)
+def _check_writable(out: torch.Tensor, logits: torch.Tensor) -> None:
+    check.writable("out", out)
+    if torch.is_grad_enabled():
+        if logits.requires_grad:
+            raise ValueError("out: expected None when logits require grad: a result written to out has no gradient")
+        if out.requires_grad:
+            raise ValueError("out: expected a tensor that does not require grad, because it is overwritten")
+
+
+def _per_row(
+    logits: torch.Tensor, target_ids: torch.Tensor, temperature: float | torch.Tensor, row_indices: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return ids, temperature and row indices of the raw ops; with validate=False indices may be out of range."""
+    count, rows = target_ids.numel(), row_indices
+    if rows is not None:
+        rows = rows.long().clamp(0, count - 1) if count else rows.new_empty(0, dtype=torch.int64)
+    return target_ids.reshape(-1), scalar_or_rows(temperature, count, compute_dtype(logits.dtype)), rows
 
 
 def _write(out: torch.Tensor, logp: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     if rows is not None:
         logp = out.flatten().index_copy(0, rows, logp.flatten()[rows]).view(out.shape)
     return out.copy_(logp)
+
+
+class _Settings(NamedTuple):
+    """The arguments of a call besides its tensors; one tuple, because autograd inspects every argument."""
+
+    op: Op
+    ready: Ready
+    ignore_index: int | None
+    inplace: bool
 
 
 class _FusedLogp(torch.autograd.Function):
@@ -207,30 +225,29 @@ class _FusedLogp(torch.autograd.Function):
         logits: torch.Tensor,
         target_ids: torch.Tensor,
         temperature: torch.Tensor,
-        ignore_index: int | None,
         row_indices: torch.Tensor | None,
-        return_stats: bool,
-        inplace: bool,
-        backend: str,
+        settings: _Settings,
     ) -> tuple[torch.Tensor, ...]:
-        op = ops["forward_stats" if return_stats else "forward"]
-        results = op(logits, target_ids, temperature, ignore_index, row_indices, backend)
+        op, ready, ignore_index, inplace = settings
+        rows = logits.reshape(-1, logits.shape[-1])
+        results = op.call(ready, rows, target_ids, temperature, ignore_index, row_indices)
         save(ctx, logits, target_ids, temperature, row_indices, results[-1], *results[2:3])
         ctx.set_materialize_grads(False)
         # Saved by hooks, changed logits would not be noticed by another backward pass that needs them.
-        ctx.ignore_index, ctx.inplace, ctx.backend = ignore_index, inplace and not are_hooked(), backend
-        return results[:3] if return_stats else results[:1]
+        ctx.ignore_index, ctx.inplace, ctx.backend = ignore_index, inplace and not are_hooked(), ready.backend
+        return tuple(results[:-1])
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         logits, target_ids, temperature, row_indices, norm, *entropy = ctx.saved_tensors
         grads = [*upstream, *[None] * (3 - len(upstream))]
         saved = (norm, entropy[0] if entropy else None, *grads)
-        arguments = (logits, target_ids, temperature, ctx.ignore_index, row_indices, *saved, ctx.backend)
+        rows = logits.reshape(-1, logits.shape[-1])
+        arguments = (rows, target_ids, temperature, ctx.ignore_index, row_indices, *saved, ctx.backend)
         if ctx.inplace:
             no_lost_derivatives("fused_logp", *arguments)
             ops["backward_inplace"](*arguments)
-            grad = logits.detach()
+            grad = rows.detach()
         else:
             grad = first_order(ops["backward"], *arguments)
-        return grad, *[None] * 7
+        return grad.view(logits.shape), None, None, None, None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.cuda.where import target_of
@@ -59,127 +60,111 @@ def programs(arch: str) -> list[Program]:
     return [program(file, arch, dtype, entropy=entropy) for file in files for dtype, entropy in variants]
 
 
-def forward(
-    logits: torch.Tensor,
-    target_ids: torch.Tensor,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    row_indices: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@prepared
+def forward(logits: torch.Tensor, *_: Any) -> Launches:
     """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
-    logp, _, _, norm = _statistics(logits, target_ids, temperature, ignore_index, row_indices, entropy=False)
-    return logp, norm
+    return _statistics(logits, entropy=False)
 
 
-def forward_stats(
-    logits: torch.Tensor,
-    target_ids: torch.Tensor,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    row_indices: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+@prepared
+def forward_stats(logits: torch.Tensor, *_: Any) -> Launches:
     """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
-    return _statistics(logits, target_ids, temperature, ignore_index, row_indices, entropy=True)
+    return _statistics(logits, entropy=True)
 
 
-def backward(
-    logits: torch.Tensor,
-    target_ids: torch.Tensor,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    row_indices: torch.Tensor | None,
-    norm: torch.Tensor,
-    *upstream: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return dlogits ``[N, V]`` in the dtype of logits; ``upstream``: entropy and the three upstream gradients."""
-    grad = logits.new_empty(logits.shape)
-    _gradient(logits, grad, target_ids, temperature, ignore_index, row_indices, norm, *upstream)
-    return grad
+@prepared
+def backward(logits: torch.Tensor, *rest: Any) -> Launches:
+    """Return dlogits ``[N, V]`` in the dtype of logits."""
+    return _gradient(logits, entropy=rest[-1] is not None, inplace=False)
 
 
-def backward_inplace(
-    logits: torch.Tensor,
-    target_ids: torch.Tensor,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    row_indices: torch.Tensor | None,
-    norm: torch.Tensor,
-    *upstream: torch.Tensor | None,
-) -> None:
+@prepared
+def backward_inplace(logits: torch.Tensor, *rest: Any) -> Launches:
     """Overwrite logits with dlogits."""
-    _gradient(logits, logits, target_ids, temperature, ignore_index, row_indices, norm, *upstream)
+    return _gradient(logits, entropy=rest[-1] is not None, inplace=True)
 
 
-def _statistics(
-    logits: torch.Tensor,
-    target_ids: torch.Tensor,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    row_indices: torch.Tensor | None,
-    *,
-    entropy: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (logp, logsumexp, entropy, norm); logsumexp and entropy are written only with ``entropy``."""
+def _statistics(logits: torch.Tensor, *, entropy: bool) -> Launches:
     count, vocab = logits.shape
-    logp, norm = logits.new_empty(count, dtype=torch.float32), logits.new_empty((count, 2), dtype=torch.float32)
-    lse, row_entropy = (logits.new_empty(count, dtype=torch.float32) if entropy else logp for _ in range(2))
-    results = (logp, lse, row_entropy, norm)
-    if not count:
-        return results
     units = _units(vocab)
-    split = units > MOST_UNITS or (units > 1 and count < SPLIT_BELOW)
-    parts = logits.new_empty((units, 3, count), dtype=torch.float32) if split else None
-    rows = _rows(target_ids, temperature, ignore_index, row_indices)
-    strides = (stride * logits.itemsize for stride in logits.stride())
-    arguments = (*rows, logits, logp, norm, lse, row_entropy, parts, count, *strides, vocab)
-    plain = target_of(arch_of("cuda", logits.device.index), exact=False)
-    generic = program(GENERIC, plain, logits.dtype, entropy=entropy)
-    if split:
-        per_unit_kernel = kernel(generic, "forward_parts", FORWARD, logits.device)
-        per_unit_kernel.launch(-(-count * units // WARPS), WARPS * WARP, *arguments)
-        kernel(generic, "merge_parts", FORWARD, logits.device).launch(-(-count // WARPS), WARPS * WARP, *arguments)
-        return results
-    per_row_kernel = kernel(generic, "forward_rows", FORWARD, logits.device)
-    per_row_kernel.launch(count, sharing(vocab * logits.itemsize) * WARP, *arguments, shared=units * STATE)
-    return results
+    is_split = units > MOST_UNITS or (units > 1 and count < SPLIT_BELOW)
+    sizes = (count, *(stride * logits.itemsize for stride in logits.stride()), vocab)
+    arch = target_of(arch_of("cuda", logits.device.index), exact=False)
+    generic = program(GENERIC, arch, logits.dtype, entropy=entropy)
+    # Kernels by name, with their blocks, threads of a block and bytes of shared memory.
+    steps = [("forward_rows", count, sharing(vocab * logits.itemsize) * WARP, units * STATE)]
+    if is_split:
+        blocks = {"forward_parts": -(-count * units // WARPS), "merge_parts": -(-count // WARPS)}
+        steps = [(name, number, WARPS * WARP, 0) for name, number in blocks.items()]
+    starts = [
+        (kernel(generic, name, FORWARD, logits.device).start, (number, 1, 1), threads, shared)
+        for name, number, threads, shared in steps
+        if count
+    ]
+
+    def launch(
+        logits: torch.Tensor,
+        target_ids: torch.Tensor,
+        temperature: torch.Tensor,
+        ignore_index: int | None,
+        row_indices: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        logp, norm = logits.new_empty(count, dtype=torch.float32), logits.new_empty((count, 2), dtype=torch.float32)
+        # logp stands in for what the kernel does not write.
+        lse = logits.new_empty(count, dtype=torch.float32) if entropy else logp
+        row_entropy = logits.new_empty(count, dtype=torch.float32) if entropy else logp
+        parts = logits.new_empty((units, 3, count), dtype=torch.float32) if is_split else None
+        rows = per_row(target_ids.to(torch.int64), temperature, row_indices)
+        tensors = _addresses(logits, logp, norm, lse, row_entropy, parts)
+        numbers = (*_numbers(*rows, ignore_index), *tensors, *sizes)
+        for start, grid, threads, shared in starts:
+            start(grid, threads, shared, False, numbers)
+        return (logp, lse, row_entropy, norm) if entropy else (logp, norm)
+
+    return launch
 
 
-def _gradient(
-    logits: torch.Tensor,
-    out: torch.Tensor,
-    target_ids: torch.Tensor,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    row_indices: torch.Tensor | None,
-    norm: torch.Tensor,
-    entropy: torch.Tensor | None,
-    *grads: torch.Tensor | None,
-) -> None:
+def _gradient(logits: torch.Tensor, *, entropy: bool, inplace: bool) -> Launches:
     count, vocab = logits.shape
-    if not count:
-        return
-    grad_logp, grad_lse, grad_entropy = (grad if grad is None else grad.contiguous() for grad in grads)
-    rows = _rows(target_ids, temperature, ignore_index, row_indices)
     threads = min(-(-vocab // (COLUMNS * WARP)) * WARP, MOST_THREADS)
     chunks = -(-vocab // (threads * COLUMNS))
-    strides = (stride * logits.itemsize for tensor in (logits, out) for stride in tensor.stride())
-    plain = target_of(arch_of("cuda", logits.device.index), exact=False)
-    gradient = program(GRADIENT, plain, logits.dtype, entropy=grad_entropy is not None)
-    tensors = (logits, out, norm, entropy, grad_logp, grad_lse, grad_entropy)
-    backward_kernel = kernel(gradient, "backward", BACKWARD, logits.device)
-    backward_kernel.launch(count * chunks, threads, *rows, *tensors, *strides, vocab, chunks)
+    out_strides = logits.stride() if inplace else (vocab, 1)
+    sizes = (*(stride * logits.itemsize for stride in (*logits.stride(), *out_strides)), vocab, chunks)
+    arch = target_of(arch_of("cuda", logits.device.index), exact=False)
+    gradient = kernel(program(GRADIENT, arch, logits.dtype, entropy=entropy), "backward", BACKWARD, logits.device)
+
+    def launch(
+        logits: torch.Tensor,
+        target_ids: torch.Tensor,
+        temperature: torch.Tensor,
+        ignore_index: int | None,
+        row_indices: torch.Tensor | None,
+        norm: torch.Tensor,
+        row_entropy: torch.Tensor | None,
+        *upstream: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        out = logits if inplace else logits.new_empty(logits.shape)
+        grads = [None if grad is None else grad.contiguous() for grad in upstream]
+        rows = per_row(target_ids.to(torch.int64), temperature, row_indices)
+        tensors = _addresses(logits, out, norm, row_entropy, *grads)
+        if count:
+            numbers = (*_numbers(*rows, ignore_index), *tensors, *sizes)
+            gradient.start((count * chunks, 1, 1), threads, 0, False, numbers)
+        return None if inplace else out
+
+    return launch
 
 
-def _rows(
-    target_ids: torch.Tensor,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    row_indices: torch.Tensor | None,
-) -> tuple[Any, ...]:
-    """Return the fields of ``struct Rows``."""
-    ids, scale, marks = per_row(target_ids.to(torch.int64), temperature, row_indices)
+def _numbers(
+    ids: torch.Tensor, scale: torch.Tensor | float, marks: torch.Tensor | None, ignore_index: int | None
+) -> tuple[float, ...]:
+    """Return the fields of ``struct Rows``; the caller keeps the tensors until the kernel is launched."""
     temperatures, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
-    return ids, temperatures, marks, ignore_index or 0, number, ignore_index is not None
+    return *_addresses(ids, temperatures, marks), ignore_index or 0, number, ignore_index is not None
+
+
+def _addresses(*tensors: torch.Tensor | None) -> list[int]:
+    return [0 if x is None else x.data_ptr() for x in tensors]
 
 
 def sharing(size: int) -> int:

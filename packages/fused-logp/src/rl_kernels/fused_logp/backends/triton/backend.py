@@ -8,11 +8,14 @@ assume. V alone fixes that alignment; rows aligned otherwise are copied.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.layout import readable
-from rl_kernels.core.triton_lib.launch import ceil_div
+from rl_kernels.core.triton_lib.launch import Launch, ceil_div
 from rl_kernels.fused_logp.backends.triton import kernels
 from rl_kernels.fused_logp.rows import per_row
 
@@ -22,147 +25,126 @@ GRADIENT_WIDTHS = {True: 4096, False: 1024}
 """Gradient columns of one program, with and without wide loads of the rows; they change no bit."""
 
 
-def forward(
-    logits: torch.Tensor,
-    target_ids: torch.Tensor,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    row_indices: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+@prepared
+def forward(*inputs: Any) -> Launches:
     """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
-    logp, _, _, norm = _statistics(logits, target_ids, temperature, ignore_index, row_indices, entropy=False)
-    return logp, norm
+    return _statistics(*inputs, entropy=False)
 
 
-def forward_stats(
-    logits: torch.Tensor,
-    target_ids: torch.Tensor,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    row_indices: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+@prepared
+def forward_stats(*inputs: Any) -> Launches:
     """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
-    return _statistics(logits, target_ids, temperature, ignore_index, row_indices, entropy=True)
+    return _statistics(*inputs, entropy=True)
 
 
 def _statistics(
     logits: torch.Tensor,
-    target_ids: torch.Tensor,
+    _: torch.Tensor,
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
     *,
     entropy: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (logp, logsumexp, entropy, norm); logsumexp and entropy are written only with ``entropy``."""
+) -> Launches:
     count, vocab = logits.shape
-    logp, norm = logits.new_empty(count, dtype=torch.float32), logits.new_empty((count, 2), dtype=torch.float32)
-    lse, row_entropy = (logits.new_empty(count, dtype=torch.float32) if entropy else logp for _ in range(2))
-    if not count:
-        return logp, lse, row_entropy, norm
-    rows = _canonical(logits)
-    inputs = (rows, *_rows(target_ids, temperature, row_indices))
-    sizes = (vocab, rows.stride(0), ignore_index or 0)
-    flags = {
-        "WIDE": vocab % kernels.ALIGNED.value == 0,
-        "HAS_ROWS": row_indices is not None,
-        "HAS_IGNORED": ignore_index is not None,
-        "PER_ROW": temperature.ndim > 0,
-        "ENTROPY": entropy,
-    }
+    fits, flags = _is_canonical(logits), _flags(temperature, ignore_index, row_indices)
+    wide = vocab % kernels.ALIGNED.value == 0
+    numbers = (vocab, logits.stride(0) if fits else vocab, ignore_index or 0, wide, *flags, entropy)
     segments = ceil_div(vocab, kernels.SEGMENT.value)
-    with device_of(logits):
-        if segments == 1 or count >= SPLIT_BELOW:
-            kernels.forward_rows[(count,)](*inputs, logp, norm, lse, row_entropy, *sizes, **flags, num_warps=1)
-        else:
-            parts = logits.new_empty((segments, 3, count), dtype=torch.float32)
-            kernels.forward_segments[(count, segments)](*inputs, parts, count, *sizes, **flags, num_warps=1)
-            merged = (parts, logp, norm, lse, row_entropy, count, segments)
-            kernels.forward_merge[(ceil_div(count, kernels.ROWS.value),)](
-                *inputs, *merged, *sizes, **flags, num_warps=1
-            )
-    return logp, lse, row_entropy, norm
+    is_split = segments > 1 and count < SPLIT_BELOW
+    whole = Launch(kernels.forward_rows, (count,), numbers, num_warps=1)
+    split = Launch(kernels.forward_segments, (count, segments), (count, *numbers), num_warps=1)
+    tiles = (ceil_div(count, kernels.ROWS.value),)
+    merge = Launch(kernels.forward_merge, tiles, (count, segments, *numbers), num_warps=1)
+
+    def launch(
+        logits: torch.Tensor,
+        target_ids: torch.Tensor,
+        temperature: torch.Tensor,
+        _: int | None,
+        row_indices: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        logp, norm = logits.new_empty(count, dtype=torch.float32), logits.new_empty((count, 2), dtype=torch.float32)
+        # Tensors that a kernel does not access stand in for those that are missing.
+        lse = logits.new_empty(count, dtype=torch.float32) if entropy else logp
+        row_entropy = logits.new_empty(count, dtype=torch.float32) if entropy else logp
+        if count:
+            with device_of(logits):
+                ids, scale, marks = per_row(target_ids, temperature, row_indices)
+                rows = logits if fits else readable(logits, fits)
+                inputs = (rows, ids, scale, ids if marks is None else marks)
+                if is_split:
+                    parts = logits.new_empty((segments, 3, count), dtype=torch.float32)
+                    split(*inputs, parts)
+                    merge(*inputs, parts, logp, norm, lse, row_entropy)
+                else:
+                    whole(*inputs, logp, norm, lse, row_entropy)
+        return (logp, lse, row_entropy, norm) if entropy else (logp, norm)
+
+    return launch
 
 
-def _canonical(logits: torch.Tensor) -> torch.Tensor:
-    """Return contiguous rows, aligned for wide loads if V allows it: the logits themselves, or else a copy."""
-    aligned = (
-        logits.shape[1] % kernels.ALIGNED.value or not (logits.stride(0) | logits.data_ptr()) % kernels.ALIGNED.value
-    )
-    return readable(logits, logits.stride(1) == 1 and aligned)
+def _is_canonical(logits: torch.Tensor) -> bool:
+    """Say whether rows are contiguous, and aligned for wide loads if V allows these."""
+    is_aligned = not (logits.stride(0) | logits.data_ptr()) % kernels.ALIGNED.value
+    return logits.stride(1) == 1 and (logits.shape[1] % kernels.ALIGNED.value > 0 or is_aligned)
 
 
-def _rows(
-    target_ids: torch.Tensor, temperature: torch.Tensor, row_indices: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor]:
-    """Return ids, temperature and marks; ids stand in for missing marks, which the kernel does not read."""
-    ids, scale, marks = per_row(target_ids, temperature, row_indices)
-    return ids, scale, ids if marks is None else marks
+def _flags(
+    temperature: torch.Tensor, ignore_index: int | None, row_indices: torch.Tensor | None
+) -> tuple[bool, bool, bool]:
+    """Return HAS_ROWS, HAS_IGNORED and PER_ROW."""
+    return row_indices is not None, ignore_index is not None, temperature.ndim > 0
 
 
-def backward(
-    logits: torch.Tensor,
-    target_ids: torch.Tensor,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    row_indices: torch.Tensor | None,
-    norm: torch.Tensor,
-    *upstream: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return dlogits ``[N, V]`` in the dtype of logits; ``upstream``: entropy, and the three upstream gradients."""
-    grad = logits.new_empty(logits.shape)
-    _gradient(logits, grad, target_ids, temperature, ignore_index, row_indices, norm, *upstream)
-    return grad
+@prepared
+def backward(*inputs: Any) -> Launches:
+    """Return dlogits ``[N, V]`` in the dtype of logits."""
+    return _gradient(*inputs, inplace=False)
 
 
-def backward_inplace(
-    logits: torch.Tensor,
-    target_ids: torch.Tensor,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    row_indices: torch.Tensor | None,
-    norm: torch.Tensor,
-    *upstream: torch.Tensor | None,
-) -> None:
+@prepared
+def backward_inplace(*inputs: Any) -> Launches:
     """Overwrite logits with dlogits."""
-    _gradient(logits, logits, target_ids, temperature, ignore_index, row_indices, norm, *upstream)
+    return _gradient(*inputs, inplace=True)
 
 
 def _gradient(
     logits: torch.Tensor,
-    out: torch.Tensor,
-    target_ids: torch.Tensor,
+    _: torch.Tensor,
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
     norm: torch.Tensor,
     entropy: torch.Tensor | None,
-    grad_logp: torch.Tensor | None,
-    grad_logsumexp: torch.Tensor | None,
-    grad_entropy: torch.Tensor | None,
-) -> None:
+    *grads: torch.Tensor | None,
+    inplace: bool,
+) -> Launches:
     count, vocab = logits.shape
-    if not count:
-        return
-    # A missing gradient is replaced by a tensor that the kernel does not read.
-    grads = [norm if grad is None else grad.contiguous() for grad in (grad_logp, grad_logsumexp, grad_entropy)]
-    saved = (norm, norm if entropy is None else entropy, *grads)
-    sizes = (vocab, *logits.stride(), *out.stride(), ignore_index or 0)
-    width = GRADIENT_WIDTHS[vocab % kernels.ALIGNED.value == 0]
-    with device_of(logits):
-        kernels.backward[(count, ceil_div(vocab, width))](
-            logits,
-            out,
-            *_rows(target_ids, temperature, row_indices),
-            *saved,
-            *sizes,
-            HAS_ROWS=row_indices is not None,
-            HAS_IGNORED=ignore_index is not None,
-            PER_ROW=temperature.ndim > 0,
-            HAS_LOGP=grad_logp is not None,
-            HAS_LSE=grad_logsumexp is not None,
-            HAS_ENTROPY=grad_entropy is not None,
-            UNIT=logits.stride(1) == out.stride(1) == 1,
-            WIDTH=width,
-            num_warps=4,
-        )
+    flags = (*_flags(temperature, ignore_index, row_indices), *[grad is not None for grad in grads])
+    out_strides = logits.stride() if inplace else (vocab, 1)
+    width, unit = GRADIENT_WIDTHS[vocab % kernels.ALIGNED.value == 0], logits.stride(1) == out_strides[1] == 1
+    numbers = (vocab, *logits.stride(), *out_strides, ignore_index or 0, *flags, unit, width)
+    gradient = Launch(kernels.backward, (count, ceil_div(vocab, width)), numbers, num_warps=4)
+
+    def launch(
+        logits: torch.Tensor,
+        target_ids: torch.Tensor,
+        temperature: torch.Tensor,
+        _: int | None,
+        row_indices: torch.Tensor | None,
+        norm: torch.Tensor,
+        entropy: torch.Tensor | None,
+        *grads: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        out = logits if inplace else logits.new_empty(logits.shape)
+        if count:
+            ids, scale, marks = per_row(target_ids, temperature, row_indices)
+            rows = (ids, scale, ids if marks is None else marks)
+            # Tensors that the kernel does not read stand in for those that are missing.
+            upstream = [norm if grad is None else grad.contiguous() for grad in grads]
+            with device_of(logits):
+                gradient(logits, out, *rows, norm, norm if entropy is None else entropy, *upstream)
+        return None if inplace else out
+
+    return launch
