@@ -133,6 +133,15 @@ def test_residual_is_added_and_rounded_as_a_step_of_its_own():
         assert all(torch.equal(*pair) for pair in zip(found, (dx, dx, dweight), strict=True))
 
 
+def test_results_may_be_changed_in_place():
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    for residual in (None, torch.randn(2, 3, 8)):
+        results = rms_norm(x, torch.ones(8), residual=residual)
+        for result in (results,) if residual is None else results:
+            result.mul_(2)
+            assert result.shape == x.shape
+
+
 def test_gradients_of_x_and_residual_share_no_storage():
     x, weight, upstream = drawn(3, 8)
     leaves = leaves_of(x, x)

@@ -220,12 +220,17 @@ def _norm(
             fold_grad_into_main_grad("weight", weight, outputs[0])
     else:
         op, args = _raw(*inputs, float(eps), options)
-        outputs = [value.view(x.shape) for value in op.call(ready, *args)[:-1]]
+        outputs = [_shaped(value, x) for value in op.call(ready, *args)[:-1]]
     return outputs[0] if residual is None else NormAndSum(*outputs)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1 if x.numel() else 0, x.shape[-1])
+
+
+def _shaped(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    # Not a view: autograd would forbid in-place changes of a view.
+    return rows if x.ndim == 2 else torch.ops.aten._unsafe_view.default(rows, x.shape)
 
 
 def _raw(
@@ -287,7 +292,7 @@ class _Norm(torch.autograd.Function):
     ) -> Any:
         op, args = _raw(x, residual, weight, bias, settings.eps, settings.options)
         *outputs, stats = op.call(settings.ready, *args)
-        outputs = [value.view(x.shape) for value in outputs]
+        outputs = [_shaped(value, x) for value in outputs]
         total = x if residual is None else outputs[1]
         # Autograd counts only the tensors.
         present = [value is not None for value in (x, residual, weight, bias)]
