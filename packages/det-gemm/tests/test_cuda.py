@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_kernels.core.cuda import where
-from rl_kernels.core.cuda.gemm.matmul import plan_of
+from rl_kernels.core.cuda.gemm.plan import MatrixLayout, plan_of
 from rl_kernels.core.cuda.gemm.schedule import (
     FEW,
     K_MAJOR,
@@ -46,9 +46,10 @@ def test_what_the_passes_of_a_layer_launch_is_compiled_ahead(segments):
 
     def compiled(dtype, m, n, k, right, out=None, left="rows", continues=False):
         strides = {"rows": (k, 1), "columns": (1, m)}[left], {"rows": (n, 1), "columns": (1, k)}[right]
-        operands = (m, k), strides[0], True, (k, n), strides[1], True, (n, 1), True
-        how = continues, None, 132, segments, segment_length(k, segments)
-        return plan_of(*operands, dtype, out or dtype, *how).program in programs
+        a, b = MatrixLayout((m, k), strides[0], dtype, True), MatrixLayout((k, n), strides[1], dtype, True)
+        target, length = MatrixLayout((m, n), (n, 1), out or dtype, True), segment_length(k, segments)
+        plan = plan_of(a, b, target, 132, continues=continues, segments=segments, length=length)
+        return plan.program in programs
 
     shapes = [(m, n, k) for m, n, k in (*SHAPES, *RARE) if k and n % 8 == 0 and k % 8 == 0]
     for dtype, (m, n, k) in product((torch.bfloat16, torch.float16), shapes):

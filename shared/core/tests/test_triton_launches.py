@@ -54,8 +54,11 @@ def product(recorder: TritonRecorder, draw: Draw, shape: tuple[int, int, int], l
         gemm.matmul(a, b, out, bias=bias, span=256)
         torch.testing.assert_close(out.double(), (gold + bias.double()), rtol=1e-2, atol=1e-2)
     out = with_layout(start.clone(), out_layout)
-    gemm.matmul(a, b, out, continues=True)
-    torch.testing.assert_close(out.double(), gold + start, rtol=1e-5, atol=1e-5)
+    continued = gemm.Product(a.t(), b, out, a_transposed=True, continues=True)
+    # The second time with what was compiled for the first.
+    for times in (1, 2):
+        continued(a.t(), b, out)
+        torch.testing.assert_close(out.double(), times * gold + start, rtol=1e-5, atol=1e-5)
     described = [isinstance(recorder.launches[-1][name], Descriptor) for name in ("a", "b", "c")]
     if recorder.arch != "sm90":
         assert not any(described)

@@ -1,21 +1,16 @@
-"""The public functions of the package: validation and dispatch; their gradients are in ``autograd``."""
+"""The public functions of the package; checks are in ``arguments``, gradients in ``autograd``."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from rl_kernels.core import chains
 from rl_kernels.core import validate as check
-from rl_kernels.core.dispatch import choose, remembered
 from rl_kernels.core.main_grad import fold_grad_into_main_grad, refuse_checkpoint
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
-from rl_kernels.core.torchlib.observed import are_plain
-from rl_kernels.det_gemm import segments
-from rl_kernels.det_gemm.autograd import Sums, linear, product
-from rl_kernels.det_gemm.op import OPERATOR, describe, describe_dw, ops
+from rl_kernels.det_gemm.arguments import prepare_dw, prepare_gemm, prepare_linear
+from rl_kernels.det_gemm.autograd import Product, Settings, needs_graph, output
+from rl_kernels.det_gemm.op import ops
 
 
 def det_gemm(
@@ -54,28 +49,12 @@ def det_gemm(
         RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward: not supported.
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
     """
-    backend_name = _choose_for_gemm(a, b, out_dtype, backend, k_segments, dx_segments)
+    ready = prepare_gemm(a, b, out_dtype, backend, k_segments, dx_segments)
     no_lost_derivatives("det_gemm", a, b)
-    return product(a, b, out_dtype or a.dtype, backend_name, (k_segments, dx_segments))
-
-
-@remembered
-def _choose_for_gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out_dtype: torch.dtype | None,
-    backend: str | None,
-    k_segments: int,
-    dx_segments: int,
-) -> str:
-    check.tensor("a", a, check.HALF_AND_FLOAT, ndim=2)
-    check.tensor("b", b, check.HALF_AND_FLOAT, ndim=2)
-    check.shape("b", b, (a.shape[1], b.shape[1]), "K of a by N")
-    check.same_dtype(a=a, b=b)
-    check.same_device(a=a, b=b)
-    _validate_options(out_dtype, backend)
-    segments.validate(k_segments=k_segments, dx_segments=dx_segments)
-    return choose(OPERATOR, describe(a, b), backend).name
+    settings = Settings(ready, out_dtype or a.dtype, k_segments, dx_segments, is_linear=False)
+    multiply = Product.apply if needs_graph(a, b) else output
+    result: torch.Tensor = multiply(a, b, None, settings)
+    return result
 
 
 def det_linear(
@@ -125,56 +104,17 @@ def det_linear(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
     """
     operand, matrix, bias = autocast_linear(x, weight, bias)
-    backend_name, plan = _choose_for_linear(operand, matrix, bias, backend, k_segments, dx_segments, join_tokens)
+    ready = prepare_linear(operand, matrix, bias, backend, k_segments, dx_segments, join_tokens)
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None:
         check.main_grad("weight.main_grad", main_grad, weight)
     no_lost_derivatives("det_linear", operand, matrix, bias)
-    out = linear(operand, matrix, bias, main_grad, backend_name, plan, Sums(k_segments, dx_segments, join_tokens))
+    settings = Settings(ready, operand.dtype, k_segments, dx_segments, join_tokens, main_grad)
+    multiply = Product.apply if needs_graph(operand, matrix, bias) else output
+    out: torch.Tensor = multiply(operand, matrix, bias, settings)
     if main_grad is not None and weight.requires_grad:
         fold_grad_into_main_grad("weight", weight, out)
     return out
-
-
-def _plan(
-    name: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    backend: str | None,
-    k_segments: int,
-    dx_segments: int,
-    join_tokens: int | None,
-) -> Any:
-    """Return a backend's plan of a linear layer for tensors of one kind; None if the backend has no plan for them."""
-    make = getattr(OPERATOR.backend(name).load(), "plan_linear", None)
-    return make(x, weight, bias, (k_segments, dx_segments)) if make and are_plain(x, weight, bias) else None
-
-
-@remembered
-def _choose_for_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    backend: str | None,
-    k_segments: int,
-    dx_segments: int,
-    join_tokens: int | None,
-) -> tuple[str, Any]:
-    """Check the operands of a linear layer; return the backend's name, and its plan or None."""
-    check.tensor("x", x, check.HALF_AND_FLOAT, least=1)
-    check.tensor("weight", weight, check.HALF_AND_FLOAT, ndim=2)
-    check.shape("weight", weight, (weight.shape[0], x.shape[-1]), "N by the last dim of x")
-    if bias is not None:
-        check.tensor("bias", bias, check.HALF_AND_FLOAT, ndim=1)
-        check.shape("bias", bias, weight.shape[:1], "the first dim of weight")
-    check.same_device(x=x, weight=weight, bias=bias)
-    check.backend_name(backend)
-    check.same_dtype(x=x, weight=weight, bias=bias)
-    segments.validate(k_segments=k_segments, dx_segments=dx_segments)
-    chains.validate(join_tokens)
-    name = choose(OPERATOR, describe(x, weight.t(), bias), backend).name
-    return name, _plan(name, x, weight, bias, backend, k_segments, dx_segments, join_tokens)
 
 
 def det_gemm_dw(
@@ -210,42 +150,25 @@ def det_gemm_dw(
         RuntimeError: forward-mode AD or a gradient of ``torch.func``: not supported.
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
     """
-    check.tensor("a", a, check.HALF_AND_FLOAT, ndim=2)
-    check.tensor("dc", dc, check.HALF_AND_FLOAT, ndim=2)
-    check.shape("dc", dc, (a.shape[0], dc.shape[1]), "M of a by N")
-    check.same_dtype(a=a, dc=dc)
-    check.same_device(a=a, dc=dc)
-    _validate_options(out_dtype, backend)
-    chains.validate(join_tokens)
+    ready = prepare_dw(a, dc, accumulate_into, out_dtype, join_tokens, backend)
     if accumulate_into is not None:
-        check.tensor("accumulate_into", accumulate_into, (torch.float32,))
-        check.shape("accumulate_into", accumulate_into, (a.shape[1], dc.shape[1]), "K of a by N of dc")
-        check.same_device(a=a, accumulate_into=accumulate_into)
         check.writable("accumulate_into", accumulate_into)
-        if out_dtype not in (None, torch.float32):
-            raise ValueError(f"out_dtype: expected None or torch.float32 with accumulate_into, got {out_dtype}")
         refuse_checkpoint(
             "accumulate_into", "det_gemm_dw", "call it outside, or in the backward of an autograd Function"
         )
     _validate_no_grad(a=a, dc=dc, accumulate_into=accumulate_into)
     no_lost_derivatives("det_gemm_dw", a, dc, accumulate_into)
-    backend_name = choose(OPERATOR, describe_dw(a, dc), backend).name
     if join_tokens is not None:
         total = accumulate_into
         if total is None:
             total = a.new_zeros((a.shape[1], dc.shape[1]), dtype=torch.float32)
-        ops["joined_into"](a, dc, total, join_tokens, backend_name)
+        ops["joined_into"](a, dc, total, join_tokens, ready.backend)
         return total if accumulate_into is not None else total.to(out_dtype or a.dtype)
-    if accumulate_into is None:
-        return ops["weight_gradient"](a, dc, out_dtype or a.dtype, backend_name)
-    ops["weight_gradient_into"](a, dc, accumulate_into, backend_name)
-    return accumulate_into
-
-
-def _validate_options(out_dtype: torch.dtype | None, backend: str | None) -> None:
-    if out_dtype is not None:
-        check.choice("out_dtype", out_dtype, check.HALF_AND_FLOAT)
-    check.backend_name(backend)
+    if accumulate_into is not None:
+        ops["weight_gradient_into"](a, dc, accumulate_into, ready.backend)
+        return accumulate_into
+    result: torch.Tensor = ops["weight_gradient"].call(ready, a, dc, out_dtype or a.dtype)
+    return result
 
 
 def _validate_no_grad(**tensors: torch.Tensor | None) -> None:

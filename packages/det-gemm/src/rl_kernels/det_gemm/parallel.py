@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 import torch
 
 from rl_kernels.core import validate as check
+from rl_kernels.core.calls import Ready
 from rl_kernels.core.constants import STEP
 from rl_kernels.core.distributed import Validate, agree_on_kind, group_of, group_size
 from rl_kernels.core.main_grad import fold_grad_into_main_grad
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
 from rl_kernels.core.torchlib.observed import values_hidden
-from rl_kernels.det_gemm.api import _choose_for_linear
-from rl_kernels.det_gemm.exchanged import Cut, ShardOptions, layer
+from rl_kernels.det_gemm.arguments import choose_for_linear, prepare_linear
+from rl_kernels.det_gemm.autograd import Settings
+from rl_kernels.det_gemm.exchanged import Cut, layer
 from rl_kernels.det_gemm.segments import COUNTS, segment_length
 
 
@@ -126,7 +128,10 @@ class _Call(NamedTuple):
         try:
             check.tensor("x", x, check.FLOATS, least=1)
             x, weight, bias = autocast_linear(x, weight, bias)
-            backend_name, plan = _choose_for_linear(x, weight, bias, backend, 1, 1, None)
+            if of_columns:
+                ready = prepare_linear(x, weight, bias, backend, 1, 1, None)
+            else:
+                ready = Ready(choose_for_linear(x, weight, bias, backend))
             ranks, shape = 1 if group is None else group_size(group), None if scatter_dim is None else tuple(x.shape)
             size = weight.shape[0 if of_columns else 1]
             cut = Cut(
@@ -146,14 +151,14 @@ class _Call(NamedTuple):
             shard = {} if error else {"size": size, "whole": cut.segments * cut.length}
             agree_on_kind(
                 *(self.name, group, not is_hidden and validate, (self.name, *map(str, common.values())), error),
-                lambda: {"shape of x": shape_of_x, **common, "backend": backend_name},
+                lambda: {"shape of x": shape_of_x, **common, "backend": ready.backend},
                 shard,
                 _check_shards,
             )
         elif error is not None:
             raise error
         no_lost_derivatives(self.name, x, weight, bias)
-        out = layer(x, weight, bias, ShardOptions(main_grad, backend_name, plan, cut), of_columns=of_columns)
+        out = layer(x, weight, bias, Settings(ready, x.dtype, main_grad=main_grad), cut, of_columns=of_columns)
         if main_grad is not None and self.weight.requires_grad:
             fold_grad_into_main_grad("weight", self.weight, out)
         return out

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from rl_kernels.core import products
+from rl_kernels.core.layout import flat_rows
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.det_gemm.chains import add_chains
 from rl_kernels.det_gemm.segments import bounds, merge_segments
@@ -18,7 +19,7 @@ from rl_kernels.det_gemm.segments import bounds, merge_segments
 
 def forward(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     """Return ``a[M, K] @ b[K, N] + bias[N]`` in ``out_dtype``."""
-    return products.matmul(a, b, bias, out_dtype)
+    return _shaped(products.matmul(flat_rows(a), b, bias, out_dtype), a)
 
 
 def segmented(
@@ -27,18 +28,25 @@ def segmented(
     """Return ``a[M, K] @ b[K, N] + bias[N]`` in ``out_dtype``, K in segments whose sums a tree merges."""
     if segments == 1:
         return forward(a, b, bias, out_dtype)
-    return merge_segments(a, b, bias, out_dtype, bounds(a.shape[1], segments, length), products.matmul)
+    cuts = bounds(a.shape[-1], segments, length)
+    return _shaped(merge_segments(flat_rows(a), b, bias, out_dtype, cuts, products.matmul), a)
+
+
+def _shaped(out: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """Return ``out[M, N]`` with the leading dims of ``a``."""
+    # Not a view: autograd would forbid in-place changes of a view.
+    return out if a.ndim == 2 else torch.ops.aten._unsafe_view.default(out, (*a.shape[:-1], out.shape[1]))
 
 
 def weight_gradient(a: torch.Tensor, dc: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """Return ``a[M, K]^T @ dc[M, N]`` in ``out_dtype``."""
-    total = a.new_zeros((a.shape[1], dc.shape[1]), dtype=compute_dtype(a.dtype))
-    return products.chain_dw(a, dc, total).to(out_dtype)
+    total = a.new_zeros((a.shape[-1], dc.shape[-1]), dtype=compute_dtype(a.dtype))
+    return products.chain_dw(flat_rows(a), flat_rows(dc), total).to(out_dtype)
 
 
 def weight_gradient_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> None:
     """Add ``a[M, K]^T @ dc[M, N]`` to ``out[K, N]``, which may have any strides."""
-    products.chain_dw(a, dc, out)
+    products.chain_dw(flat_rows(a), flat_rows(dc), out)
 
 
 def joined_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor, join_tokens: int) -> None:

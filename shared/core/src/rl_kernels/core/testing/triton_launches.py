@@ -43,7 +43,7 @@ class Constant:
 class Descriptor:
     """Stands in for ``TensorDescriptor``; checks what TMA requires of the tensor.
 
-    The descriptor may have extra leading dims of size 1.
+    The descriptor may have extra leading dims of size 1, or be of the transpose of a matrix.
     """
 
     base: torch.Tensor
@@ -52,19 +52,30 @@ class Descriptor:
     block_shape: list[int]
 
     def __post_init__(self) -> None:
-        size, lead = self.base.itemsize, len(self.shape) - self.base.ndim
+        size = self.base.itemsize
         assert self.base.data_ptr() % ALIGNED == 0, "descriptor: address not a multiple of 16 bytes"
         assert len(self.shape) == len(self.strides) == len(self.block_shape), f"dims of {self.shape}"
-        assert [1] * lead + list(self.base.shape) == list(self.shape), f"{self.shape} for {self.base.shape}"
         assert self.strides[-1] == 1, f"descriptor: expected column stride 1, got {self.strides[-1]}"
         for step in self.strides[:-1]:
             assert step > 0, "descriptor: rows share an address"
             assert step * size % ALIGNED == 0, "descriptor: row stride not a multiple of 16 bytes"
-        own = zip(self.base.shape, self.base.stride(), self.strides[lead:], strict=True)
-        assert all(count == 1 or step == mine for count, step, mine in own), f"wrong strides: {self.strides}"
-        assert self.base.ndim > 2 or self.strides[0] >= self.shape[1], "descriptor: rows overlap"
+        assert self._fits(self.value), f"{self.shape}, {self.strides} for {self.base.shape}, {self.base.stride()}"
+        assert len(self.shape) > 2 or self.strides[0] >= self.shape[1], "descriptor: rows overlap"
         assert all(count & (count - 1) == 0 for count in self.block_shape), f"box not powers of 2: {self.block_shape}"
         assert self.block_shape[-1] * size >= ALIGNED, f"descriptor: box rows of {self.block_shape[-1] * size} bytes"
+
+    @property
+    def value(self) -> torch.Tensor:
+        """What is described: the tensor, its rows as a matrix, or the transpose of them."""
+        rows = self.base.flatten(0, -2) if len(self.shape) == 2 < self.base.ndim else self.base
+        return rows if rows.ndim != 2 or self._fits(rows) else rows.t()
+
+    def _fits(self, x: torch.Tensor) -> bool:
+        lead = len(self.shape) - x.ndim
+        if [1] * lead + list(x.shape) != list(self.shape):
+            return False
+        steps = zip(x.shape, x.stride(), self.strides[lead:], strict=True)
+        return all(count == 1 or own == step for count, own, step in steps)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def operand(
     """Return an operand ``[rows, K]`` as a kernel reads it."""
     boxes = [[block, launch["BLOCK_K"]], [launch["BLOCK_K"], block]]
     if isinstance(source, Descriptor):
-        value = source.base if kind == 0 else source.base.t()
+        value = source.value if kind == 0 else source.value.t()
         assert source.block_shape == boxes[kind], f"{name} comes in boxes of {source.block_shape}"
         assert value.shape == shape, f"{name} is {tuple(value.shape)}, expected {shape}"
         return value
@@ -60,9 +60,9 @@ def _output(launch: TritonLaunch) -> torch.Tensor:
         assert isinstance(c, torch.Tensor)
         return c.as_strided(shape, strides, c.storage_offset())
     assert isinstance(c, Descriptor)
-    assert tuple(c.base.shape) == shape
+    assert tuple(c.shape) == shape
     assert c.block_shape == [launch["BLOCK_M"], launch["BLOCK_N"] // launch["PARTS"]]
-    return c.base
+    return c.value
 
 
 def _check_room(launch: TritonLaunch, size: int, out: torch.Tensor) -> None:

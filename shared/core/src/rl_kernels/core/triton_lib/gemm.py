@@ -22,9 +22,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rl_kernels.core import constants
 from rl_kernels.core.gpu import device_of
-from rl_kernels.core.layout import ALIGNED
+from rl_kernels.core.layout import ALIGNED, flat_rows, has_flat_rows, readable
 from rl_kernels.core.operator import tiles_change_no_bit
 from rl_kernels.core.triton_lib.arithmetic import INTERPRETED, fma
+from rl_kernels.core.triton_lib.launch import Launch
 from rl_kernels.core.triton_lib.schedule import HALF, Schedule, in_segments, processors, schedule_for
 
 ROWS, COLUMNS, POINTERS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -35,24 +36,42 @@ STEP = tl.constexpr(constants.STEP)
 """Terms that one step of the chain adds."""
 
 
-class Operand(NamedTuple):
-    """An operand ``[rows, K]`` as a kernel takes it."""
+class Box(NamedTuple):
+    """A descriptor of a matrix without its address: shape, strides, and the tile that is loaded or stored at once."""
 
-    source: Any
+    shape: list[int]
+    strides: list[int]
+    tile: list[int]
+
+    def of(self, x: torch.Tensor) -> TensorDescriptor:
+        """Return the descriptor at the address of ``x``; the constructor is skipped, which would check all again."""
+        made = object.__new__(TensorDescriptor)
+        vars(made).update(base=x, shape=self.shape, strides=self.strides, block_shape=self.tile)
+        return made
+
+
+class Operand(NamedTuple):
+    """How a kernel reads an operand ``[rows, K]``; a descriptor has its strides, which are then 0 here."""
+
+    box: Box | None
     row_stride: int
     k_stride: int
     kind: int
 
+    def of(self, x: torch.Tensor) -> Any:
+        """Return what the kernel takes for an operand with this layout, or for its transpose."""
+        return x if self.box is None else self.box.of(x)
+
 
 def operand(x: torch.Tensor, rows: int, k: int) -> Operand:
-    """Return the operand by which tiles ``[rows, k]`` of ``x[rows, K]`` are read in place."""
-    # A descriptor holds its strides; passed as 0, they do not specialize the kernel.
+    """Return how tiles ``[rows, k]`` of ``x[rows, K]`` are read in place."""
+    # Strides that are passed as 0 do not specialize the kernel.
     if described(x):
-        return Operand(descriptor(x, rows, k), 0, 0, ROWS.value)
+        return Operand(box_of(x, rows, k), 0, 0, ROWS.value)
     if described(x.t()):
-        return Operand(descriptor(x.t(), k, rows), 0, 0, COLUMNS.value)
+        return Operand(box_of(x.t(), k, rows), 0, 0, COLUMNS.value)
     row_stride, k_stride = x.stride()
-    return Operand(x, row_stride, k_stride, POINTERS.value)
+    return Operand(None, row_stride, k_stride, POINTERS.value)
 
 
 def described(x: torch.Tensor) -> bool:
@@ -67,12 +86,95 @@ def described(x: torch.Tensor) -> bool:
     return (x.stride(1) == 1 or x.shape[1] == 1) and apart and not (outer | x.data_ptr()) % ALIGNED
 
 
-def descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Return a descriptor of ``x`` for tiles ``[rows, columns]``."""
+def box_of(x: torch.Tensor, rows: int, columns: int) -> Box:
+    """Return the box of ``x`` for tiles ``[rows, columns]``."""
     count, width = x.shape
     # The stride of a dim of size 1 is never used, but must be valid.
     outer = x.stride(0) if count > 1 else -(-width * x.itemsize // ALIGNED) * ALIGNED // x.itemsize
-    return TensorDescriptor(x, [count, width], [outer, 1], [rows, columns])
+    return Box([count, width], [outer, 1], [rows, columns])
+
+
+class Product:
+    """Write ``a[M, K] @ b[K, N] + bias[N]`` to ``out[M, N]``, prepared for tensors like those it is made with.
+
+    The rows of a matrix may have several dims, as in ``a[..., K]``; rows that no stride describes are copied.
+
+    The tensors of a call have the shapes, strides, dtypes, device and alignment to 16 bytes of those tensors. Operands
+    have one dtype and any strides; ``out`` has any floating dtype and any strides.
+
+    Args:
+        a: the left operand.
+        b: the right operand.
+        out: what is written.
+        bias: added to each row, or None.
+        a_transposed: ``a`` is passed as ``a^T[K, M]``.
+        continues: the FP32 chain starts from ``out``.
+        span: a multiple of 16, for FP32 operands: every ``span`` terms are summed from zero in a chain of their own,
+            and then added. Short spans lose digits if K is long; a chain that is to be continued must end at a whole
+            span.
+        schedule: the tiling; None: the sizes choose one.
+        segments: with 2, 4 or 8 of K, nothing is continued and ``span`` is 16.
+        length: terms of a segment, a multiple of 16.
+    """
+
+    def __init__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        a_transposed: bool = False,
+        continues: bool = False,
+        span: int = STEP.value,
+        schedule: Schedule | None = None,
+        segments: int = 1,
+        length: int = 0,
+    ) -> None:
+        self._is_empty = not out.numel()
+        if self._is_empty:
+            return
+        self._fits = has_flat_rows(a), has_flat_rows(b)
+        a, b, out = flat_rows(a), flat_rows(b), flat_rows(out)
+        (m, n), k = out.shape, b.shape[0]
+        cut = schedule or schedule_for(m, n, k, a.dtype, a.device, spans=span > STEP.value)
+        if segments > 1:
+            cut = in_segments(cut, segments, length, a.dtype)
+        rows_of_a = a.t() if a_transposed else a
+        left, right, target = (b.t(), rows_of_a, out.t()) if cut.swapped else (rows_of_a, b.t(), out)
+        is_stored = described(target)
+        if not is_stored and out.dtype == torch.float32:
+            # The shared memory to store such a tile does not fit beside the loads of the next tile.
+            cut = replace(cut, persistent=False, parts=1)
+        tiles = cut.tiles(m, n)
+        self._left, self._right = operand(left, cut.rows, cut.inner), operand(right, cut.columns, cut.inner)
+        self._target = box_of(target, cut.rows, cut.columns // cut.parts) if is_stored else None
+        self._is_swapped = cut.swapped
+        along = BY_ROW.value if cut.swapped else BY_COLUMN.value
+        self._launch = Launch(
+            _matmul,
+            (min(tiles, processors(a.device)) if cut.persistent else tiles,),
+            (
+                *(*self._left[1:3], *self._right[1:3], *((0, 0) if is_stored else target.stride())),
+                *(0 if bias is None else bias.stride(0), *target.shape, k, length),
+                *(self._left.kind, self._right.kind, is_stored, 0 if bias is None else along, continues),
+                *(span if a.dtype == torch.float32 else STEP.value, cut.rows, cut.columns, cut.inner),
+                *(cut.group, cut.persistent, cut.parts, segments),
+            ),
+            num_warps=cut.warps,
+            num_stages=cut.stages,
+        )
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """Launch it."""
+        if self._is_empty:
+            return
+        if not all(self._fits):
+            a, b = readable(a, self._fits[0]), readable(b, self._fits[1])
+        left, right = self._left.of(b if self._is_swapped else a), self._right.of(a if self._is_swapped else b)
+        target = out if self._target is None else self._target.of(out)
+        with device_of(a):
+            self._launch(left, right, target, out if bias is None else bias)
 
 
 def matmul(
@@ -87,55 +189,16 @@ def matmul(
     segments: int = 1,
     length: int = 0,
 ) -> None:
-    """Write ``a[M, K] @ b[K, N] + bias[N]`` to ``out[M, N]``; if ``continues``, its FP32 chain starts from ``out``.
-
-    Operands of one dtype, any strides; ``out`` of any floating dtype and any strides. ``schedule`` is chosen by the
-    sizes if it is None. ``span``, a multiple of 16, is for FP32 operands: every ``span`` terms are summed from
-    zero in a chain of their own, and then added. Short spans lose digits if K is long; a chain that is to be continued
-    must end at a whole span.
-
-    With 2, 4 or 8 ``segments`` of K, of ``length`` terms each, a multiple of 16, nothing is continued and ``span`` is
-    16.
-    """
-    if not out.numel():
-        return
-    (m, k), n = a.shape, b.shape[1]
-    cut = schedule or schedule_for(m, n, k, a.dtype, a.device, spans=span > STEP.value)
-    if segments > 1:
-        cut = in_segments(cut, segments, length, a.dtype)
-    left, right, target = (b.t(), a, out.t()) if cut.swapped else (a, b.t(), out)
-    stored = described(target)
-    if not stored and out.dtype == torch.float32:
-        # The shared memory to store such a tile does not fit beside the loads of the next tile.
-        cut = replace(cut, persistent=False, parts=1)
-    tiles = cut.tiles(m, n)
-    with device_of(a):
-        _matmul[(min(tiles, processors(a.device)) if cut.persistent else tiles,)](
-            *(first := operand(left, cut.rows, cut.inner))[:3],
-            *(second := operand(right, cut.columns, cut.inner))[:3],
-            descriptor(target, cut.rows, cut.columns // cut.parts) if stored else target,
-            *((0, 0) if stored else target.stride()),
-            out if bias is None else bias,
-            0 if bias is None else bias.stride(0),
-            *target.shape,
-            k,
-            length,
-            LEFT=first.kind,
-            RIGHT=second.kind,
-            STORED=stored,
-            BIAS=0 if bias is None else BY_ROW.value if cut.swapped else BY_COLUMN.value,
-            CONTINUES=continues,
-            SPAN=span if a.dtype == torch.float32 else STEP.value,
-            BLOCK_M=cut.rows,
-            BLOCK_N=cut.columns,
-            BLOCK_K=cut.inner,
-            GROUP=cut.group,
-            PERSISTENT=cut.persistent,
-            PARTS=cut.parts,
-            SEGMENTS=segments,
-            num_warps=cut.warps,
-            num_stages=cut.stages,
-        )
+    """Write ``a[M, K] @ b[K, N] + bias[N]`` to ``out[M, N]`` once; the options are those of ``Product``."""
+    product = Product(
+        *(a, b, out, bias),
+        continues=continues,
+        span=span,
+        schedule=schedule,
+        segments=segments,
+        length=length,
+    )
+    product(a, b, out, bias)
 
 
 @triton.jit
@@ -304,15 +367,15 @@ def _store(
 @triton.jit(do_not_specialize=["M", "N", "K", "length"])
 def _matmul(
     a,
+    b,
+    c,
+    bias,
     a_row_stride,
     a_k_stride,
-    b,
     b_row_stride,
     b_k_stride,
-    c,
     c_row_stride,
     c_column_stride,
-    bias,
     bias_stride,
     M,
     N,

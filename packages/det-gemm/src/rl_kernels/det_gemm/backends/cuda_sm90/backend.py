@@ -2,60 +2,77 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.cuda.gemm.ahead import programs_of, segmented_of
-from rl_kernels.core.cuda.gemm.matmul import matmul
+from rl_kernels.core.cuda.gemm.matmul import Product
 from rl_kernels.core.cuda.program import Program
-from rl_kernels.det_gemm.backends.cuda_sm90.planned import plan_linear as plan_linear
-from rl_kernels.det_gemm.chains import add_chains
-from rl_kernels.det_gemm.segments import bounds, merge_segments
+from rl_kernels.det_gemm.chains import prepare_chains
 
 
-def forward(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+@prepared
+def forward(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> Launches:
     """Return ``a[M, K] @ b[K, N] + bias[N]`` in ``out_dtype``."""
-    out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
-    matmul(a, b, out, bias=bias)
-    return out
+    return _forward(a, b, bias, out_dtype, 1, 0)
 
 
+@prepared
 def segmented(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, segments: int, length: int
-) -> torch.Tensor:
+) -> Launches:
     """Return ``a[M, K] @ b[K, N] + bias[N]`` in ``out_dtype``, K in segments whose chains a tree merges."""
-    out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
-    if matmul(a, b, out, bias=bias, segments=segments, length=length):
+    return _forward(a, b, bias, out_dtype, segments, length)
+
+
+def _forward(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, segments: int, length: int
+) -> Launches:
+    shape = *a.shape[:-1], b.shape[1]
+    out = torch.empty(shape, dtype=out_dtype, device="meta")
+    product = Product(a, b, out, bias, segments=segments, length=length)
+
+    def launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, *_: Any) -> torch.Tensor:
+        out = a.new_empty(shape, dtype=out_dtype)
+        product(a, b, out, bias)
         return out
-    return merge_segments(a, b, bias, out_dtype, bounds(a.shape[1], segments, length), _chain)
+
+    return launch
 
 
-def segmented_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, segments: int, length: int) -> None:
+@prepared
+def segmented_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, segments: int, length: int) -> Launches:
     """Write the FP32 sum of ``segmented`` to ``out[M, N]``."""
-    if not matmul(a, b, out, segments=segments, length=length):
-        out.copy_(merge_segments(a, b, None, torch.float32, bounds(a.shape[1], segments, length), _chain))
+    product = Product(a, b, out, segments=segments, length=length)
+    return lambda a, b, out, *_: product(a, b, out)
 
 
-def _chain(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    out = a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32)
-    matmul(a, b, out)
-    return out
-
-
-def weight_gradient(a: torch.Tensor, dc: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+@prepared
+def weight_gradient(a: torch.Tensor, dc: torch.Tensor, out_dtype: torch.dtype) -> Launches:
     """Return ``a[M, K]^T @ dc[M, N]`` in ``out_dtype``."""
-    out = a.new_empty((a.shape[1], dc.shape[1]), dtype=out_dtype)
-    matmul(a.t(), dc, out)
-    return out
+    shape = a.shape[-1], dc.shape[-1]
+    product = Product(a, dc, torch.empty(shape, dtype=out_dtype, device="meta"), a_transposed=True)
+
+    def launch(a: torch.Tensor, dc: torch.Tensor, _: torch.dtype) -> torch.Tensor:
+        out = a.new_empty(shape, dtype=out_dtype)
+        product(a, dc, out)
+        return out
+
+    return launch
 
 
-def weight_gradient_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> None:
+@prepared
+def weight_gradient_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> Launches:
     """Continue the chain of ``a[M, K]^T @ dc[M, N]`` in ``out[K, N]``, which may have any strides."""
-    matmul(a.t(), dc, out, continues=True)
+    return Product(a, dc, out, a_transposed=True, continues=True)
 
 
-def joined_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor, join_tokens: int) -> None:
+@prepared
+def joined_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor, join_tokens: int) -> Launches:
     """Add chains of ``join_tokens`` rows of ``a[M, K]^T @ dc[M, N]`` to ``out[K, N]``."""
-    add_chains(a, dc, out, join_tokens, weight_gradient)
+    return prepare_chains(a, dc, join_tokens, weight_gradient.prepare)
 
 
 def programs(arch: str) -> list[Program]:

@@ -145,8 +145,10 @@ def _states(
     stored = 0 if inputs.kept is None else inputs.kept.shape[1]
     with device_of(hidden):
         kernels.states[(row_tiles * blocks,)](
-            *(first := gemm.operand(hidden, cut.rows, cut.inner))[:3],
-            *(second := gemm.operand(inputs.weight, kernels.BLOCK.value, cut.inner))[:3],
+            (first := gemm.operand(hidden, cut.rows, cut.inner)).of(hidden),
+            *first[1:3],
+            (second := gemm.operand(inputs.weight, kernels.BLOCK.value, cut.inner)).of(inputs.weight),
+            *second[1:3],
             *bias_of(inputs),
             *cap,
             temperature,

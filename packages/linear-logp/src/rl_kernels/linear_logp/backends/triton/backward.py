@@ -47,15 +47,17 @@ class Steps(blocks.Blocks):
         saved = [norm if value is None else value for value in others]
         with device_of(hidden):
             kernels.dlogits[(min(tiles, processors(hidden.device)) if cut.persistent else tiles,)](
-                *(first := gemm.operand(hidden, cut.rows, cut.inner))[:3],
-                *(second := gemm.operand(weight, kernels.BLOCK.value, cut.inner))[:3],
+                (first := gemm.operand(hidden, cut.rows, cut.inner)).of(hidden),
+                *first[1:3],
+                (second := gemm.operand(weight, kernels.BLOCK.value, cut.inner)).of(weight),
+                *second[1:3],
                 *bias_of(block),
                 *(block.cap or NO_CAP),
                 block.target_ids.contiguous(),
                 number_or_rows(block.temperature),
                 norm,
                 *saved,
-                gemm.descriptor(dz, cut.rows, kernels.BLOCK.value) if stored else dz,
+                gemm.box_of(dz, cut.rows, kernels.BLOCK.value).of(dz) if stored else dz,
                 0 if stored else dz.stride(0),
                 partial,
                 norm if kept is None else kept,

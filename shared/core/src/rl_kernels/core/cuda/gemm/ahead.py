@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from rl_kernels.core.cuda.gemm.matmul import BOXES, BY_STRIDES, HALVES, TRANSPOSED, program
+from rl_kernels.core.cuda.gemm.plan import BOXES, BY_STRIDES, HALVES, TRANSPOSED, program
 from rl_kernels.core.cuda.gemm.schedule import K_MAJOR, MN_MAJOR, Schedule, candidates, operands_of
 from rl_kernels.core.cuda.gemm.segmented import SEGMENTS, fits, in_segments
 from rl_kernels.core.cuda.program import Program

@@ -1,45 +1,124 @@
-"""The host side of the canonical chain on Hopper: the layouts of the operands, and the launch."""
+"""The product of matrices on Hopper, prepared for operands of one layout: a launch looks up tensor maps by address."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
-from rl_kernels.core.cuda.gemm.schedule import (
-    BOX,
-    HALF,
-    K_MAJOR,
-    MN_MAJOR,
-    PLAIN,
-    ROWS,
-    SWIZZLE,
-    Schedule,
-    schedule_for,
-)
-from rl_kernels.core.cuda.gemm.segmented import schedule_of_segments
+from rl_kernels.core.cuda.gemm.plan import Box, MatrixLayout, fits_tma, plan_of
+from rl_kernels.core.cuda.gemm.schedule import Schedule
 from rl_kernels.core.cuda.launch import kernel
-from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.cuda.signature import MAP_SIZE
 from rl_kernels.core.cuda.tensor_map import tensor_map
 from rl_kernels.core.gpu import processors
-from rl_kernels.core.layout import ALIGNED
+from rl_kernels.core.layout import flat_rows, has_flat_rows, readable
 
-HALVES = (torch.bfloat16, torch.float16)
-CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Values of the kernel's DTYPE and OUT."""
 SIGNATURE = "TTT(PPPPPqqqqqqiiiiii)"
 """Tensor maps of both operands and the output, then ``struct Args``."""
 NO_MAP = bytes(MAP_SIZE)
-THREADS = 128
-"""Threads of a warpgroup."""
-PROMOTION, PROMOTION_ONCE = 256, 128
-"""Bytes that a load brings into the L2 cache; 256 is slower for what only one tile reads."""
-BY_ROW, BY_COLUMN = 1, 2
-"""The direction of a bias along a tile; 0 is no bias."""
-BY_STRIDES, BOXES, TRANSPOSED = 0, 1, 2
-"""Store modes of an output: through its strides, in TMA boxes, or in TMA boxes of its transpose."""
+MOST_MAPS = 1 << 14
+"""Largest number of tensor maps that are remembered: about 5 MiB."""
+
+
+class Product:
+    """Write ``a[M, K] @ b[K, N] + bias[N]`` to ``out[M, N]``, prepared for tensors like those it is made with.
+
+    The rows of a matrix may have several dims, as in ``a[..., K]``; rows that no stride describes are copied.
+
+    The tensors of a call have the shapes, strides, dtypes, device and alignment to 16 bytes of those tensors; ``out``
+    may be on meta, which stands for an aligned one. Operands have one 16-bit dtype and any strides; ``out`` has FP32
+    or a 16-bit dtype, and any strides. The bias has the dtype of the operands.
+
+    Args:
+        a: the left operand.
+        b: the right operand.
+        out: what is written.
+        bias: added to each row, or None.
+        a_transposed: ``a`` is passed as ``a^T[K, M]``.
+        continues: continue the FP32 chain in ``out``.
+        schedule: the tiling; None: the sizes choose one.
+        segments: 2, 4 or 8: K is cut into as many segments, each a chain from 0, which a tree merges. Operands that
+            TMA does not read are then copied in each call.
+        length: terms of a segment, a multiple of 16.
+    """
+
+    def __init__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        a_transposed: bool = False,
+        continues: bool = False,
+        schedule: Schedule | None = None,
+        segments: int = 1,
+        length: int = 0,
+    ) -> None:
+        self._is_empty = not out.numel()
+        if self._is_empty:
+            return
+        # A sum of no terms has no segments.
+        segments, length = (segments, length) if a.numel() else (1, 0)
+        fits_a, fits_b = (
+            has_flat_rows(x) and (segments == 1 or fits_tma(MatrixLayout.of(flat_rows(x)))) for x in (a, b)
+        )
+        self._fits, self._is_copied = (fits_a, fits_b), not (fits_a and fits_b)
+        self._bias_fits = bias is None or bias.is_contiguous()
+        a, b, out = flat_rows(readable(a, fits_a)), flat_rows(readable(b, fits_b)), flat_rows(out)
+        left, right = MatrixLayout.of(a), MatrixLayout.of(b)
+        plan = self._plan = plan_of(
+            *(left.t() if a_transposed else left, right, MatrixLayout.of(out), processors(a.get_device())),
+            continues=continues,
+            schedule=schedule,
+            segments=segments,
+            length=length,
+        )
+        self._kernel = kernel(plan.program, "gemm", SIGNATURE, a.device)
+        self._numbers = *plan.strides, *plan.sizes, 0 if bias is None else plan.along, plan.length
+        self._boxes = list(plan.boxes)
+        place_of_a, box = int(plan.flipped), plan.boxes[plan.flipped]
+        self._boxes[place_of_a] = box.turned() if box and a_transposed else box
+        operands = (b, a, out) if plan.flipped else (a, b, out)
+        self._maps = [_maps_of(box, x) for box, x in zip(self._boxes, operands, strict=True)]
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """Launch it."""
+        if self._is_empty:
+            return
+        if self._is_copied:
+            a, b = readable(a, self._fits[0]), readable(b, self._fits[1])
+        if not self._bias_fits and bias is not None:
+            bias = readable(bias, False)
+        plan, (left_maps, right_maps, out_maps) = self._plan, self._maps
+        left, right = (b, a) if plan.flipped else (a, b)
+        # Read each address once: passing a number to the launch is faster than reading the address again.
+        left_address, right_address, out_address = left.data_ptr(), right.data_ptr(), out.data_ptr()
+        maps: tuple[Any, ...]
+        try:
+            maps = left_maps[left_address], right_maps[right_address], out_maps[out_address]
+        except KeyError:
+            maps = self._remember_maps(left, right, out)
+        bias_address = 0 if bias is None else bias.data_ptr()
+        scratch_address = 0
+        if plan.scratch:
+            # Memory for the sums that wait for a merge.
+            scratch = a.new_empty(plan.scratch, dtype=torch.uint8)
+            scratch_address = scratch.data_ptr()
+        numbers = *maps, out_address, bias_address, left_address, right_address, scratch_address, *self._numbers
+        self._kernel.start((plan.grid, 1, 1), plan.block, plan.shared, plan.pdl, numbers)
+
+    def _remember_maps(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        """Return the tensor maps, and remember the new ones."""
+        maps = []
+        for known, box, x in zip(self._maps, self._boxes, tensors, strict=True):
+            address = x.data_ptr()
+            maps.append(
+                NO_MAP if box is None else known.get(address) or known.remember(address, _map_of(box, flat_rows(x)))
+            )
+        return tuple(maps)
 
 
 def matmul(
@@ -52,269 +131,52 @@ def matmul(
     schedule: Schedule | None = None,
     segments: int = 1,
     length: int = 0,
-) -> bool:
-    """Write ``a[M, K] @ b[K, N] + bias[N]`` to ``out[M, N]``; with ``continues``, continue the FP32 chain in ``out``.
+) -> None:
+    """Write ``a[M, K] @ b[K, N] + bias[N]`` to ``out[M, N]`` once; the options are those of ``Product``."""
+    product = Product(a, b, out, bias, continues=continues, schedule=schedule, segments=segments, length=length)
+    product(a, b, out, bias)
 
-    Operands have one 16-bit dtype and any strides; ``out`` has FP32 or a 16-bit dtype, and any strides. The sizes
-    choose a ``schedule`` if none is given. With several ``segments`` of ``length`` terms of K, each is a chain from 0,
-    and a tree merges them. Returns whether it was launched: TMA must take operands that are cut into segments.
-    """
-    if not out.numel():
-        return True
-    plan = plan_of(
-        *(a.shape, a.stride(), a.data_ptr() % ALIGNED == 0),
-        *(b.shape, b.stride(), b.data_ptr() % ALIGNED == 0),
-        *(out.stride(), out.data_ptr() % ALIGNED == 0),
-        *(a.dtype, out.dtype, continues, schedule, processors(a.get_device()), segments, length),
+
+class _Maps(dict[int, Any]):
+    """The tensor maps of matrices with one layout, by address."""
+
+    def remember(self, address: int, tensor_map: Any) -> Any:
+        """Remember a map; if there are too many, forget all maps first."""
+        global _map_count
+        if _map_count >= MOST_MAPS:
+            for maps in list(_maps.values()):
+                maps.clear()
+            _map_count = 0
+        _map_count += 1
+        self[address] = tensor_map
+        return tensor_map
+
+
+class _NoMaps(_Maps):
+    """The maps of an operand that needs none."""
+
+    def __missing__(self, address: int) -> bytes:
+        return NO_MAP
+
+
+_NO_MAPS = _NoMaps()
+_maps: WeakValueDictionary[tuple[Any, ...], _Maps] = WeakValueDictionary()
+"""The maps in use, by layout: layers of one shape and products of one weight share them."""
+_map_count = 0
+
+
+def _maps_of(box: Box | None, x: torch.Tensor) -> _Maps:
+    """Return the maps of matrices with the layout of ``x``."""
+    if box is None:
+        return _NO_MAPS
+    key = box, x.shape, x.stride(), x.dtype
+    maps = _maps.get(key)
+    if maps is None:
+        maps = _maps[key] = _Maps()
+    return maps
+
+
+def _map_of(box: Box, x: torch.Tensor) -> Any:
+    return tensor_map(
+        x, box.size, swizzle=box.swizzle, promotion=box.promotion, transposed=box.transposed, strides=box.strides
     )
-    if plan is None:
-        return False
-    left, right = (b, a) if plan.flipped else (a, b)
-    if bias is not None:
-        bias = bias.contiguous()
-    kernel(plan.program, "gemm", SIGNATURE, a.device).launch(
-        plan.grid,
-        plan.block,
-        *(NO_MAP if box is None else box.of(x) for box, x in zip(plan.boxes, (left, right, out), strict=True)),
-        *(out, bias, left, right, scratch_of(plan.scratch, a.device)),
-        *plan.strides,
-        *(*plan.sizes, 0 if bias is None else plan.along, plan.length),
-        shared=plan.shared,
-        pdl=plan.pdl,
-    )
-    return True
-
-
-class MatrixLayout(NamedTuple):
-    """The layout of a matrix: all that a launch depends on, except its address."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    aligned: bool
-
-    def t(self) -> MatrixLayout:
-        """Return the layout of the transpose."""
-        return MatrixLayout(self.shape[::-1], self.strides[::-1], self.dtype, self.aligned)
-
-
-class Box(NamedTuple):
-    """The part of a matrix that a tensor map covers: the tensor or its transpose, with other strides if TMA needs them.
-
-    Attributes:
-        transposed: whether the map covers the transpose.
-        strides: strides of the map, or None for the strides of the tensor.
-        size: rows and columns that one copy moves.
-        swizzle: swizzle width in bytes.
-        promotion: bytes brought into the L2 cache.
-    """
-
-    transposed: bool
-    strides: tuple[int, int] | None
-    size: tuple[int, int]
-    swizzle: int
-    promotion: int = PROMOTION
-
-    def of(self, x: torch.Tensor) -> Any:
-        """Return the map of a matrix with the planned layout."""
-        return tensor_map(
-            x,
-            self.size,
-            swizzle=self.swizzle,
-            promotion=self.promotion,
-            transposed=self.transposed,
-            strides=self.strides,
-        )
-
-    def turned(self) -> Box:
-        """Return the box for which the transpose has this map."""
-        return self._replace(transposed=not self.transposed)
-
-
-class Plan(NamedTuple):
-    """A launch without its addresses.
-
-    Attributes:
-        flipped: whether the transposed product is computed, with the operands exchanged.
-        program: the kernel.
-        grid: number of blocks.
-        block: number of threads of a block.
-        boxes: boxes of the left operand, the right operand and the output, for the tensors of the call; None is no map.
-        strides: strides of the output, the left operand and the right operand.
-        sizes: rows and columns of the output, K, rows of tiles that are processed together.
-        length: terms of a segment of K.
-        scratch: bytes of global memory for the sums that wait for a merge.
-        along: the direction of a bias.
-        shared: bytes of dynamic shared memory.
-        pdl: whether blocks may start early (programmatic dependent launch).
-    """
-
-    flipped: bool
-    program: Program
-    grid: int
-    block: int
-    boxes: tuple[Box | None, ...]
-    strides: tuple[int, ...]
-    sizes: tuple[int, int, int, int]
-    along: int
-    length: int
-    scratch: int
-    shared: int
-    pdl: bool
-
-
-@functools.lru_cache(maxsize=4096)
-def plan_of(
-    a_shape: tuple[int, int],
-    a_strides: tuple[int, int],
-    a_aligned: bool,
-    b_shape: tuple[int, int],
-    b_strides: tuple[int, int],
-    b_aligned: bool,
-    out_strides: tuple[int, int],
-    out_aligned: bool,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    continues: bool,
-    schedule: Schedule | None,
-    multiprocessors: int,
-    segments: int = 1,
-    length: int = 0,
-) -> Plan | None:
-    """Return the launch of ``a[M, K] @ b[K, N]``, for matrices with these layouts.
-
-    None if K is cut into segments and TMA does not take an operand.
-    """
-    left = MatrixLayout(a_shape, a_strides, dtype, a_aligned)
-    right = MatrixLayout(b_shape, b_strides, dtype, b_aligned).t()
-    target = MatrixLayout((a_shape[0], b_shape[1]), out_strides, out_dtype, out_aligned)
-    along, (m, k), n = BY_COLUMN, left.shape, right.shape[0]
-    flipped = target.strides[1] != 1 and target.strides[0] == 1
-    if flipped:
-        # The transposed product is stored row by row.
-        left, right, target, along, m, n = right, left, target.t(), BY_ROW, n, m
-    majors = _major(left), _major(right)
-    if segments > 1 and PLAIN in majors:
-        return None
-    if segments == 1:
-        cut = schedule or schedule_for(m, n, k, majors, multiprocessors, continues)
-    else:
-        cut = schedule or schedule_of_segments(m, n, k, majors, multiprocessors, segments, length)
-    if cut.swapped:
-        left, right, target, along = right, left, target.t(), BY_ROW + BY_COLUMN - along
-        flipped, majors = not flipped, majors[::-1]
-    cut = cut.fitted(*majors)
-    stored, out_box = _output_box(target, cut)
-    rows, columns = target.shape
-    boxes = (
-        _operand_box(left, majors[0], cut.rows, PROMOTION_ONCE if cut.swapped else PROMOTION),
-        _operand_box(right, majors[1], cut.columns, PROMOTION),
-        out_box,
-    )
-    # The kernel's operand b, and its output if flipped, are transposes of the given tensors.
-    turned = (flipped, not flipped, flipped)
-    return Plan(
-        flipped,
-        program(left.dtype, target.dtype, cut, cut.depth(majors[1]), majors, stored, continues),
-        _blocks(cut, rows, columns, multiprocessors),
-        (cut.consumers + 1) * THREADS,
-        tuple(box.turned() if box and turn else box for box, turn in zip(boxes, turned, strict=True)),
-        (*target.strides, *left.strides, *right.strides),
-        (rows, columns, k, cut.group),
-        along,
-        length,
-        cut.far * cut.consumers * cut.sums * _blocks(cut, rows, columns, multiprocessors),
-        cut.shared(majors[1]),
-        cut.early,
-    )
-
-
-def scratch_of(size: int, device: torch.device) -> torch.Tensor | None:
-    """Return global memory for the sums that wait for a merge, or None if none do."""
-    return torch.empty(size, dtype=torch.uint8, device=device) if size else None
-
-
-def _blocks(cut: Schedule, rows: int, columns: int, multiprocessors: int) -> int:
-    """Return the number of blocks: one for each multiprocessor, or clusters for all tiles."""
-    tiles = cut.units(rows, columns)
-    return min(tiles, multiprocessors) if cut.cluster == 1 else tiles * cut.cluster
-
-
-@functools.cache
-def program(
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    cut: Schedule,
-    stages: int,
-    majors: tuple[int, int],
-    stored: int,
-    continues: bool,
-) -> Program:
-    """Return the kernel for a schedule and operands of these layouts."""
-    defines = {
-        "DTYPE": CODES[dtype],
-        "OUT": CODES[out_dtype],
-        "TILE_M": cut.rows,
-        "TILE_N": cut.columns,
-        "CONSUMERS": cut.consumers,
-        "BOXES": cut.inner // BOX,
-        "STAGES": stages,
-        "A_MAJOR": majors[0],
-        "B_MAJOR": majors[1],
-        "STORED": stored,
-        "CONTINUES": int(continues),
-        "A_ONCE": int(cut.swapped),
-        "SEGMENTS": cut.segments,
-        "CLUSTER": cut.cluster,
-        "NEAR": cut.near,
-        "FAR": cut.far,
-    }
-    return Program("rl_kernels.core.cuda.gemm", "gemm_sm90.cu", "sm_90a", tuple(defines.items()))
-
-
-def _major(x: MatrixLayout) -> int:
-    """Return the layout of ``x[rows, K]``."""
-    return next((major for major, view in ((K_MAJOR, x), (MN_MAJOR, x.t())) if _fits_tma(view)), PLAIN)
-
-
-def _fits_tma(x: MatrixLayout) -> bool:
-    """Say whether TMA can read or write a matrix, with the strides of ``_map_strides``."""
-    (rows, columns), (outer, inner) = x.shape, x.strides
-    if not (rows and columns and x.aligned) or (inner != 1 and columns != 1):
-        return False
-    return rows == 1 or (outer >= columns and outer * x.dtype.itemsize % ALIGNED == 0)
-
-
-def _map_strides(x: MatrixLayout) -> tuple[int, int] | None:
-    """Return strides that a map can have, or None if it can have the matrix's own."""
-    (rows, columns), (outer, inner) = x.shape, x.strides
-    if rows > 1 and inner == 1:
-        return None
-    # The stride of a dim of size 1 is never used, but it must be a legal one.
-    per = ALIGNED // x.dtype.itemsize
-    return (outer if rows > 1 else -(-columns // per) * per, 1)
-
-
-def _operand_box(x: MatrixLayout, major: int, rows: int, promotion: int) -> Box | None:
-    """Return the box of an operand for tiles of ``rows`` rows."""
-    if major == PLAIN:
-        return None
-    if major == K_MAJOR:
-        return Box(False, _map_strides(x), (rows, BOX), SWIZZLE, promotion)
-    return Box(True, _map_strides(x.t()), (BOX, ROWS), SWIZZLE, promotion)
-
-
-def _output_box(target: MatrixLayout, cut: Schedule) -> tuple[int, Box | None]:
-    """Return the store mode of the output with this schedule, and the box of the output."""
-    columns, size = cut.columns, target.dtype.itemsize
-    if cut.in_boxes and _fits_tma(target):
-        width = _widest_swizzle(columns * size)
-        return BOXES, Box(False, _map_strides(target), (ROWS, width // size), width)
-    if cut.in_boxes and _fits_tma(target.t()) and size == HALF:
-        return TRANSPOSED, Box(True, _map_strides(target.t()), (_widest_swizzle(HALF * columns) // HALF, ROWS), SWIZZLE)
-    return BY_STRIDES, None
-
-
-def _widest_swizzle(size: int) -> int:
-    """Return the largest swizzle width that divides ``size`` bytes."""
-    return next(width for width in (128, 64, 32) if size % width == 0)
