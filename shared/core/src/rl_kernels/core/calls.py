@@ -31,7 +31,7 @@ class Memory(Generic[T]):
     """What is remembered of one function, by kinds of its arguments."""
 
     def __init__(self) -> None:
-        self._kinds: dict[tuple[object, ...], T] = {}
+        self._kinds: dict[tuple[object, ...] | None, T] = {}
         self.get = self._kinds.get
         _memories.append(self)
 

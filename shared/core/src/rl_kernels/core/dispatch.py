@@ -214,7 +214,7 @@ def remembered(check: Callable[..., T]) -> Callable[..., T]:
             return check(*args)
         kind = kind_of((_strict, *args))
         try:
-            result = None if kind is None else memory.get(kind)
+            result = memory.get(kind)
         except TypeError:
             # An argument without a hash: a list, a symbolic size.
             return check(*args)

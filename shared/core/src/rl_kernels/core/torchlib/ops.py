@@ -52,57 +52,71 @@ class Op:
 
     def __call__(self, *args: Any) -> Any:
         """Call the op, or its implementation if nothing observes ops; the last argument names a backend."""
-        return self.run(*args) if _may_run(args) else self._op(*args)
+        if torch.compiler.is_compiling() or ops_are_observed():
+            return self._op(*args)
+        # What is remembered has passed the checks below.
+        launches = None if args[-1] == "native" else self._memory.get(kind_of(args))
+        if launches is None:
+            return self.run(*args) if _may_run(args) else self._op(*args)
+        if self._written:
+            self._count_writes(args)
+        return launches(*args[:-1])
 
     def ready(self, *args: Any) -> Ready:
         """Prepare calls with arguments of this kind, for ``call``; the last argument names a backend."""
         # In this order: torch.compile cannot trace the import of a backend.
         is_prepared = _may_run(args) and isinstance(self._function(args[-1]), prepared)
-        return Ready(args[-1], self._launch(args) if is_prepared else None)
+        return Ready(args[-1], self._launches(args) if is_prepared else None)
 
     def call(self, ready: Ready, *args: Any) -> Any:
         """Call the op with arguments of the kind that ``ready`` was made for, without the backend."""
-        if ready.launches is None or ops_are_observed() or torch.is_autocast_enabled(args[0].device.type):
+        if ready.launches is None or ops_are_observed():
             return self(*args, ready.backend)
         return ready.launches(*args)
 
     def run(self, *args: Any) -> Any:
         """Run the implementation."""
-        for place in self._written:
-            # Autograd does not see a kernel's writes; with a new version, a graph that saved this tensor raises. A
-            # tensor of inference mode is in no graph, and has no version.
-            if args[place] is not None and not args[place].is_inference():
-                increment_version(args[place])
+        self._count_writes(args)
         *inputs, backend = args
-        launch, device_type = self._launch(args), args[0].device.type
+        launches = self._launches(args)
         if backend == "native":
-            inputs, launch = [launch, *inputs], as_native
+            inputs, launches = [launches, *inputs], as_native
+        device_type = args[0].device.type
         if not torch.is_autocast_enabled(device_type):
-            return launch(*inputs)
+            return launches(*inputs)
         # Inside a backend, autocast would silently turn an FP32 product into BF16. Set directly, because its context
         # manager takes longer than a launch.
         torch.set_autocast_enabled(device_type, False)
         try:
-            return launch(*inputs)
+            return launches(*inputs)
         finally:
             torch.set_autocast_enabled(device_type, True)
+
+    def _count_writes(self, args: tuple[Any, ...]) -> None:
+        """Give what the op overwrites a new version: autograd does not see a kernel's writes.
+
+        A graph that saved this tensor then raises. A tensor of inference mode is in no graph, and has no version.
+        """
+        for place in self._written:
+            if args[place] is not None and not args[place].is_inference():
+                increment_version(args[place])
 
     def _function(self, backend: str) -> Callable[..., Any]:
         function: Callable[..., Any] = getattr(self._operator.backend(backend).load(), self._name)
         return function
 
-    def _launch(self, args: tuple[Any, ...]) -> Launches:
+    def _launches(self, args: tuple[Any, ...]) -> Launches:
         """Return the backend's function, or the launches that it has prepared for arguments of this kind."""
         function = self._function(args[-1])
         if not isinstance(function, prepared):
             return function
         kind = kind_of(args)
-        launch = None if kind is None else self._memory.get(kind)
-        if launch is None:
-            launch = function.prepare(*args[:-1])
-            if kind is not None:
-                self._memory.add(kind, launch)
-        return launch
+        launches = self._memory.get(kind)
+        if launches is None:
+            launches = function.prepare(*args[:-1])
+            if kind is not None and are_plain(*args):
+                self._memory.add(kind, launches)
+        return launches
 
 
 def define(operator: Operator) -> dict[str, Op]:
