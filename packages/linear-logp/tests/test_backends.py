@@ -7,7 +7,7 @@ from rl_kernels.core.testing.planted import Bug, Mutants
 from rl_kernels.lab.check.conformance import Conformance
 from rl_kernels.linear_logp.op import OPERATOR
 
-SHARED = ("vocabulary", "kept", "inputs", "packing", "tree", "sums", "backward")
+SHARED = ("vocabulary", "inputs", "memory", "sums", "backward")
 NATIVE = (
     *(f"rl_kernels.core.rowwise.{name}" for name in ("operands", "sums", "ids", "softmax", "logp_gradient")),
     *(f"rl_kernels.linear_logp.{name}" for name in (*SHARED, "backends.native")),
@@ -39,14 +39,13 @@ PLANTED = (
         ),
         ("odd",),
     ),
-    Mutants("native", NATIVE, (Bug("dW does not continue its buffer", "part.start > 0 or sums", "sums"),), ("kept",)),
+    Mutants("native", NATIVE, (Bug("dW does not continue its buffer", "first > begin or sums", "sums"),), ("kept",)),
     Mutants(
         "triton",
         (
             "rl_kernels.core.triton_lib.softcap",
             *(f"rl_kernels.linear_logp.{name}" for name in (*SHARED, "backends.triton.kernels")),
-            *("rl_kernels.linear_logp.backends.triton.tiles", "rl_kernels.linear_logp.blocks"),
-            *(f"rl_kernels.linear_logp.backends.triton.{name}" for name in ("backward", "backend")),
+            *(f"rl_kernels.linear_logp.backends.triton.{name}" for name in ("tiles", "backward", "backend")),
         ),
         (
             Bug("columns beyond the vocabulary counted", "(columns < V)", "(columns < V + 1)"),

@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 
+from rl_kernels.core.calls import forget
 from rl_kernels.core.cuda import where
 from rl_kernels.core.cuda.gemm.ahead import programs_of
 from rl_kernels.core.operator import Call
@@ -125,7 +126,9 @@ def test_parts_and_rows_at_a_time_change_no_bit(hopper, monkeypatch, vocab, size
     for place, name, value in changes:
         with monkeypatch.context() as changed:
             changed.setattr(place, name, value)
+            forget()
             assert same(both(BACKEND, hidden, weight, ids, bias), expected), name
+    forget()
     for rows in (slice(1), slice(7, 72), slice(299, 300)):
         part = linear_logp(
             hidden[rows], weight, ids[rows], bias=bias, temperature=0.7, return_stats=True, backend=BACKEND
@@ -154,7 +157,7 @@ def test_rows_that_are_skipped_change_no_bit(hopper, ignored):
 
 @pytest.mark.gpu
 def test_pieces_and_blocks_of_rows_change_no_bit(hopper, monkeypatch):
-    from rl_kernels.linear_logp import blocks
+    from rl_kernels.linear_logp import memory
 
     hidden, weight, ids = drawn(300, 264, 5003)
     bias, temperature = torch.randn(5003, device="cuda").bfloat16(), torch.rand(300, device="cuda") + 0.5
@@ -162,5 +165,6 @@ def test_pieces_and_blocks_of_rows_change_no_bit(hopper, monkeypatch):
     options = {"temperature": temperature, "ignore_index": -100}
     expected = both(BACKEND, hidden, weight, ids, bias, **options)
     assert same(both(BACKEND, hidden, weight, ids, bias, memory=Memory(1), **options), expected)
-    monkeypatch.setattr(blocks, "LEAST_HEIGHT", 128)
+    monkeypatch.setattr(memory, "LEAST_HEIGHT", 128)
+    forget()
     assert same(both(BACKEND, hidden, weight, ids.int(), bias, memory=Memory(1), **options), expected)

@@ -18,15 +18,15 @@ from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.linear_logp.spec.raw import hold, hold_shards
 
 PACKAGE = "rl_kernels.linear_logp.backends.cuda_sm90"
-SHARED = tuple(f"rl_kernels.linear_logp.{name}" for name in ("inputs", "sums", "backward"))
-MODULES = (*SHARED, f"{PACKAGE}.tiles", "rl_kernels.linear_logp.blocks", f"{PACKAGE}.backward", f"{PACKAGE}.backend")
+SHARED = tuple(f"rl_kernels.linear_logp.{name}" for name in ("vocabulary", "inputs", "sums", "backward", "memory"))
+MODULES = (*SHARED, f"{PACKAGE}.tiles", f"{PACKAGE}.backward", f"{PACKAGE}.backend")
 BUGS = (
-    Bug("upstream gradients exchanged", "grad_logp, upstream.grad_logsumexp", "grad_logsumexp, upstream.grad_logp"),
+    Bug("upstream gradients exchanged", "*block[10:13], sums", "*block[10:13][::-1], sums"),
     Bug("chain of dH not continued", "weight, out, continues=continues", "weight, out"),
     Bug("one stage too many", "self._boxes(stores)) // STAGE\n", "self._boxes(stores)) // STAGE + 1\n"),
     Bug("unaligned rows copied by TMA", "fits and x.data_ptr() % ALIGNED == 0", "fits"),
     Bug("last rows are not finished", "-(-count * WARP // 256)", "max(count * WARP // 256, 1)"),
-    Bug("shard counted from column 0", "inputs.start, inputs.vocab", "0, inputs.vocab"),
+    Bug("shard counted from column 0", "inputs.start, inputs.vocab, _group()", "0, inputs.vocab, _group()"),
 )
 WATCHED = (*(f"{PACKAGE}.{name}" for name in ("tiles", "backend", "backward")), "rl_kernels.core.cuda.gemm.matmul")
 STAGE, BOXES, PROCESSORS = (64 + 256) * 128, 2 * 64 * 128, 1
@@ -207,12 +207,12 @@ CALLS: tuple[dict[str, Any], ...] = (
 
 def hold_all() -> None:
     """Hold every call, rows and columns cut into blocks and pieces."""
-    blocks = importlib.import_module("rl_kernels.linear_logp.blocks")
+    memory = importlib.import_module("rl_kernels.linear_logp.memory")
     backend = importlib.import_module(f"{PACKAGE}.backend")
     widths = set()
     for call in CALLS:
         recorder = Recorder(STAND_INS, processors=PROCESSORS)
-        least = patch.multiple(blocks, LEAST_PIECE=1024, LEAST_HEIGHT=128), patch.object(backend, "MOST_ROWS", 384)
+        least = patch.multiple(memory, LEAST_PIECE=1024, LEAST_HEIGHT=128), patch.object(backend, "MOST_ROWS", 384)
         with least[0], least[1], recorder.watching(*WATCHED), poisoned_empty():
             hold_shards(hold({**CALL, **call}, backend), backend)
             assert {launch.program for launch in recorder.launches} <= set(backend.programs("sm_90a"))

@@ -76,8 +76,8 @@ def test_gradients_that_are_asked_for_are_computed_alone() -> None:
         if not asked:
             continue
         with (
-            patch.object(steps, "add_dhidden", autospec=True, side_effect=steps.add_dhidden) as dhidden,
-            patch.object(steps, "add_dweight", autospec=True, side_effect=steps.add_dweight) as dweight,
+            patch.object(steps, "dhidden", autospec=True, side_effect=steps.dhidden) as dhidden,
+            patch.object(steps, "dweight", autospec=True, side_effect=steps.dweight) as dweight,
             patch.object(steps, "dlogits", autospec=True, side_effect=steps.dlogits) as dz,
         ):
             grads = torch.autograd.grad(linear_logp(**call).sum(), asked)

@@ -20,8 +20,8 @@ from rl_kernels.linear_logp.op import OPERATOR, ops
 MODULES = tuple(f"rl_kernels.linear_logp.{name}" for name in ("sums", "backward", "backends.native"))
 BUG = Bug(
     "chains added in another order",
-    "slices(count, self.totals.join_tokens)",
-    "[*slices(count, self.totals.join_tokens)][::-1]",
+    "range(0, count, self._chain)",
+    "[*range(0, count, self._chain)][::-1]",
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, SIZE, VOCAB, JOIN = 200, 24, 1100, 48
@@ -160,7 +160,7 @@ def test_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtyp
     batch = Batch(dtype, join_tokens=join, main_grad=main_grad)
     expected = batch.gradients()
     monkeypatch.setattr(native, "BLOCK_ELEMENTS", 1)
-    with patch.object(native.Steps, "add_dweight", autospec=True, side_effect=native.Steps.add_dweight) as watched:
+    with patch.object(native.Steps, "dweight", autospec=True, side_effect=native.Steps.dweight) as watched:
         for form in FORMS:
             same(batch.gradients(**form), expected, "weight", "bias")
     heights = {len(call.args[1]) for call in watched.call_args_list}

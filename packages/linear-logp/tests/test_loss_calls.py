@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_kernels.core.testing import Draw
-from rl_kernels.linear_logp import Chunk, kept, linear_logp_loss
+from rl_kernels.linear_logp import Chunk, linear_logp_loss, memory
 from rl_kernels.linear_logp.chunks import Rows, chunks_of
 
 
@@ -37,7 +37,7 @@ def test_chunks() -> None:
 
 def test_the_logits_of_one_chunk_are_alive_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
-    empty = kept.empty
+    empty = memory.kept_room
 
     def watched(*args: Any) -> torch.Tensor:
         assert not any(reference() is not None for reference in alive)
@@ -45,7 +45,7 @@ def test_the_logits_of_one_chunk_are_alive_at_a_time(monkeypatch: pytest.MonkeyP
         alive.append(weakref.ref(found))
         return found
 
-    monkeypatch.setattr(kept, "empty", watched)
+    monkeypatch.setattr(memory, "kept_room", watched)
     linear_logp_loss(*call(9, 30), total, chunk_tokens=60)
     assert len(alive) > 4
 

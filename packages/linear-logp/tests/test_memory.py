@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rl_kernels.core.testing import Draw
-from rl_kernels.linear_logp import kept
 from rl_kernels.linear_logp.backends import native
+from rl_kernels.linear_logp.inputs import first_kept
+from rl_kernels.linear_logp.memory import kept_room
 
 
 class Memory(TorchDispatchMode):
@@ -61,8 +62,8 @@ def test_logits_are_never_held_and_workspace_bounds_the_rest(dtype: torch.dtype,
 def test_kept_logits_are_bounded_and_fill_the_room() -> None:
     rows, vocab = 500, 5003
     for dtype, saved_mib in product((torch.float32, torch.float64), (0, 1, 3, 7, 12, 40)):
-        room = kept.empty(torch.empty(rows, 4, dtype=dtype), vocab, saved_mib)
-        width, first = room.shape[1], kept.first_kept(vocab, room.shape[1])
+        room = kept_room(torch.empty(rows, 4, dtype=dtype), vocab, saved_mib)
+        width, first = room.shape[1], first_kept(vocab, room.shape[1])
         assert room.dtype == dtype
         assert room.nbytes <= saved_mib << 20
         assert (first == vocab) == (width == 0)

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from rl_kernels.core.calls import Ready
 from rl_kernels.core.testing import Draw, bits_of
 from rl_kernels.linear_logp import LinearLogits, linear_logits, linear_logp
 
@@ -156,12 +157,13 @@ def test_the_backend_that_is_asked_for_is_called(monkeypatch: pytest.MonkeyPatch
 
     asked, forward = [], sampling.ops["forward"]
 
-    def called(*args: object) -> object:
-        asked.append(args[-1])
-        return forward(*args[:-1], "native")
+    class Asked:
+        def call(self, ready: Ready, *args: object) -> object:
+            asked.append(ready.backend)
+            return forward(*args, "native")
 
-    monkeypatch.setitem(sampling.ops, "forward", called)
-    monkeypatch.setattr(sampling, "_chosen", lambda *args: args[-1])
+    monkeypatch.setitem(sampling.ops, "forward", Asked())
+    monkeypatch.setattr(sampling, "_prepare", lambda *args: Ready(args[-1]))
     hidden, weight, _, _ = drawn((4, 16, 90), torch.float32)
     linear_logits(hidden, weight, backend="triton")
     assert asked == ["triton"]

@@ -17,10 +17,10 @@ from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.linear_logp import linear_logp, vocab_shards
 from rl_kernels.linear_logp.op import OPERATOR, ops
 from rl_kernels.linear_logp.spec import virtual
-from rl_kernels.linear_logp.tree import Tree
+from rl_kernels.linear_logp.sums import Tree
 
 MODULES = tuple(
-    f"rl_kernels.linear_logp.{name}" for name in ("inputs", "packing", "tree", "backward", "backends.native")
+    f"rl_kernels.linear_logp.{name}" for name in ("inputs", "memory", "sums", "backward", "backends.native")
 )
 BUGS = (
     Bug("units of ranks in the opposite order", "gathered[:, :-1]", "gathered.flip(0)[:, :-1]"),

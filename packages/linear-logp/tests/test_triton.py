@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from rl_kernels.core.calls import forget
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import IGNORED, Draw
 from rl_kernels.lab.check.compare import bits
@@ -50,20 +51,22 @@ def _gradients(workspace_mib: int, *, main_grad: bool = False, **options: Any) -
 
 @pytest.mark.parametrize("more", [{}, {"main_grad": True}, {"join_tokens": 208}], ids=str)
 def test_pieces_and_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
-    from rl_kernels.linear_logp import blocks
+    from rl_kernels.linear_logp import memory
 
     found: list[tuple[int, int]] = []
-    cut = blocks.Blocks.cut
+    cut = memory.Blocks.cut
 
     def watched(self: Any, *args: Any) -> tuple[int, int]:
         found.append(cut(self, *args))
         return found[-1]
 
-    monkeypatch.setattr(blocks.Blocks, "cut", watched)
+    monkeypatch.setattr(memory.Blocks, "cut", watched)
+    forget()
     whole = _gradients(256, **more)
     for least in ({"LEAST_PIECE": 256}, {"LEAST_PIECE": 1280, "LEAST_HEIGHT": 128}):
         for name, value in least.items():
-            monkeypatch.setattr(blocks, name, value)
+            monkeypatch.setattr(memory, name, value)
+        forget()
         assert all(bits(one, other).passed for one, other in zip(_gradients(1, **more), whole, strict=True))
     # Of chains of 208 rows, blocks have their length, rounded up to 128; then fewer.
     assert [height for _, height in found] == ([256, 256, 128] if "join_tokens" in more else [384, 384, 128])
@@ -76,14 +79,12 @@ def test_pieces_and_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch, more: 
 def test_cut_keeps_to_the_workspace(count: int, workspace_mib: int, dtype: torch.dtype, buffers: int) -> None:
     from rl_kernels.linear_logp.backends.triton.backward import Steps
     from rl_kernels.linear_logp.backends.triton.tiles import schedule_of
-    from rl_kernels.linear_logp.blocks import LEAST_HEIGHT, LEAST_PIECE
-    from rl_kernels.linear_logp.inputs import Inputs
+    from rl_kernels.linear_logp.memory import LEAST_HEIGHT, LEAST_PIECE
 
     size, vocab = 128, 151_936
     meta = {"device": "meta", "dtype": dtype}
-    operands = torch.empty(count, size, **meta), torch.empty(vocab, size, **meta)
-    inputs = Inputs(*operands, torch.empty(count, device="meta"), None, torch.ones(()), None, None)
-    piece, height = Steps().cut(inputs, workspace_mib << 20, [True, True, True], buffers)
+    hidden = torch.empty(count, size, **meta)
+    piece, height = Steps().cut(hidden, vocab, workspace_mib << 20, [True, True, True], buffers)
     assert piece % 256 == 0
     assert height % 128 == 0
     dz = torch.empty(0, **meta)

@@ -23,15 +23,15 @@ from rl_kernels.linear_logp.spec.raw import hold, hold_shards
 BACKEND = "rl_kernels.linear_logp.backends.triton"
 MODULES = (
     "rl_kernels.core.triton_lib.softcap",
-    *(f"rl_kernels.linear_logp.{name}" for name in ("vocabulary", "inputs", "packing", "tree", "sums", "backward")),
-    *(f"{BACKEND}.kernels", f"{BACKEND}.tiles", "rl_kernels.linear_logp.blocks"),
+    *(f"rl_kernels.linear_logp.{name}" for name in ("vocabulary", "inputs", "memory", "sums", "backward")),
+    *(f"{BACKEND}.kernels", f"{BACKEND}.tiles"),
     *(f"{BACKEND}.backward", f"{BACKEND}.backend"),
 )
 BUGS = (
     Bug("dH added to uninitialized memory", "weight, out, continues=continues", "weight, out, continues=True"),
     Bug("strided temperatures read as if contiguous", "temperature.contiguous()", "temperature"),
     Bug("last rows are not finished", "(ceil_div(count, kernels.ROWS.value),)", "(count // kernels.ROWS.value or 1,)"),
-    Bug("gradient counted from column 0", "block.start,\n", "0,\n"),
+    Bug("gradient counted from column 0", "block.start, block.vocab, count", "0, block.vocab, count"),
 )
 BLOCK, UNIT, ROWS = 256, 1024, 32
 Plant = Callable[[], AbstractContextManager[None]]
@@ -196,8 +196,8 @@ def hold_all(plant: Plant = nullcontext) -> None:
         recorder = TritonRecorder({**STAND_INS, "_matmul": matmul}, arch=call.get("arch", "sm90"))
         with recorder.pretended(), plant(), poisoned_empty():
             backend = importlib.import_module(f"{BACKEND}.backend")
-            blocks = importlib.import_module("rl_kernels.linear_logp.blocks")
-            with patch.multiple(blocks, LEAST_PIECE=1024, LEAST_HEIGHT=128):
+            memory = importlib.import_module("rl_kernels.linear_logp.memory")
+            with patch.multiple(memory, LEAST_PIECE=1024, LEAST_HEIGHT=128):
                 held = hold({**CALL, **call}, backend)
                 # A block of rows ends at a multiple of every tile's height, or where the rows end.
                 for launch, after in pairwise(one for one in recorder.launches if one.name == "dlogits"):

@@ -1,14 +1,20 @@
-"""The public function ``linear_logp``."""
+"""The public functions ``linear_logp`` and, to skip a later forward pass, ``linear_logp_known`` and ``_from_known``.
+
+A rollout under ``invariant`` computes the numbers of training: the first update can skip its forward pass.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
+from rl_kernels.core.main_grad import fold_grad_into_main_grad
 from rl_kernels.core.outputs import LogpStats
-from rl_kernels.linear_logp.arguments import Memory, Options
-from rl_kernels.linear_logp.run import run
+from rl_kernels.core.torchlib.observed import values_hidden
+from rl_kernels.linear_logp.arguments import Call, Memory, Options
+from rl_kernels.linear_logp.autograd import LinearLogp, agreed, check_known, forward
+from rl_kernels.linear_logp.known import Known
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -16,7 +22,22 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from rl_kernels.core.distributed import Validate
-    from rl_kernels.linear_logp.arguments import Keywords
+
+
+class Keywords(TypedDict, total=False):
+    """The keyword arguments of ``linear_logp`` that its type does not depend on."""
+
+    temperature: float | torch.Tensor
+    softcap: float
+    logit_scale: float
+    ignore_index: int | None
+    join_tokens: int | None
+    memory: Memory | None
+    process_group: ProcessGroup | DeviceMesh | None
+    vocab_size: int | None
+    vocab_segments: Literal[1, 8] | None
+    validate: Validate
+    backend: str | None
 
 
 @overload
@@ -146,5 +167,94 @@ def linear_logp(
         *(temperature, softcap, logit_scale, ignore_index, return_stats, join_tokens),
         *(memory, vocab_size, vocab_segments, validate, backend),
     )
-    logp: torch.Tensor | LogpStats = run(hidden, lm_head_weight, target_ids, bias, process_group, options)
-    return logp
+    operands, call = agreed(hidden, lm_head_weight, target_ids, bias, process_group, options)
+    results = LinearLogp.apply(*operands, call) if call.needs_gradient else forward(*operands, call)
+    return _finished(lm_head_weight, target_ids, call, results)
+
+
+def linear_logp_known(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    return_stats: bool = False,
+    **options: Unpack[Keywords],
+) -> Known:
+    """Return the statistics of ``linear_logp``, for ``linear_logp_from_known``; without gradients.
+
+    Args:
+        hidden: as in ``linear_logp``, as all arguments that follow.
+        lm_head_weight: ``[V, D]``.
+        target_ids: ``[...]``.
+        bias: ``[V]``, or None.
+        return_stats: also return logsumexp and entropy, for a later call with ``return_stats``.
+        options: the other keyword arguments of ``linear_logp``.
+
+    Returns:
+        ``Known(logp, norm, logsumexp, entropy)``; the last two are None without ``return_stats``.
+
+    Raises:
+        ValueError: gradients are enabled and an operand requires one.
+        TypeError, ValueError, BackendUnavailable, CanaryMismatch, RuntimeError: as in ``linear_logp``.
+    """
+    keywords: dict[str, Any] = {**options}
+    group = keywords.pop("process_group", None)
+    given = Options(**keywords, return_stats=return_stats, return_known=True)
+    operands, call = agreed(hidden, lm_head_weight, target_ids, bias, group, given)
+    logp, *stats, norm, _ = forward(*operands, call)
+    shape = target_ids.shape
+    return Known(logp.view(shape), norm.view(*shape, 2), *[value.view(shape) for value in stats])
+
+
+def linear_logp_from_known(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    known: Known,
+    bias: torch.Tensor | None = None,
+    *,
+    check_rows: int = 8,
+    return_stats: bool = False,
+    **options: Unpack[Keywords],
+) -> torch.Tensor | LogpStats:
+    """Return what ``linear_logp`` returns, without a forward pass; backward gives the same bits.
+
+    Args:
+        hidden: as in ``linear_logp``, as all arguments that follow.
+        lm_head_weight: ``[V, D]``.
+        target_ids: ``[...]``.
+        known: what ``linear_logp_known`` returned for these hidden states, weights, ids and options, in the shape of
+            target_ids. It is returned, copied. ``memory.saved_mib`` has no effect.
+        bias: ``[V]``, or None.
+        check_rows: >= 0: with ``validate``, recompute this many rows and compare them bit for bit. Each call takes
+            other rows, by a generator of its own.
+        return_stats: as in ``linear_logp``; ``known`` must have been made with it.
+        options: the other keyword arguments of ``linear_logp``.
+
+    Raises:
+        BitsDiffer: a row that was recomputed differs from ``known``; the message names it, and by how many ULPs.
+        TypeError, ValueError, BackendUnavailable, CanaryMismatch, RuntimeError: as in ``linear_logp``.
+    """
+    if known is None:
+        raise TypeError("known: expected what linear_logp_known returns, got NoneType")
+    keywords: dict[str, Any] = {**options}
+    group = keywords.pop("process_group", None)
+    given = Options(**keywords, return_stats=return_stats, known=known, check_rows=check_rows)
+    operands, call = agreed(hidden, lm_head_weight, target_ids, bias, group, given)
+    if given.validate and not values_hidden(hidden):
+        check_known(operands, call, check_rows)
+    results = LinearLogp.apply(*operands, call) if call.needs_gradient else forward(*operands, call)
+    return _finished(lm_head_weight, target_ids, call, results)
+
+
+def _finished(
+    lm_head_weight: torch.Tensor, target_ids: torch.Tensor, call: Call, results: tuple[torch.Tensor, ...]
+) -> torch.Tensor | LogpStats:
+    """Return the results in the shape of the ids."""
+    if call.needs_gradient and call.main_grad is not None:
+        fold_grad_into_main_grad("lm_head_weight", lm_head_weight, results[0])
+    shape = target_ids.shape
+    if call.has_stats:
+        return LogpStats(results[0].view(shape), results[1].view(shape), results[2].view(shape))
+    return results[0].view(shape)

@@ -1,44 +1,27 @@
-"""The arguments of a call: checks, what ranks must agree on, and the inputs of the raw ops."""
+"""The arguments of a call: checks, and the choice of a backend."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from rl_kernels.core import chains
 from rl_kernels.core import validate as check
+from rl_kernels.core.calls import Ready
 from rl_kernels.core.dispatch import choose, remembered
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
-from rl_kernels.core.torchlib.observed import values_hidden
-from rl_kernels.core.torchlib.scalars import scalar_or_rows, scalars
+from rl_kernels.core.torchlib.scalars import scalar, scalar_or_rows, scalars
 from rl_kernels.linear_logp.known import Known, validate
-from rl_kernels.linear_logp.op import OPERATOR, describe
-from rl_kernels.linear_logp.shard import Shard, same_of, shard_of
+from rl_kernels.linear_logp.op import OPERATOR, describe, ops
+from rl_kernels.linear_logp.shard import Shard, shard_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
     from rl_kernels.core.distributed import Validate
-
-
-class Keywords(TypedDict, total=False):
-    """The keyword arguments of ``linear_logp`` that its type does not depend on."""
-
-    temperature: float | torch.Tensor
-    softcap: float
-    logit_scale: float
-    ignore_index: int | None
-    join_tokens: int | None
-    memory: Memory | None
-    process_group: ProcessGroup | DeviceMesh | None
-    vocab_size: int | None
-    vocab_segments: Literal[1, 8] | None
-    validate: Validate
-    backend: str | None
 
 
 class Memory(NamedTuple):
@@ -60,6 +43,9 @@ class Memory(NamedTuple):
     saved_mib: int | None = None
 
 
+_DEFAULT = Memory()
+
+
 class Options(NamedTuple):
     """The arguments of a call besides its tensors and its group."""
 
@@ -78,149 +64,155 @@ class Options(NamedTuple):
     return_known: bool = False
     check_rows: int = 0
 
-    @property
-    def workspace_mib(self) -> int | None:
-        """Limit on the memory of backward."""
-        return None if self.memory is None else self.memory.workspace_mib
 
-    @property
-    def saved_mib(self) -> int | None:
-        """Limit on the logits that are kept."""
-        return None if self.memory is None else self.memory.saved_mib
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Hidden states ``[N, D]``, weight ``[V, D]`` and bias ``[V]``, after autocast."""
 
 
-OF_ALL_RANKS = ("softcap", "logit_scale", "ignore_index", "return_stats", "check_rows", "join_tokens", "vocab_size")
-"""Options that must be equal on all ranks."""
-RawInputs: TypeAlias = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor, "int | None", "torch.Tensor | None"
-]
-"""hidden, weight, target_ids, bias, temperature, ignore_index and cap."""
-
-
-class Prepared(NamedTuple):
-    """What a call computes with.
+class Call(NamedTuple):
+    """What a call computes with besides its operands; one tuple, because autograd inspects every argument.
 
     Attributes:
-        inputs: as the raw ops take them, ``[N, D]`` and ``[N]``.
+        target_ids: ``[N]``.
+        temperature: ``[]`` or ``[N]`` in the compute dtype.
+        ignore_index: the id of positions that are ignored, or None.
+        cap: the numbers of ``inputs.Cap``, or None.
+        has_stats: whether logsumexp and entropy are results.
+        saved_mib: limit on the logits that are kept for backward, or None for the default.
+        workspace_mib: limit on the memory of backward, or None for the default.
+        join_tokens: rows of a chain of the gradients of weight and bias, or None.
         main_grad: buffer to which the gradient of the weight is added, or None.
-        differentiable: whether an input requires grad.
         shard: the columns of this process.
-        backend: name of the backend that runs.
+        ready: the forward pass on the chosen backend.
         known: statistics that the caller knows, of rows ``[N]``, or None.
+        needs_gradient: whether autograd records the call.
     """
 
-    inputs: RawInputs
+    target_ids: torch.Tensor
+    temperature: torch.Tensor
+    ignore_index: int | None
+    cap: torch.Tensor | None
+    has_stats: bool
+    saved_mib: int | None
+    workspace_mib: int | None
+    join_tokens: int | None
     main_grad: torch.Tensor | None
-    differentiable: bool
     shard: Shard
-    backend: str
+    ready: Ready
     known: Known | None
+    needs_gradient: bool
+
+    def of_rows(self, rows: slice | torch.Tensor, saved_mib: int | None) -> Call:
+        """Return the call for some of the rows."""
+        scale = self.temperature[rows] if self.temperature.ndim else self.temperature
+        ready = Ready(self.ready.backend)
+        return self._replace(
+            target_ids=self.target_ids[rows], temperature=scale, saved_mib=saved_mib, ready=ready, known=None
+        )
 
 
-def agreed(
+def call_of(
     hidden: torch.Tensor,
     lm_head_weight: torch.Tensor,
     target_ids: torch.Tensor,
     bias: torch.Tensor | None,
     group: ProcessGroup | None,
     options: Options,
-) -> Prepared:
-    """Check the arguments; in a group of several ranks, also that the ranks agree, unless values are not checked.
+) -> tuple[Operands, Call]:
+    """Check the arguments, and choose a backend.
 
     Raises:
-        TypeError, ValueError: an argument is wrong on this rank or, if values are checked, on any.
+        TypeError, ValueError: an argument is wrong.
     """
-    arguments = hidden, lm_head_weight, target_ids, bias, group, options
-    if group is None or group.size() == 1:
-        return _prepared(*arguments)
-    # Under torch.compile and graph capture values cannot be read.
-    if not options.validate or torch.compiler.is_compiling():
-        return _prepared(*arguments)
-    if isinstance(hidden, torch.Tensor) and values_hidden(hidden):
-        return _prepared(*arguments)
-    from rl_kernels.core.distributed import agree_on_kind
-
-    error, prepared = None, None
-    try:
-        prepared = _prepared(*arguments)
-    except Exception as caught:
-        # Whatever it is, the other ranks would wait for this one.
-        error = caught
-    options_of_all = {name: getattr(options, name) for name in OF_ALL_RANKS}
-    kinds = (getattr(hidden, "dtype", None), getattr(target_ids, "dtype", None), getattr(hidden, "shape", (None,))[-1:])
-    needs_gradient = torch.is_grad_enabled() and getattr(hidden, "requires_grad", False)
-    kind = (
-        "linear_logp",
-        bias is None,
-        options.known is None,
-        needs_gradient,
-        *map(str, (*options_of_all.values(), *kinds)),
-    )
-
-    def same() -> dict[str, object]:
-        assert prepared is not None
-        compared = {"bias": "none" if bias is None else "given", **options_of_all, "backend": prepared.backend}
-        return same_of(hidden, target_ids, options.temperature, options.known, **compared)
-
-    agree_on_kind("linear_logp", group, options.validate, kind, error, same)
-    assert prepared is not None
-    return prepared
-
-
-def _prepared(
-    hidden: torch.Tensor,
-    lm_head_weight: torch.Tensor,
-    target_ids: torch.Tensor,
-    bias: torch.Tensor | None,
-    group: ProcessGroup | None,
-    options: Options,
-) -> Prepared:
     hidden, weight, bias = autocast_linear(hidden, lm_head_weight, bias)
-    known, tensors = options.known, (hidden, weight, target_ids, bias)
+    requires_grad = any([getattr(x, "requires_grad", False) for x in (hidden, weight, bias)])
+    needs_gradient, known = torch.is_grad_enabled() and requires_grad, options.known
+    tensors = hidden, weight, target_ids, bias, needs_gradient
     if group is None and known is None:
-        shard, backend = _remembered(*tensors, *options)
+        shard, ready, scale, cap = _remembered(*tensors, *options)
     else:
-        shard, backend = _checked(*tensors, group, options)
-    dtype = compute_dtype(hidden.dtype)
-    if isinstance(options.temperature, torch.Tensor):
-        check.temperature(options.temperature, target_ids.shape, hidden.device, dtype, values=bool(options.validate))
+        shard, ready, scale, cap = _prepare(*tensors, group, options)
+    if scale is None:
+        dtype, is_read = compute_dtype(hidden.dtype), bool(options.validate)
+        check.temperature(options.temperature, target_ids.shape, hidden.device, dtype, values=is_read)
+        scale = _scale(options, cap, target_ids.numel(), dtype)
     if options.validate:
         check.ids_in_range("target_ids", target_ids, shard.size, options.ignore_index)
     main_grad = getattr(lm_head_weight, "main_grad", None) if lm_head_weight.requires_grad else None
-    temperature, cap = _scaled(options.temperature, options.softcap, options.logit_scale, dtype)
     if main_grad is not None:
         check.main_grad("lm_head_weight.main_grad", main_grad, weight)
-    no_lost_derivatives("linear_logp", hidden, weight, bias, temperature)
-    differentiable = hidden.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    if options.return_known and differentiable and torch.is_grad_enabled():
+    no_lost_derivatives("linear_logp", hidden, weight, bias, scale)
+    if options.return_known and needs_gradient:
         raise ValueError("linear_logp_known: expected no gradients, call it under torch.no_grad()")
-    scale = scalar_or_rows(temperature, target_ids.numel(), dtype)
-    rows = hidden.flatten(0, -2) if hidden.ndim > 1 else hidden[None]
-    inputs = (rows, weight, target_ids.reshape(-1), bias, scale, options.ignore_index, cap)
-    if known is not None:
-        known = known.of_rows(inputs[2], options.ignore_index)
-    return Prepared(inputs, main_grad, differentiable, shard, backend, known)
+    ids, memory = target_ids.reshape(-1), options.memory or _DEFAULT
+    call = Call(
+        *(ids, scale, options.ignore_index, cap, options.return_stats, memory.saved_mib if needs_gradient else 0),
+        *(memory.workspace_mib, options.join_tokens, main_grad, shard, ready),
+        None if known is None else known.of_rows(ids, options.ignore_index),
+        needs_gradient,
+    )
+    return (rows_of(hidden), weight, bias), call
+
+
+def rows_of(hidden: torch.Tensor) -> torch.Tensor:
+    """Return hidden states ``[..., D]`` as ``[N, D]``."""
+    return hidden.flatten(0, -2) if hidden.ndim > 1 else hidden[None]
+
+
+_Prepared = tuple[Shard, Ready, torch.Tensor | None, torch.Tensor | None]
+"""Shard, forward pass, temperature (None if a tensor was given) and cap."""
 
 
 @remembered
 def _remembered(
-    hidden: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor, bias: torch.Tensor | None, *options: Any
-) -> tuple[Shard, str]:
-    return _checked(hidden, weight, target_ids, bias, None, Options(*options))
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    bias: torch.Tensor | None,
+    needs_gradient: bool,
+    *options: Any,
+) -> _Prepared:
+    return _prepare(hidden, weight, target_ids, bias, needs_gradient, None, Options(*options))
 
 
-def _checked(
+def _prepare(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    bias: torch.Tensor | None,
+    needs_gradient: bool,
+    group: ProcessGroup | None,
+    options: Options,
+) -> _Prepared:
+    """Check all but the values of tensors, choose a backend, and prepare the forward pass of this process alone."""
+    shard, dtype = checked(hidden, weight, target_ids, bias, group, options), compute_dtype(hidden.dtype)
+    _check_options(options, target_ids, hidden.device, dtype)
+    if options.known is not None:
+        validate(options.known, hidden, target_ids, return_stats=options.return_stats)
+    chosen = choose(OPERATOR, describe(hidden, weight, target_ids, bias, vocab_size=shard.size), options.backend).name
+    cap = _cap(options, dtype)
+    scale = _scale(options, cap, target_ids.numel(), dtype)
+    ready = Ready(chosen)
+    if group is None and options.known is None:
+        memory = options.memory or _DEFAULT
+        inputs = rows_of(hidden), weight, target_ids.reshape(-1), bias, scale, options.ignore_index, cap
+        op = ops["forward_stats" if options.return_stats else "forward"]
+        ready = op.ready(*inputs, memory.saved_mib if needs_gradient else 0, chosen)
+    return shard, ready, None if isinstance(options.temperature, torch.Tensor) else scale, cap
+
+
+def checked(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target_ids: torch.Tensor,
     bias: torch.Tensor | None,
     group: ProcessGroup | None,
     options: Options,
-) -> tuple[Shard, str]:
-    """Check all but the values of tensors; return the shard and the name of the backend."""
+) -> Shard:
+    """Check the tensors but for their values; return the shard."""
     check.tensor("hidden", hidden, check.FLOATS, least=1)
     check.tensor("lm_head_weight", weight, check.FLOATS, ndim=2)
-    columns, dtype = weight.shape[0], compute_dtype(hidden.dtype)
+    columns = weight.shape[0]
     shard = shard_of(columns, group, options.vocab_size, options.vocab_segments)
     check.shape("lm_head_weight", weight, (columns, hidden.shape[-1]), "V, and the last dim of hidden")
     check.target_ids("target_ids", target_ids, hidden.shape[:-1], "the leading dims of hidden")
@@ -230,36 +222,43 @@ def _checked(
     check.same_device(hidden=hidden, lm_head_weight=weight, target_ids=target_ids, bias=bias)
     check.same_dtype(hidden=hidden, lm_head_weight=weight, bias=bias)
     check.ignore_index(options.ignore_index, target_ids)
-    if options.memory is not None and not isinstance(options.memory, Memory):
-        raise TypeError(f"memory: expected Memory(...), got {type(options.memory).__name__}")
-    if options.workspace_mib is not None:
-        check.integer("workspace_mib", options.workspace_mib, least=1)
-    if options.saved_mib is not None:
-        check.integer("saved_mib", options.saved_mib, least=0)
+    return shard
+
+
+def _check_options(options: Options, target_ids: torch.Tensor, device: torch.device, dtype: torch.dtype) -> None:
+    memory = options.memory
+    if memory is not None:
+        if not isinstance(memory, Memory):
+            raise TypeError(f"memory: expected Memory(...), got {type(memory).__name__}")
+        if memory.workspace_mib is not None:
+            check.integer("workspace_mib", memory.workspace_mib, least=1)
+        if memory.saved_mib is not None:
+            check.integer("saved_mib", memory.saved_mib, least=0)
     chains.validate(options.join_tokens)
     check.backend_name(options.backend)
     check.integer("check_rows", options.check_rows, least=0)
-    if options.known is not None:
-        validate(options.known, hidden, target_ids, return_stats=options.return_stats)
-    check.temperature(options.temperature, target_ids.shape, hidden.device, dtype, values=False)
+    check.temperature(options.temperature, target_ids.shape, device, dtype, values=False)
     check.number("softcap", options.softcap, least=0, dtype=dtype)
     check.number("logit_scale", options.logit_scale, above=0, dtype=dtype)
-    call = describe(hidden, weight, target_ids, bias, vocab_size=shard.size)
-    return shard, choose(OPERATOR, call, options.backend).name
 
 
-def _scaled(
-    temperature: float | torch.Tensor, softcap: float, logit_scale: float, dtype: torch.dtype
-) -> tuple[float | torch.Tensor, torch.Tensor | None]:
-    """Return the temperature and the numbers of ``Cap``, or without a cap temperature / logit_scale and None."""
-    if softcap > 0:
-        rate = logit_scale / softcap
-        check.number("softcap", softcap, above=0, dtype=dtype)
-        check.number("logit_scale / softcap", rate, above=0, dtype=dtype)
-        return temperature, scalars(softcap, rate)
-    if logit_scale == 1:
-        return temperature, None
+def _cap(options: Options, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the numbers of ``Cap``, or None if logits are not capped."""
+    softcap, logit_scale = options.softcap, options.logit_scale
+    if not softcap > 0:
+        return None
+    rate = logit_scale / softcap
+    check.number("softcap", softcap, above=0, dtype=dtype)
+    check.number("logit_scale / softcap", rate, above=0, dtype=dtype)
+    return scalars(softcap, rate)
+
+
+def _scale(options: Options, cap: torch.Tensor | None, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the temperature ``[]`` or ``[N]``; without a cap it takes in the scale of the logits."""
+    temperature, logit_scale = options.temperature, options.logit_scale
+    if cap is not None or logit_scale == 1:
+        return scalar_or_rows(temperature, rows, dtype)
     if isinstance(temperature, torch.Tensor):
-        return temperature.to(dtype) / logit_scale, None
+        return scalar_or_rows(temperature.to(dtype) / logit_scale, rows, dtype)
     check.number("temperature / logit_scale", temperature / logit_scale, above=0, dtype=dtype)
-    return temperature / logit_scale, None
+    return scalar(temperature / logit_scale, dtype)

@@ -1,138 +1,132 @@
-"""The autograd function of linear_logp, and its forward pass over the ranks of a group."""
+"""From arguments to results: agreement of ranks, the forward pass, and the autograd function."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib.derivatives import first_order, is_asked_for
-from rl_kernels.linear_logp.inputs import slices
+from rl_kernels.core.torchlib.observed import values_hidden
+from rl_kernels.linear_logp.arguments import Call, Operands, Options, call_of
 from rl_kernels.linear_logp.known import Known, compare, draw, rows_to_check
 from rl_kernels.linear_logp.op import ops
-from rl_kernels.linear_logp.shard import Shard
+from rl_kernels.linear_logp.shard import forward_over_ranks, same_of, summed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
-    from rl_kernels.linear_logp.arguments import Prepared
+OF_ALL_RANKS = ("softcap", "logit_scale", "ignore_index", "return_stats", "check_rows", "join_tokens", "vocab_size")
+"""Options that must be equal on all ranks."""
 
-ROWS = 16384
-"""Rows whose states are exchanged at once: this bounds their memory."""
+
+def agreed(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    target_ids: torch.Tensor,
+    bias: torch.Tensor | None,
+    process_group: ProcessGroup | DeviceMesh | None,
+    options: Options,
+) -> tuple[Operands, Call]:
+    """Check the arguments; in a group of several ranks, also that the ranks agree, unless values are not checked.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong on this rank or, if values are checked, on any.
+    """
+    tensors = hidden, lm_head_weight, target_ids, bias
+    if process_group is None:
+        return call_of(*tensors, None, options)
+    # Imported here: PyTorch may be built without torch.distributed.
+    from rl_kernels.core.distributed import agree_on_kind, group_of
+
+    group = group_of(process_group)
+    # Under torch.compile and graph capture values cannot be read.
+    is_hidden = torch.compiler.is_compiling() or (isinstance(hidden, torch.Tensor) and values_hidden(hidden))
+    if group.size() == 1 or not options.validate or is_hidden:
+        return call_of(*tensors, group, options)
+    error, found = None, None
+    try:
+        found = call_of(*tensors, group, options)
+    except Exception as caught:
+        # Whatever it is, the other ranks would wait for this one.
+        error = caught
+    options_of_all = {name: getattr(options, name) for name in OF_ALL_RANKS}
+    kinds = (getattr(hidden, "dtype", None), getattr(target_ids, "dtype", None), getattr(hidden, "shape", (None,))[-1:])
+    needs_gradient = torch.is_grad_enabled() and getattr(hidden, "requires_grad", False)
+    kind = (
+        "linear_logp",
+        bias is None,
+        options.known is None,
+        needs_gradient,
+        *map(str, (*options_of_all.values(), *kinds)),
+    )
+
+    def same() -> dict[str, object]:
+        assert found is not None
+        backend = found[1].ready.backend
+        compared = {"bias": "none" if bias is None else "given", **options_of_all, "backend": backend}
+        return same_of(hidden, target_ids, options.temperature, options.known, **compared)
+
+    agree_on_kind("linear_logp", group, options.validate, kind, error, same)
+    assert found is not None
+    return found
 
 
 def forward(
-    shard: Shard,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target_ids: torch.Tensor,
-    bias: torch.Tensor | None,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    cap: torch.Tensor | None,
-    return_stats: bool,
-    saved_mib: int | None,
-    backend: str,
-    known: Known | None = None,
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call
 ) -> tuple[torch.Tensor, ...]:
-    """Return (logp, norm, kept), or (logp, logsumexp, entropy, norm, kept) with ``return_stats``.
+    """Return (logp, norm, kept), or (logp, logsumexp, entropy, norm, kept) with ``has_stats``.
 
-    All are of the whole vocabulary, except kept, the logits of this shard that are kept for backward. What is
-    ``known``, of rows ``[N]``, is not computed, and then no logits are kept.
+    All are of the whole vocabulary, except kept, the logits of this shard that are kept for backward. What is known is
+    not computed, and then no logits are kept.
     """
-    if known is not None:
-        return known.results(hidden, return_stats=return_stats)
-    if shard.group is None:
-        op = ops["forward_stats" if return_stats else "forward"]
-        results: tuple[torch.Tensor, ...] = op(
-            hidden, weight, target_ids, bias, temperature, ignore_index, cap, saved_mib, backend
-        )
-        return results
-    from rl_kernels.core.distributed import all_gather
-
-    ranks = shard.group.size()
-    slots = shard.slots(ranks)
-    per_slice = []
-    if saved_mib is None and hidden.shape[0] > ROWS:
-        saved_mib = 0
-    # At least one slice; only one if logits are kept, because joining those of several would copy them.
-    count = max(hidden.shape[0], 1)
-    for rows in slices(count, count if saved_mib or saved_mib is None else ROWS):
-        ids, scale = target_ids[rows], temperature[rows] if temperature.ndim else temperature
-        inputs = hidden[rows], weight, ids, bias, scale, ignore_index, cap
-        packed, kept = ops["states"](*inputs, shard.start, slots, return_stats, saved_mib, backend)
-        gathered = all_gather(packed, shard.group).unflatten(0, (ranks, -1))
-        per_slice.append(ops["finish"](gathered, ids, scale, ignore_index, shard.size, return_stats, backend))
-    logp, lse, entropy, norm = per_slice[0] if len(per_slice) == 1 else map(torch.cat, zip(*per_slice, strict=True))
-    return (logp, lse, entropy, norm, kept) if return_stats else (logp, norm, kept)
+    if call.known is not None:
+        return call.known.results(hidden, return_stats=call.has_stats)
+    if call.shard.group is not None:
+        return forward_over_ranks(hidden, weight, bias, call)
+    results: tuple[torch.Tensor, ...] = ops["forward_stats" if call.has_stats else "forward"].call(
+        *(call.ready, hidden, weight, call.target_ids, bias, call.temperature, call.ignore_index, call.cap),
+        call.saved_mib,
+    )
+    return results
 
 
 @torch.no_grad()
-def check_known(call: Prepared, count: int) -> None:
-    """Form ``count`` rows again, and compare them with what is known; in a group all ranks do.
+def check_known(operands: Operands, call: Call, count: int) -> None:
+    """Recompute ``count`` rows, and compare them with what is known; in a group all ranks do.
 
     Raises:
         BitsDiffer: a row differs.
     """
-    hidden, weight, ids, bias, temperature, ignore_index, cap = call.inputs
-    if not count or not len(ids):
+    hidden, weight, bias = operands
+    if not count or not len(call.target_ids):
         return
     assert call.known is not None
+    rows = rows_to_check(call.target_ids, call.ignore_index, count, draw(call.shard.group))
     has_stats = call.known.logsumexp is not None or call.known.entropy is not None
-    rows = rows_to_check(ids, ignore_index, count, draw(call.shard.group))
-    scale = temperature[rows] if temperature.ndim else temperature
-    inputs = hidden[rows], weight, ids[rows], bias, scale, ignore_index, cap
-    logp, *stats, norm, _ = forward(call.shard, *inputs, has_stats, 0, call.backend)
+    logp, *stats, norm, _ = forward(hidden[rows], weight, bias, call.of_rows(rows, 0)._replace(has_stats=has_stats))
     compare(call.known, rows, Known(logp, norm, *stats))
 
 
-def summed(name: str, group: ProcessGroup | None, dtype: torch.dtype) -> Callable[..., Any]:
-    """Return a raw op of the backward pass; in a group with the sum of the gradient of hidden over its ranks."""
-    op = ops[name]
-    if group is None:
-        return op
-    from rl_kernels.core.distributed import all_reduce
-
-    def call(*args: Any) -> Any:
-        partial, *gradients = op(*args)
-        needed = args[-3 if name == "backward" else -5]
-        return all_reduce(partial, group, dtype=dtype) if needed[0] else partial, *gradients
-
-    call.__name__ = op.__name__
-    return call
-
-
 class LinearLogp(torch.autograd.Function):
-    """Saves the inputs, norm, entropy with ``return_stats``, and at most ``saved_mib`` of the logits.
-
-    What gets no gradient is one tuple, so that autograd does not inspect each.
-    """
+    """Saves the inputs, norm, entropy with ``has_stats``, and at most ``saved_mib`` of the logits."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        without_gradient: tuple[Any, ...],
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call
     ) -> tuple[torch.Tensor, ...]:
         """Return logp, or the three statistics; what is known is not computed."""
-        target_ids, temperature, ignore_index, cap, main_grad, workspace_mib, saved_mib, join_tokens, *rest = (
-            without_gradient
-        )
-        return_stats, start, size, segments, group, backend, *known = rest
-        inputs = (hidden, weight, target_ids, bias, temperature, ignore_index, cap)
-        shard = Shard(start, size, segments, group)
-        *results, norm, kept = forward(shard, *inputs, return_stats, saved_mib, backend, Known.given(*known))
-        entropy = results[2] if return_stats else None
-        save(ctx, *inputs[:5], cap, norm, entropy, kept if kept.shape[1] else None)
+        *results, norm, kept = forward(hidden, weight, bias, call)
+        entropy = results[2] if call.has_stats else None
+        tensors = hidden, weight, call.target_ids, bias, call.temperature, call.cap
+        save(ctx, *tensors, norm, entropy, kept if kept.shape[1] else None)
         ctx.set_materialize_grads(False)
         # Not a saved tensor: other backward passes may add to the buffer before this one runs.
-        ctx.main_grad = main_grad
-        ctx.ignore_index, ctx.workspace_mib, ctx.join_tokens = ignore_index, workspace_mib, join_tokens
-        ctx.shard, ctx.backend = shard, backend
+        ctx.main_grad = call.main_grad
+        ctx.ignore_index, ctx.workspace_mib, ctx.join_tokens = call.ignore_index, call.workspace_mib, call.join_tokens
+        ctx.shard, ctx.backend = call.shard, call.ready.backend
         return tuple(results)
 
     @staticmethod

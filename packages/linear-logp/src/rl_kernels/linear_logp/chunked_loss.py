@@ -26,9 +26,10 @@ from rl_kernels.core.outputs import LogpStats
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.core.saved import are_hooked
-from rl_kernels.linear_logp.arguments import Options, Prepared, RawInputs
-from rl_kernels.linear_logp.autograd import forward, summed
+from rl_kernels.linear_logp.arguments import Call, Operands
+from rl_kernels.linear_logp.autograd import forward
 from rl_kernels.linear_logp.chunks import Chunk, Rows
+from rl_kernels.linear_logp.shard import summed
 
 Loss = Callable[[Any, Chunk], torch.Tensor]
 """``(logp or LogpStats, chunk) -> losses[S]``, of S sequences."""
@@ -41,23 +42,21 @@ class ChunkedLoss(NamedTuple):
     """A call of ``linear_logp_loss``.
 
     Attributes:
-        call: its operands.
+        operands: hidden states, weight and bias.
+        call: the other arguments.
         loss: the callable.
         chunks: what it is called with.
         length: T of sequences that are rows of ``[B, T]``, or None if they are packed.
         grad_scale: the upstream gradient.
-        has_stats: whether the loss takes ``LogpStats``.
-        options: as given.
         is_checked: whether the values of tensors may be read.
     """
 
-    call: Prepared
+    operands: Operands
+    call: Call
     loss: Loss
     chunks: tuple[Chunk, ...]
     length: int | None
     grad_scale: float
-    has_stats: bool
-    options: Options
     is_checked: bool
 
     @torch.no_grad()
@@ -65,46 +64,40 @@ class ChunkedLoss(NamedTuple):
         """Return the sum of all losses."""
         losses = []
         for chunk in self.chunks:
-            results = self._forward(chunk.tokens, 0)[: 3 if self.has_stats else 1]
+            results = self._forward(chunk.tokens, 0)[: 3 if self.call.has_stats else 1]
             losses.append(self._of_chunk(chunk, results))
         return self._sum(losses)
 
     @torch.no_grad()
     def with_gradients(self) -> tuple[torch.Tensor, Gradients]:
         """Return the sum of all losses, and the gradients of hidden, weight and bias; None for one not needed."""
-        hidden = self.call.inputs[0]
+        hidden = self.operands[0]
         totals = _Totals(self, single=len(self.chunks) == 1)
-        upstream = [hidden.new_empty(len(hidden), dtype=self._dtype) for _ in range(3 if self.has_stats else 1)]
+        upstream = [hidden.new_empty(len(hidden), dtype=self._dtype) for _ in range(3 if self.call.has_stats else 1)]
         losses = [self._chunk_losses(chunk, totals, upstream) for chunk in self.chunks]
         return self._sum(losses), totals.gradients()
 
     def _chunk_losses(self, chunk: Chunk, totals: _Totals, upstream: list[torch.Tensor]) -> torch.Tensor:
         """Return the losses of a chunk, and add its gradients to the totals; its logits are freed at the end."""
-        hidden, _, _, bias = self.call.inputs[:4]
+        hidden, _, bias = self.operands
         is_bias = bias is not None and bias.requires_grad
-        step = self.options.join_tokens or (BIAS_STEP if is_bias else STEP)
+        step = self.call.join_tokens or (BIAS_STEP if is_bias else STEP)
         rows = Rows.of(chunk, len(hidden), step)
-        saved_mib = WHOLE if self.options.saved_mib is None else self.options.saved_mib
+        saved_mib = WHOLE if self.call.saved_mib is None else self.call.saved_mib
         *results, norm, kept = self._forward(slice(rows.start, rows.end), saved_mib)
         own = [value[chunk.tokens.start - rows.start :] for value in results]
         losses = self._differentiated(chunk, own, upstream)
         if rows.start < rows.stop or not len(hidden):
-            totals.add(rows, norm, results[2] if self.has_stats else None, kept, upstream)
+            totals.add(rows, norm, results[2] if self.call.has_stats else None, kept, upstream)
         return losses
 
     @property
     def _dtype(self) -> torch.dtype:
-        return compute_dtype(self.call.inputs[0].dtype)
-
-    def inputs_of(self, rows: slice) -> RawInputs:
-        """Return the inputs of the raw ops for some rows."""
-        hidden, weight, ids, bias, temperature, ignore_index, cap = self.call.inputs
-        scale = temperature[rows] if temperature.ndim else temperature
-        return hidden[rows], weight, ids[rows], bias, scale, ignore_index, cap
+        return compute_dtype(self.operands[0].dtype)
 
     def _forward(self, rows: slice, saved_mib: int | None) -> tuple[torch.Tensor, ...]:
-        call = self.call
-        return forward(call.shard, *self.inputs_of(rows), self.has_stats, saved_mib, call.backend)
+        hidden, weight, bias = self.operands
+        return forward(hidden[rows], weight, bias, self.call.of_rows(rows, saved_mib))
 
     def _differentiated(self, chunk: Chunk, results: list[torch.Tensor], upstream: list[torch.Tensor]) -> torch.Tensor:
         """Return the losses of a chunk, and write the gradients of its statistics to their rows of ``upstream``."""
@@ -128,7 +121,7 @@ class ChunkedLoss(NamedTuple):
         """Call the loss with the statistics of a chunk's tokens, and check what it returns."""
         count = chunk.sequences.stop - chunk.sequences.start
         shaped = [value if self.length is None else value.view(count, self.length) for value in results]
-        losses = self.loss(LogpStats(*shaped) if self.has_stats else shaped[0], chunk)
+        losses = self.loss(LogpStats(*shaped) if self.call.has_stats else shaped[0], chunk)
         if not isinstance(losses, torch.Tensor) or not losses.is_floating_point():
             raise TypeError(f"loss: expected it to return a tensor of floats, got {_kind(losses)}")
         if losses.shape != (count,):
@@ -138,7 +131,7 @@ class ChunkedLoss(NamedTuple):
         return losses.to(self._dtype)
 
     def _sum(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        return row_sum(torch.cat(losses)) if losses else self.call.inputs[0].new_zeros((), dtype=self._dtype)
+        return row_sum(torch.cat(losses)) if losses else self.operands[0].new_zeros((), dtype=self._dtype)
 
 
 class _Totals:
@@ -146,8 +139,7 @@ class _Totals:
 
     def __init__(self, loss: ChunkedLoss, *, single: bool) -> None:
         """Make room. ``single``: one chunk gives the gradients of weight and bias in the dtype of the inputs."""
-        call = loss.call
-        hidden, weight, _, bias = call.inputs[:4]
+        call, (hidden, weight, bias) = loss.call, loss.operands
         self._loss, self._dtype = loss, hidden.dtype
         self._needed = [value is not None and value.requires_grad for value in (hidden, weight, bias)]
         wide = compute_dtype(hidden.dtype)
@@ -169,19 +161,20 @@ class _Totals:
     ) -> None:
         """Add the gradients of rows. norm, entropy and kept may have more rows than the backward pass."""
         loss, here = self._loss, slice(rows.start, rows.stop)
-        count, group = rows.stop - rows.start, loss.call.shard.group
-        start, size, segments, _ = loss.call.shard
+        count, call, (hidden, weight, bias) = rows.stop - rows.start, loss.call.of_rows(here, 0), loss.operands
+        (start, size, segments, group), backend = call.shard, call.ready.backend
+        inputs = hidden[here], weight, call.target_ids, bias, call.temperature, call.ignore_index, call.cap
         grads = [value[here] for value in upstream] + [None] * (3 - len(upstream))
         saved = norm[:count], None if entropy is None else entropy[:count], kept[:count] if kept.shape[1] else None
         shard = start, size, segments, group is not None
-        limits = loss.options.workspace_mib, self._needed, loss.options.join_tokens
-        arguments = *loss.inputs_of(here), *saved, *grads, *shard, *limits
+        limits = call.workspace_mib, self._needed, call.join_tokens
+        arguments = *inputs, *saved, *grads, *shard, *limits
         if self._main_grad is None and self._bias_total is None:
             op = summed("backward", group, self._dtype)
-            dhidden, self._dweight, self._dbias = op(*arguments, loss.call.backend)
+            dhidden, self._dweight, self._dbias = op(*arguments, backend)
         else:
             op = summed("backward_main_grad", group, self._dtype)
-            dhidden, self._dbias = op(*arguments, self._main_grad, self._bias_total, loss.call.backend)
+            dhidden, self._dbias = op(*arguments, self._main_grad, self._bias_total, backend)
         if self._dhidden is not None:
             self._dhidden[here] = dhidden
 

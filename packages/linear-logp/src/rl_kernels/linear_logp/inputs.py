@@ -1,13 +1,13 @@
-"""The inputs of a call, cut into pieces of the vocabulary and blocks of rows."""
+"""The inputs of a call as the backends take them, cut into pieces of the vocabulary and blocks of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from rl_kernels.linear_logp.kept import first_kept
+from rl_kernels.linear_logp.vocabulary import BLOCK
 
 
 class Cap(NamedTuple):
@@ -26,34 +26,31 @@ class Cap(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The inputs of a call, as the raw ops take them; weight and bias may be a shard of the vocabulary.
+    """The inputs of a pass; weight and bias may be a shard of the vocabulary.
 
     Attributes:
+        temperature: ``[]`` or ``[N]``; a backend may replace the former by a number.
+        norm: ``[N, 2]`` of the backward pass, as entropy and the upstream gradients, ``[N]``.
+        kept: logits of the last columns (``memory.kept_room``), or None.
         start: the shard's first column in the vocabulary; ids count from the first column of the vocabulary.
-        whole: columns of the vocabulary; None if weight has them all.
-        kept: logits of the last columns (``kept.empty``), or None.
+        vocab: columns of the vocabulary.
     """
 
     hidden: torch.Tensor
     weight: torch.Tensor
     target_ids: torch.Tensor
     bias: torch.Tensor | None
-    temperature: torch.Tensor
+    temperature: Any
     ignore_index: int | None
-    cap_numbers: torch.Tensor | None
-    start: int = 0
-    whole: int | None = None
+    cap: Cap | None
+    norm: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
     kept: torch.Tensor | None = None
-
-    @property
-    def vocab(self) -> int:
-        """The number of columns of the vocabulary."""
-        return self.weight.shape[0] if self.whole is None else self.whole
-
-    @property
-    def cap(self) -> Cap | None:
-        """The cap of the logits, or None."""
-        return None if self.cap_numbers is None else Cap(*self.cap_numbers.tolist())
+    grad_logp: torch.Tensor | None = None
+    grad_logsumexp: torch.Tensor | None = None
+    grad_entropy: torch.Tensor | None = None
+    start: int = 0
+    vocab: int = 0
 
     @property
     def first_kept(self) -> int:
@@ -71,10 +68,21 @@ class Inputs(NamedTuple):
         """Return the inputs of some of the rows."""
         if rows.start == 0 and rows.stop == self.hidden.shape[0]:
             return self
-        temperature = self.temperature[rows] if self.temperature.ndim else self.temperature
-        kept = None if self.kept is None else self.kept[rows]
+        scale = self.temperature
+        per_row = isinstance(scale, torch.Tensor) and scale.ndim > 0
+        of_rows = [None if value is None else value[rows] for value in self[7:13]]
+        operands = self.hidden[rows], self.weight, self.target_ids[rows], self.bias
+        return Inputs._make((*operands, scale[rows] if per_row else scale, *self[5:7], *of_rows, *self[13:]))
+
+    def contiguous(self) -> Inputs:
+        """Return the inputs with ids, temperatures and upstream gradients side by side; one temperature as a number."""
+        logp, lse, entropy = self.grad_logp, self.grad_logsumexp, self.grad_entropy
         return self._replace(
-            hidden=self.hidden[rows], target_ids=self.target_ids[rows], temperature=temperature, kept=kept
+            target_ids=self.target_ids.contiguous(),
+            temperature=number_or_rows(self.temperature),
+            grad_logp=None if logp is None else logp.contiguous(),
+            grad_logsumexp=None if lse is None else lse.contiguous(),
+            grad_entropy=None if entropy is None else entropy.contiguous(),
         )
 
     def keep(self, value: torch.Tensor) -> torch.Tensor:
@@ -83,6 +91,26 @@ class Inputs(NamedTuple):
             return value
         active = self.target_ids != self.ignore_index
         return torch.where(active if value.ndim == 1 else active[:, None], value, 0.0)
+
+
+def number_or_rows(temperature: torch.Tensor) -> Any:
+    """Return the temperature as kernels take it: a number, or one value per row side by side."""
+    return temperature.contiguous() if temperature.ndim else float(temperature)
+
+
+def cap_of(numbers: torch.Tensor | None) -> Cap | None:
+    """Return the cap with these numbers."""
+    return None if numbers is None else Cap(*numbers.tolist())
+
+
+def first_kept(columns: int, width: int) -> int:
+    """Return the first column that is kept, of ``columns``; ``columns`` if none is."""
+    return -(-columns // BLOCK) * BLOCK - width if width else columns
+
+
+def part_of(x: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Return some rows of ``x``; all of them without a view, which costs host time."""
+    return x if rows.start == 0 and rows.stop == x.shape[0] else x[rows]
 
 
 def slices(count: int, width: int) -> Iterator[slice]:

@@ -34,11 +34,6 @@ class Known(NamedTuple):
     logsumexp: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
 
-    @classmethod
-    def given(cls, logp: torch.Tensor | None, norm: torch.Tensor | None, *stats: torch.Tensor | None) -> Known | None:
-        """Return the statistics, or None if there are none."""
-        return None if logp is None or norm is None else cls(logp, norm, *stats)
-
     def of_rows(self, target_ids: torch.Tensor, ignore_index: int | None) -> Known:
         """Return the statistics of rows with these ids ``[N]``: ``norm[N, 2]``, the others ``[N]``; 0 where ignored."""
         active = None if ignore_index is None else target_ids != ignore_index

@@ -11,10 +11,10 @@ from torch._compile import _disable_dynamo
 from rl_kernels.core import validate as check
 from rl_kernels.core.main_grad import fold_grad_into_main_grad, refuse_checkpoint
 from rl_kernels.core.torchlib.observed import values_hidden
-from rl_kernels.linear_logp.arguments import Memory, Options, agreed
+from rl_kernels.linear_logp.arguments import Memory, Options
+from rl_kernels.linear_logp.autograd import agreed
 from rl_kernels.linear_logp.chunked_loss import ChunkedLoss, Gradients, Loss
 from rl_kernels.linear_logp.chunks import chunks_of, offsets_of
-from rl_kernels.linear_logp.run import process_group_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -113,21 +113,20 @@ def linear_logp_loss(
         *(temperature, softcap, logit_scale, ignore_index, return_stats, join_tokens),
         *(memory, vocab_size, vocab_segments, validate, backend),
     )
-    call = agreed(hidden, lm_head_weight, target_ids, bias, process_group_of(process_group), options)
+    operands, call = agreed(hidden, lm_head_weight, target_ids, bias, process_group, options)
     if cu_seqlens is not None and values_hidden(hidden):
         raise ValueError("cu_seqlens: expected None while a CUDA graph is captured, give hidden as [B, T, D]")
     offsets = offsets_of(cu_seqlens, target_ids.shape)
     length = target_ids.shape[1] if cu_seqlens is None else None
     chunks = tuple(chunks_of(offsets, chunk_tokens, hidden.device, length))
     is_checked = validate and not values_hidden(hidden)
-    chunked = ChunkedLoss(call, loss, chunks, length, grad_scale, return_stats, options, is_checked)
-    if not (call.differentiable and torch.is_grad_enabled()):
+    chunked = ChunkedLoss(operands, call, loss, chunks, length, grad_scale, is_checked)
+    if not call.needs_gradient:
         return chunked.losses()
     if call.main_grad is not None:
         refuse_checkpoint("lm_head_weight.main_grad", "linear_logp_loss", "call it outside, or call linear_logp there")
     total, gradients = chunked.with_gradients()
-    leaves = call.inputs[0], call.inputs[1], call.inputs[3]
-    result: torch.Tensor = _PrecomputedGradients.apply(total, gradients, grad_scale, is_checked, *leaves)
+    result: torch.Tensor = _PrecomputedGradients.apply(total, gradients, grad_scale, is_checked, *operands)
     if call.main_grad is not None:
         fold_grad_into_main_grad("lm_head_weight", lm_head_weight, result)
     return result

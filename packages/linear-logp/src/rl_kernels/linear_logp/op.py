@@ -11,12 +11,12 @@ the gradients of hidden and of a bias without a total. Totals have the compute d
 with ``join_tokens`` chains of that many rows are added to them (``sums``).
 
 The last result of ``forward``, ``forward_stats`` and ``states`` are logits that are kept for backward, at most
-``saved_mib`` of them (``kept.empty``). Backward takes them as ``kept``; what is not kept it forms again. Those of
+``saved_mib`` of them (``memory.kept_room``). Backward takes them as ``kept``; it recomputes the others. Those of
 ignored rows, and of columns beyond the weight's, are not defined.
 
 ``states`` and ``finish`` are the forward pass in two parts, between which ranks exchange states: weight and bias are a
 shard that begins at column ``vocab_start`` of ``vocab_size``; ids are those of the whole vocabulary. ``states`` returns
-``packed[slots k + 1, N]`` and ``finish`` takes ``gathered[ranks, slots k + 1, N]`` (``packing``); without ``entropy``
+``packed[slots k + 1, N]`` and ``finish`` takes ``gathered[ranks, slots k + 1, N]`` (``memory``); without ``entropy``
 two of its results are empty. Backward takes a shard too. With ``partial`` its gradient of hidden is the sum over the
 shard, in the compute dtype.
 """
@@ -34,7 +34,7 @@ from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Opera
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.torchlib.ops import define
 from rl_kernels.core.triton_lib.launch import triton_backend
-from rl_kernels.linear_logp import kept, packing
+from rl_kernels.linear_logp import memory
 
 _INPUTS = (
     "Tensor hidden, Tensor weight, Tensor target_ids, Tensor? bias, Tensor temperature, int? ignore_index, Tensor? cap"
@@ -90,7 +90,7 @@ def _continued(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _kept(hidden: torch.Tensor, weight: torch.Tensor, saved_mib: int | None) -> torch.Tensor:
-    return kept.empty(hidden, weight.shape[0], saved_mib)
+    return memory.kept_room(hidden, weight.shape[0], saved_mib)
 
 
 FAKES = {
@@ -105,7 +105,7 @@ FAKES = {
         _kept(hidden, weight, rest[-1]),
     ),
     "states": lambda hidden, weight, *rest: (
-        packing.empty(hidden, rest[-3], entropy=rest[-2])[0],
+        memory.packed_room(hidden, rest[-3], entropy=rest[-2])[0],
         _kept(hidden, weight, rest[-1]),
     ),
     "finish": _finished,

@@ -7,23 +7,22 @@ once a token is known.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from rl_kernels.core import validate as check
-from rl_kernels.core.dispatch import remembered
+from rl_kernels.core.calls import Ready
+from rl_kernels.core.dispatch import choose, remembered
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
 from rl_kernels.core.torchlib.scalars import scalar
-from rl_kernels.linear_logp.arguments import Options, agreed
-from rl_kernels.linear_logp.op import ops
+from rl_kernels.linear_logp.arguments import Options, checked, rows_of
+from rl_kernels.linear_logp.op import OPERATOR, describe, ops
 from rl_kernels.linear_logp.vocabulary import BLOCK
 
 MIB = 1 << 20
-DEFAULTS = Options(validate=False)
-"""Options of the ``linear_logp`` whose bits ``logp`` has."""
 
 
 class LinearLogits(NamedTuple):
@@ -114,28 +113,37 @@ def linear_logits(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
     """
     tensors = autocast_linear(hidden, lm_head_weight, bias)
-    chosen = _chosen(*tensors, backend)
-    # Not in `_chosen`, which is remembered: derivatives are not part of a kind of arguments.
+    ready = _prepare(*tensors, backend)
+    # Not in `_prepare`, which is remembered: derivatives are not part of a kind of arguments.
     no_lost_derivatives("linear_logits", *tensors)
-    rows, weight, added = tensors
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise ValueError("linear_logits: expected no gradients, call it under torch.no_grad()")
-    leading, vocab, dtype = rows.shape[:-1], weight.shape[0], compute_dtype(rows.dtype)
-    rows = rows.flatten(0, -2) if leading else rows[None]
-    count, one = rows.shape[0], scalar(1.0, dtype)
-    ids = torch.zeros(count, dtype=torch.int64, device=rows.device)
-    mib = -(-count * -(-vocab // BLOCK) * BLOCK * dtype.itemsize // MIB)
-    _, norm, logits = ops["forward"](rows, weight, ids, added, one, None, None, mib, chosen)
+    leading, vocab = tensors[0].shape[:-1], lm_head_weight.shape[0]
+    _, norm, logits = ops["forward"].call(ready, *_inputs(*tensors))
     logits = logits[:, :vocab].view(*leading, vocab)
     return LinearLogits(logits, norm.view(*leading, 2), _seen(logits))
 
 
 @remembered
-def _chosen(hidden: torch.Tensor, lm_head_weight: torch.Tensor, bias: torch.Tensor | None, backend: str | None) -> str:
-    """Check the arguments as ``linear_logp`` does, and return the name of its backend."""
+def _prepare(
+    hidden: torch.Tensor, lm_head_weight: torch.Tensor, bias: torch.Tensor | None, backend: str | None
+) -> Ready:
+    """Check the arguments as ``linear_logp`` does, and choose its backend."""
     check.tensor("hidden", hidden, check.FLOATS, least=1)
     ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-    return agreed(hidden, lm_head_weight, ids, bias, None, DEFAULTS._replace(backend=backend)).backend
+    checked(hidden, lm_head_weight, ids, bias, None, Options())
+    check.backend_name(backend)
+    chosen = choose(OPERATOR, describe(hidden, lm_head_weight, ids, bias), backend).name
+    return ops["forward"].ready(*_inputs(hidden, lm_head_weight, bias), chosen)
+
+
+def _inputs(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Any, ...]:
+    """Return the arguments of ``forward``, which keeps all logits; the ids are of no token in particular."""
+    rows, dtype = rows_of(hidden), compute_dtype(hidden.dtype)
+    count, vocab = rows.shape[0], weight.shape[0]
+    mib = -(-count * -(-vocab // BLOCK) * BLOCK * dtype.itemsize // MIB)
+    ids = torch.zeros(count, dtype=torch.int64, device=rows.device)
+    return rows, weight, ids, bias, scalar(1.0, dtype), None, None, mib
 
 
 def _seen(x: torch.Tensor) -> tuple[int, int] | None:

@@ -1,19 +1,27 @@
-"""The part of the vocabulary that this process has, and what the ranks of a group must agree on."""
+"""The part of the vocabulary that this process has, and the passes over the ranks of a group."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.constants import UNIT
+from rl_kernels.linear_logp.inputs import slices
+from rl_kernels.linear_logp.op import ops
 from rl_kernels.linear_logp.vocabulary import SEGMENTS, slots, vocab_shards
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from rl_kernels.linear_logp.arguments import Call
     from rl_kernels.linear_logp.known import Known
+
+
+ROWS = 16384
+"""Rows whose states are exchanged at once: this bounds their memory."""
 
 
 class Shard(NamedTuple):
@@ -108,3 +116,45 @@ def same_of(
         values[name] = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     values |= options
     return values | {f"{name} (hash of its values)": fingerprint(value) for name, value in tensors.items()}
+
+
+def forward_over_ranks(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call
+) -> tuple[torch.Tensor, ...]:
+    """Return what ``autograd.forward`` returns, of the shards of all ranks."""
+    from rl_kernels.core.distributed import all_gather
+
+    shard, backend, saved_mib, group = call.shard, call.ready.backend, call.saved_mib, call.shard.group
+    assert group is not None
+    ranks = group.size()
+    slots = shard.slots(ranks)
+    per_slice = []
+    if saved_mib is None and hidden.shape[0] > ROWS:
+        saved_mib = 0
+    # At least one slice; only one if logits are kept, because joining those of several would copy them.
+    count = max(hidden.shape[0], 1)
+    for rows in slices(count, count if saved_mib or saved_mib is None else ROWS):
+        part = call.of_rows(rows, saved_mib)
+        rest = part.temperature, call.ignore_index
+        inputs = hidden[rows], weight, part.target_ids, bias, *rest, call.cap
+        packed, kept = ops["states"](*inputs, shard.start, slots, call.has_stats, saved_mib, backend)
+        gathered = all_gather(packed, group).unflatten(0, (ranks, -1))
+        per_slice.append(ops["finish"](gathered, part.target_ids, *rest, shard.size, call.has_stats, backend))
+    logp, lse, entropy, norm = per_slice[0] if len(per_slice) == 1 else map(torch.cat, zip(*per_slice, strict=True))
+    return (logp, lse, entropy, norm, kept) if call.has_stats else (logp, norm, kept)
+
+
+def summed(name: str, group: ProcessGroup | None, dtype: torch.dtype) -> Callable[..., Any]:
+    """Return a raw op of the backward pass; in a group with the sum of the gradient of hidden over its ranks."""
+    op = ops[name]
+    if group is None:
+        return op
+    from rl_kernels.core.distributed import all_reduce
+
+    def call(*args: Any) -> Any:
+        partial, *gradients = op(*args)
+        needed = args[-3 if name == "backward" else -5]
+        return all_reduce(partial, group, dtype=dtype) if needed[0] else partial, *gradients
+
+    call.__name__ = op.__name__
+    return call

@@ -4,11 +4,12 @@ With ``join_tokens`` the rows are cut into parts of that many, counted from the 
 Each part is a chain that starts at 0, in buffers of its own; it is then added to the total, rounded to nearest, in
 ascending order. So a batch that is split at multiples of ``join_tokens`` rows gives ``main_grad`` the same bits, and
 appended ignored rows add zeros.
+
+The gradients of hidden of all segments are added by a balanced binary tree that holds few of its terms at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,66 +48,73 @@ class Sums(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """The gradients of weight and bias, and how their tokens are cut.
+    """The gradients of weight and bias.
 
     Attributes:
-        dweight: ``[V, D]`` in the dtype of the inputs; empty with ``main_grad``, or if it is not needed.
+        dweight: ``[V, D]`` in the dtype of the inputs, or None if it is not needed, or added to ``main_grad``.
         main_grad: ``[V, D]`` in the compute dtype, to which dW is added, or None.
-        dbias: ``[V]`` in the compute dtype.
-        needed: whether dW and dbias are needed.
-        join_tokens: rows of a chain, or None for one chain.
+        dbias: ``[V]`` in the compute dtype, or None.
+        is_wide: whether a piece of dW is summed in a buffer of the compute dtype.
+        is_joined: whether chains are added to a total.
     """
 
-    dweight: torch.Tensor
+    dweight: torch.Tensor | None
     main_grad: torch.Tensor | None
-    dbias: torch.Tensor
-    needed: tuple[bool, bool]
-    join_tokens: int | None
+    dbias: torch.Tensor | None
+    is_wide: bool
+    is_joined: bool
 
-    @classmethod
-    def of(
-        cls,
-        dweight: torch.Tensor,
-        main_grad: torch.Tensor | None,
-        dbias: torch.Tensor,
-        needed: Sequence[bool],
-        join_tokens: int | None,
-    ) -> Totals:
-        """Return the totals; ``needed`` lists the gradients of hidden, weight and bias."""
-        _, of_weight, of_bias = needed
-        return cls(dweight, main_grad, dbias, (of_weight, of_bias), join_tokens if of_weight or of_bias else None)
-
-    def rows_of_chain(self, count: int) -> int:
-        """Return the rows of the longest chain of a call of ``count`` rows."""
-        return count if self.join_tokens is None else min(count, self.join_tokens)
-
-    @property
-    def buffers(self) -> int:
-        """How many sums of a piece of dW the chains need: that of a chain, and a total that is wider than dW."""
-        if self.join_tokens is None or not self.needed[0]:
-            return 0
-        return 1 + (self.main_grad is None and self._dtype != self.dweight.dtype)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return compute_dtype(self.dweight.dtype)
-
-    def piece(self, columns: slice, *, in_blocks: bool) -> Sums:
-        """Return the sums of a piece. ``in_blocks``: the rows of a chain do not all come at once."""
-        of_weight, of_bias = self.needed
-        weight = self._weight(columns, in_blocks=in_blocks) if of_weight else None
-        return Sums(weight, self.dbias[columns] if of_bias else None, self.main_grad is not None)
-
-    def _weight(self, columns: slice, *, in_blocks: bool) -> torch.Tensor:
-        """Return main_grad, dW itself if one block completes it, or a wider buffer; 0 where chains are added to it."""
+    def piece(self, columns: slice) -> Sums:
+        """Return the sums of a piece, 0 where chains are added to them."""
+        bias = None if self.dbias is None else self.dbias[columns]
         if self.main_grad is not None:
-            return self.main_grad[columns]
-        total, is_joined = self.dweight[columns], self.join_tokens is not None
-        if (in_blocks or is_joined) and total.dtype != self._dtype:
-            total = torch.empty_like(total, dtype=self._dtype)
-        return total.zero_() if is_joined else total
+            return Sums(self.main_grad[columns], bias, True)
+        if self.dweight is None:
+            return Sums(None, bias, False)
+        weight = self.dweight[columns]
+        if self.is_wide:
+            weight = torch.empty_like(weight, dtype=compute_dtype(weight.dtype))
+        return Sums(weight.zero_() if self.is_joined else weight, bias, False)
 
     def finish(self, columns: slice, total: Sums) -> None:
         """Round the total of a piece to dW, if it is wider."""
-        if total.weight is not None and self.main_grad is None and total.weight.dtype != self.dweight.dtype:
+        if self.is_wide and self.dweight is not None and total.weight is not None:
             self.dweight[columns] = total.weight
+
+
+class Tree:
+    """Adds terms in the order in which they come, by a balanced tree: of four, ``(0 + 1) + (2 + 3)``.
+
+    A term without a sibling is passed up unchanged, as in ``core.distributed.tree_sum``, whose bits these are.
+    """
+
+    def __init__(self, like: torch.Tensor) -> None:
+        """Make a tree for terms with the shape, dtype and device of ``like``, which is the first buffer."""
+        self._free = [like]
+        self._shape = like
+        self._waiting: list[tuple[int, torch.Tensor]] = []
+
+    def buffer(self) -> torch.Tensor:
+        """Return an uninitialized buffer for the next term."""
+        return self._free.pop() if self._free else torch.empty_like(self._shape)
+
+    def add(self, term: torch.Tensor) -> None:
+        """Take the next term, in a buffer of this tree, and add it to its sibling, and their sum to its sibling."""
+        level = 0
+        while self._waiting and self._waiting[-1][0] == level:
+            _, left = self._waiting.pop()
+            left += term
+            self._free.append(term)
+            term, level = left, level + 1
+        self._waiting.append((level, term))
+
+    def total(self) -> torch.Tensor:
+        """Return the sum of all terms, 0 if there are none."""
+        if not self._waiting:
+            return self.buffer().zero_()
+        _, total = self._waiting.pop()
+        while self._waiting:
+            _, left = self._waiting.pop()
+            left += total
+            total = left
+        return total

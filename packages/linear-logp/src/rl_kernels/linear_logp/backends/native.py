@@ -21,9 +21,9 @@ from rl_kernels.core.rowwise.ids import outside, select
 from rl_kernels.core.rowwise.logp_gradient import LogpUpstream, dlogits
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.rowwise.softmax import SoftmaxState, merge, per_row, softmax_state
-from rl_kernels.linear_logp import kept, packing
-from rl_kernels.linear_logp.backward import gradients
-from rl_kernels.linear_logp.inputs import Inputs, slices
+from rl_kernels.linear_logp import memory
+from rl_kernels.linear_logp.backward import Backward, Dlogits, Product
+from rl_kernels.linear_logp.inputs import Inputs, cap_of, slices
 
 BLOCK = 64
 """Rows of a block are a multiple of it, so that no step of dW is cut."""
@@ -56,10 +56,11 @@ def states(
     entropy: bool,
     saved_mib: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the packed states and selected logits of a shard of the vocabulary (``packing``), and its kept logits."""
-    logits = kept.empty(hidden, weight.shape[0], saved_mib)
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start, kept=logits)
-    packed, parts, chosen = packing.empty(hidden, slots, entropy=entropy)
+    """Return the packed states and selected logits of a shard of the vocabulary (``memory``), and its kept logits."""
+    logits = memory.kept_room(hidden, weight.shape[0], saved_mib)
+    operands = hidden, weight, target_ids, bias, temperature, ignore_index, cap_of(cap)
+    inputs = Inputs(*operands, kept=logits, start=vocab_start)
+    packed, parts, chosen = memory.packed_room(hidden, slots, entropy=entropy)
     for rows in _blocks(inputs):
         for unit, state in enumerate(_walk(inputs.block(rows), chosen[rows], entropy=entropy)):
             for number, value in enumerate(state):
@@ -77,50 +78,23 @@ def finish(
     entropy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp, entropy, norm) from the packed states of all shards; two are empty if not wanted."""
-    parts, chosen = packing.unpacked(gathered, target_ids, vocab_size, entropy=entropy)
+    parts, chosen = memory.unpacked(gathered, target_ids, vocab_size, entropy=entropy)
     scale = per_row(temperature, chosen)
     each = (SoftmaxState(top, total, weighted if entropy else None) for top, total, weighted in parts)
-    inputs = Inputs(gathered, gathered, target_ids, None, temperature, ignore_index, None, whole=vocab_size)
+    inputs = Inputs(gathered, gathered, target_ids, None, temperature, ignore_index, None, vocab=vocab_size)
     logp, norm, *stats = _results(inputs, _merged(each, scale), chosen, scale)
     lse, row_entropy = stats or [gathered.new_empty(0), gathered.new_empty(0)]
     return logp, lse, row_entropy, norm
 
 
-def backward(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target_ids: torch.Tensor,
-    bias: torch.Tensor | None,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    cap: torch.Tensor | None,
-    norm: torch.Tensor,
-    entropy: torch.Tensor | None,
-    logits: torch.Tensor | None,
-    grad_logp: torch.Tensor | None,
-    grad_logsumexp: torch.Tensor | None,
-    grad_entropy: torch.Tensor | None,
-    vocab_start: int,
-    vocab_size: int,
-    vocab_segments: int,
-    partial: bool,
-    workspace_mib: int | None,
-    needed: Sequence[bool],
-    join_tokens: int | None = None,
-    main_grad: torch.Tensor | None = None,
-    bias_total: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dhidden, dweight, dbias), empty if not needed; what has a total is added to it instead."""
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start, vocab_size, logits)
-    upstream = LogpUpstream(target_ids, norm, entropy, grad_logp, grad_logsumexp, grad_entropy)
-    sums = needed, join_tokens, main_grad, bias_total
-    return gradients(Steps(), inputs, upstream, vocab_segments, partial, workspace_mib, *sums)
+def backward(*args: Any) -> tuple[torch.Tensor, ...]:
+    """Return (dhidden, dweight, dbias), empty if not needed."""
+    return Backward(Steps(), *args)(*args)
 
 
-def backward_main_grad(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
+def backward_main_grad(*args: Any) -> tuple[torch.Tensor, ...]:
     """Continue the totals, the last two arguments; return (dhidden, dbias), each empty if not needed."""
-    dhidden, _, dbias = backward(*args)  # type: ignore[arg-type]
-    return dhidden, dbias
+    return Backward(Steps(), *args)(*args)
 
 
 def _statistics(
@@ -136,8 +110,9 @@ def _statistics(
     entropy: bool,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Return logp and norm, with entropy also logsumexp and entropy; and the logits that are kept."""
-    logits, results = kept.empty(hidden, weight.shape[0], saved_mib), []
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, kept=logits)
+    logits, results = memory.kept_room(hidden, weight.shape[0], saved_mib), []
+    operands = hidden, weight, target_ids, bias, temperature, ignore_index, cap_of(cap)
+    inputs = Inputs(*operands, kept=logits, vocab=len(weight))
     for rows in _blocks(inputs):
         block = inputs.block(rows)
         scale = per_row(block.temperature, block.hidden)
@@ -198,55 +173,68 @@ def _logits(block: Inputs, columns: slice, out: torch.Tensor | None = None) -> t
 
 
 class Steps:
-    """One piece of the vocabulary for one block of rows of the backward pass."""
+    """One piece of the vocabulary for one block of rows of the backward pass; nothing is prepared."""
 
-    def cut(self, inputs: Inputs, workspace: int, needed: Sequence[bool], buffers: int = 0) -> tuple[int, int]:
+    def cut(
+        self, hidden: torch.Tensor, columns: int, workspace: int, needed: Sequence[bool], buffers: int = 0
+    ) -> tuple[int, int]:
         """Return (piece, height): a piece is a unit; the height is a multiple of 64, at least 64.
 
         The workspace holds a copy of a piece of the weight, its dW total, ``buffers`` like it, and per row a few
         temporaries the size of its logits.
         """
-        size = inputs.hidden.shape[1]
-        item = compute_dtype(inputs.hidden.dtype).itemsize
+        size, item = hidden.shape[1], compute_dtype(hidden.dtype).itemsize
         height = (workspace - UNIT * size * item * (2 + buffers)) // (item * (8 * UNIT + 2 * size))
         return UNIT, max(height // BLOCK, 1) * BLOCK
+
+    def begin(self, inputs: Inputs) -> Inputs:
+        """Return the inputs as they are."""
+        return inputs
 
     def room(self, hidden: torch.Tensor, width: int) -> torch.Tensor:
         """Return room for dz."""
         return hidden.new_empty((hidden.shape[0], width))
 
-    def dlogits(
-        self,
-        block: Inputs,
-        upstream: LogpUpstream,
-        columns: slice,
-        dbias: torch.Tensor | None,
-        dz: torch.Tensor,
-    ) -> None:
+    def dlogits(self, block: Inputs, columns: slice, dbias: torch.Tensor | None, dz: torch.Tensor) -> Dlogits:
         """Write dz, rounded, and add its row sum to dbias."""
-        x = block.kept_part(columns)
-        if x is None:
-            x = _logits(block, columns)
-        room = dz if dz.dtype == x.dtype else None
-        gradient = dlogits(x, per_row(block.temperature, x), upstream, block.start + columns.start, room)
-        if block.cap is not None:
-            gradient *= block.cap.slope(x)
-        if block.ignore_index is not None:
-            gradient.masked_fill_((block.target_ids == block.ignore_index)[:, None], 0.0)
-        if dbias is not None:
-            products.chain_dw(gradient, torch.ones_like(gradient[:, :1]), dbias[:, None])
-        if gradient is not dz:
-            dz.copy_(gradient)
+        return functools.partial(_dlogits, columns)
 
-    def add_dhidden(self, dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
+    def dhidden(self, dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, continues: bool) -> Product:
         """Write ``dz @ weight`` to ``out``, or add it if ``continues``."""
-        product = products.matmul(dz, weight, out=None if continues else out)
-        if continues:
-            out += product
+        return _added_product if continues else _product
 
-    def add_dweight(self, dz: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
+    def dweight(self, dz: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor, *, continues: bool) -> Product:
         """Write ``dz^T @ hidden`` to ``out``, or add it if ``continues``."""
-        total = out if continues else out.new_zeros(out.shape, dtype=compute_dtype(out.dtype))
-        products.chain_dw(dz, hidden, total)
-        if not continues:
-            out.copy_(total)
+        return products.chain_dw if continues else _chain
+
+
+def _dlogits(columns: slice, block: Inputs, dbias: torch.Tensor | None, dz: torch.Tensor) -> None:
+    x = block.kept_part(columns)
+    if x is None:
+        x = _logits(block, columns)
+    room = dz if dz.dtype == x.dtype else None
+    assert block.norm is not None
+    upstream = LogpUpstream(block.target_ids, block.norm, block.entropy, *block[10:13])
+    gradient = dlogits(x, per_row(block.temperature, x), upstream, block.start + columns.start, room)
+    if block.cap is not None:
+        gradient *= block.cap.slope(x)
+    if block.ignore_index is not None:
+        gradient.masked_fill_((block.target_ids == block.ignore_index)[:, None], 0.0)
+    if dbias is not None:
+        products.chain_dw(gradient, torch.ones_like(gradient[:, :1]), dbias[:, None])
+    if gradient is not dz:
+        dz.copy_(gradient)
+
+
+def _product(dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    products.matmul(dz, weight, out=out)
+
+
+def _added_product(dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    out += products.matmul(dz, weight)
+
+
+def _chain(dz: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor) -> None:
+    total = out.new_zeros(out.shape, dtype=compute_dtype(out.dtype))
+    products.chain_dw(dz, hidden, total)
+    out.copy_(total)

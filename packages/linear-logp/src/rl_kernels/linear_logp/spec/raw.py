@@ -83,7 +83,7 @@ def _hold_backward(held: Held, kept: torch.Tensor | None, call: Mapping[str, Any
     if "main_grad" in call:
         total = torch.randn(held.inputs[1].shape)
         continued = total.double() + held.leaves[1].grad
-        backend.backward_main_grad(*arguments, total)
+        backend.backward_main_grad(*arguments, total, None)
         close(total, continued)
 
 
@@ -106,7 +106,7 @@ def hold_shards(held: Held, backend: Any) -> None:
     saved = held.saved
     needed = [True, True, bias is not None]
     parts = [
-        backend.backward(*shard, *saved, logits, *held.rows.upstream, start, vocab, 8, True, 1, needed)
+        backend.backward(*shard, *saved, logits, *held.rows.upstream, start, vocab, 8, True, 1, needed, None)
         for shard, logits, (start, _) in zip(shards, kept, bounds, strict=True)
     ]
     dhidden, *others = zip(*parts, strict=True)

@@ -1,94 +1,89 @@
 """The backward pass of ``cuda-sm90``: dz, and the product of core.
 
 dbias is a chain over tokens whose terms are sums of 16 tokens. Everything else is as in ``backward.py`` and
-``blocks.py`` of the package.
+``memory.py`` of the package.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from rl_kernels.core.cuda.gemm.matmul import matmul
+from rl_kernels.core.cuda.gemm import matmul
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.tensor_map import tensor_map
-from rl_kernels.core.rowwise.logp_gradient import LogpUpstream
-from rl_kernels.linear_logp import blocks
+from rl_kernels.linear_logp import memory
 from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
     BACKWARD,
     BLOCK,
     HEIGHT,
     SWIZZLE,
-    Operands,
+    Fields,
     copyable,
+    maps_of,
     program,
+    read,
 )
+from rl_kernels.linear_logp.backward import Dlogits, Product
 from rl_kernels.linear_logp.inputs import Inputs
 
 ARGS = "({}PPPPPPPPiiii)"
 """Layout of ``struct Args``; ``{}`` is the layout of ``struct Inputs``, its first part."""
 SUMMED = 16
-"""Rows that are summed into one term of dbias."""
+"""Rows of a term of dbias, a step of the canonical chain."""
 KEPT_THREADS, KEPT_COLUMNS = 128, 512
 """Threads and columns of a block that reads kept logits; it has as many rows as are summed."""
 
 
-class Steps(blocks.Blocks):
+class Steps(memory.Blocks):
     """One piece of the vocabulary for one block of rows of the backward pass."""
 
     def summed(self, hidden: torch.Tensor) -> int:
         """Return how many rows are summed into one term of dbias."""
         return SUMMED
 
-    def dlogits(
-        self, block: Inputs, upstream: LogpUpstream, columns: slice, dbias: torch.Tensor | None, dz: torch.Tensor
-    ) -> None:
+    def begin(self, inputs: Inputs) -> Inputs:
+        """Return the inputs in the layouts that the kernels read."""
+        # What TMA cannot read is copied once here, not for each piece.
+        return read(inputs._replace(hidden=copyable(inputs.hidden)))
+
+    def dlogits(self, block: Inputs, columns: slice, dbias: torch.Tensor | None, dz: torch.Tensor) -> Dlogits:
         """Write dz, rounded, and add its row sum to dbias."""
-        hidden, width = block.hidden, columns.stop - columns.start
-        count, device = hidden.shape[0], hidden.device
-        operands = Operands.of(block, hidden)
-        cut = operands.cut
-        sums = None if dbias is None else hidden.new_empty((-(-count // SUMMED), width), dtype=torch.float32)
-        has_entropy, is_capped = upstream.grad_entropy is not None, block.cap is not None
-        made = program(BACKWARD, hidden.dtype, cut, entropy=has_entropy, capped=is_capped)
-        kept = block.kept_part(columns)
-        form = ARGS.format(operands.form)
-        arguments = (
-            *operands.arguments,
-            upstream.norm,
-            # The kernel reads this pointer only if there is an entropy, so it is never null there.
-            upstream.norm if upstream.entropy is None else upstream.entropy,
-            *(upstream.grad_logp, upstream.grad_logsumexp, upstream.grad_entropy),
-            *(sums, kept, dz, columns.start, width, 0 if kept is None else kept.stride(0), dz.stride(0)),
-        )
-        if kept is None:
-            kernel(made, "gradient", f"TTT{form}", device).launch(
-                cut.grid(count, -(-width // BLOCK), hidden.get_device()),
-                cut.threads,
-                *operands.maps,
-                tensor_map(dz, (HEIGHT, SWIZZLE // hidden.itemsize), swizzle=SWIZZLE),
-                *arguments,
-                shared=cut.shared(stores=True),
-            )
+        (count, width), device = dz.shape, dz.device
+        fields, kept, terms = Fields(block), block.kept_part(columns), -(-count // SUMMED)
+        cut, form = fields.cut, ARGS.format(fields.form)
+        has_entropy, sums_bias, is_kept = block.grad_entropy is not None, dbias is not None, kept is not None
+        made = program(BACKWARD, dz.dtype, cut, entropy=has_entropy, capped=block.cap is not None)
+        numbers = columns.start, width, 0 if kept is None else kept.stride(0), dz.stride(0)
+        if is_kept:
+            gradient, grid = kernel(made, "gradient_of_kept", form, device), (terms, -(-width // KEPT_COLUMNS), 1)
+            threads, shared = KEPT_THREADS, 0
         else:
-            grid = -(-count // SUMMED), -(-width // KEPT_COLUMNS)
-            kernel(made, "gradient_of_kept", form, device).launch(grid, KEPT_THREADS, *arguments)
-        if dbias is not None:
-            kernel(made, "add_rows", "PPii", device).launch(-(-width // 256), 256, sums, dbias, count, width)
+            gradient = kernel(made, "gradient", f"TTT{form}", device)
+            grid = cut.grid(count, -(-width // BLOCK), dz.get_device()), 1, 1
+            threads, shared = cut.threads, cut.shared(stores=True)
+        add = kernel(made, "add_rows", "PPii", device) if sums_bias else None
 
-    def add_dhidden(self, dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
+        def step(block: Inputs, dbias: torch.Tensor | None, dz: torch.Tensor) -> None:
+            hidden, norm = block.hidden, block.norm
+            sums = hidden.new_empty((terms, width), dtype=torch.float32) if sums_bias else None
+            members, _order = fields.of(block)
+            logits = block.kept_part(columns) if is_kept else None
+            # The kernel reads the entropy only if it has a gradient, and then it is there.
+            tensors = norm, norm if block.entropy is None else block.entropy, *block[10:13], sums, logits, dz
+            arguments = *members, *[0 if x is None else x.data_ptr() for x in tensors], *numbers
+            if not is_kept:
+                dz_map = tensor_map(dz, (HEIGHT, SWIZZLE // dz.itemsize), swizzle=SWIZZLE)
+                arguments = *maps_of(hidden, block.weight), dz_map, *arguments
+            gradient.start(grid, threads, shared, False, arguments)
+            if add is not None and sums is not None and dbias is not None:
+                add.start((-(-width // 256), 1, 1), 256, 0, False, (sums.data_ptr(), dbias.data_ptr(), count, width))
+
+        return step
+
+    def dhidden(self, dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, continues: bool) -> Product:
         """Write ``dz @ weight`` to ``out``, or continue the chain that ``out`` holds."""
-        matmul(dz, weight, out, continues=continues)
+        return matmul.Product(dz, weight, out, continues=continues)
 
-    def add_dweight(self, dz: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
+    def dweight(self, dz: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor, *, continues: bool) -> Product:
         """Write ``dz^T @ hidden`` to ``out``, or continue the chain that ``out`` holds."""
-        matmul(dz.t(), hidden, out, continues=continues)
-
-
-def backward(
-    hidden: torch.Tensor, weight: torch.Tensor, *others: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dhidden, dweight, dbias), empty if not needed; with ``main_grad``, dweight is added to it instead."""
-    # What TMA cannot read is copied once here, not for each piece.
-    return blocks.backward(Steps(), copyable(hidden), copyable(weight), *others)
+        return matmul.Product(dz, hidden, out, a_transposed=True, continues=continues)

@@ -6,7 +6,7 @@ The device side is ``linear_logp.cuh``.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -93,53 +93,56 @@ def program(
     return Program(PACKAGE, file, "sm_90a", tuple(defines.items()))
 
 
-class Operands(NamedTuple):
-    """The arguments that every kernel takes.
+class Fields:
+    """The members of ``struct Inputs`` for rows of one kind.
 
     Attributes:
         cut: how rows are cut into tiles.
-        maps: TMA tensor maps of hidden and weight.
-        form: layout of the arguments, as a launch takes it.
-        arguments: the fields of ``struct Inputs``.
+        form: layout of the members, as a launch takes it.
     """
 
-    cut: Cut
-    maps: tuple[TensorMap, TensorMap]
-    form: str
-    arguments: tuple[object, ...]
-
-    @classmethod
-    def of(cls, inputs: Inputs, hidden: torch.Tensor) -> Operands:
-        """Return the operands of a call; ``hidden`` (or its copy) and the weight are already ``copyable``."""
-        (count, size), vocab = hidden.shape, inputs.weight.shape[0]
-        cut, device = Cut.of(count), hidden.device
-        bias = None if inputs.bias is None else inputs.bias.contiguous()
-        temperatures, ids, numbers = fields(inputs, count, vocab, size)
-        ignores = inputs.ignore_index is not None
-        order = None
+    def __init__(self, inputs: Inputs) -> None:
+        (count, size), columns = inputs.hidden.shape, inputs.weight.shape[0]
+        cut, ignores = Cut.of(count), inputs.ignore_index is not None
+        self.cut, self.form, self._ignores = cut, INPUTS + (CAP if inputs.cap else ""), ignores
+        self._sizes = inputs.ignore_index or 0, count, columns, size, inputs.start, inputs.vocab, _group()
+        self._tiles, self._sort = -(-count // cut.rows), None
         if ignores and count > cut.rows:
-            order = torch.empty(1 + -(-count // cut.rows), dtype=torch.int32, device=device)
-            made = program(FORWARD, hidden.dtype, cut, entropy=False)
-            sort = kernel(made, "sort_tiles", f"({INPUTS})P", device)
-            sort.launch(1, 1024, *(None, None, ids, None, *numbers), order)
-        maps = (
-            tensor_map(hidden, (HEIGHT, INNER), swizzle=SWIZZLE),
-            tensor_map(inputs.weight, (BLOCK, INNER), swizzle=SWIZZLE),
+            made = program(FORWARD, inputs.hidden.dtype, cut, entropy=False)
+            self._sort = kernel(made, "sort_tiles", f"({INPUTS})P", inputs.hidden.device)
+
+    def of(self, inputs: Inputs) -> tuple[tuple[Any, ...], torch.Tensor | None]:
+        """Return the members as numbers, and a tensor that must live until the kernel is launched.
+
+        Inputs are in the layouts of ``read``; the temperature is a number or one for each row.
+        """
+        ids, scale, bias, cap = inputs.target_ids.data_ptr(), inputs.temperature, inputs.bias, inputs.cap
+        per_row, order = isinstance(scale, torch.Tensor), None
+        numbers = *self._sizes, 1.0 if per_row else scale, self._ignores
+        if self._sort is not None:
+            order = inputs.target_ids.new_empty(1 + self._tiles, dtype=torch.int32)
+            self._sort.start((1, 1, 1), 1024, 0, False, (0, 0, ids, 0, *numbers, order.data_ptr()))
+        pointers = (
+            *(0 if bias is None else bias.data_ptr(), scale.data_ptr() if per_row else 0, ids),
+            0 if order is None else order.data_ptr(),
         )
-        cap = inputs.cap and (*inputs.cap, 1 / inputs.cap.softcap, inputs.cap.softcap * inputs.cap.rate)
-        return cls(cut, maps, INPUTS + (CAP if cap else ""), (bias, temperatures, ids, order, *numbers, *(cap or ())))
+        limits = () if cap is None else (*cap, 1 / cap.softcap, cap.softcap * cap.rate)
+        return (*pointers, *numbers, *limits), order
 
 
-def fields(
-    inputs: Inputs, count: int, columns: int, size: int
-) -> tuple[torch.Tensor | None, torch.Tensor, tuple[object, ...]]:
-    """Return of ``struct Inputs`` the temperatures of rows (or None), the ids, and the numbers."""
-    ids = inputs.target_ids.to(torch.int64).contiguous()
-    per_row, ignores = inputs.temperature.ndim > 0, inputs.ignore_index is not None
-    temperatures = inputs.temperature.contiguous() if per_row else None
-    group, temperature = _group(), 1.0 if per_row else float(inputs.temperature)
-    shard = columns, size, inputs.start, inputs.vocab
-    return temperatures, ids, (inputs.ignore_index or 0, count, *shard, group, temperature, ignores)
+def maps_of(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[TensorMap, TensorMap]:
+    """Return the tensor maps of the operands, which are ``copyable``."""
+    return (
+        tensor_map(hidden, (HEIGHT, INNER), swizzle=SWIZZLE),
+        tensor_map(weight, (BLOCK, INNER), swizzle=SWIZZLE),
+    )
+
+
+def read(inputs: Inputs) -> Inputs:
+    """Return inputs in the layouts that kernels read; hidden states are left as they are."""
+    bias, ids = inputs.bias, inputs.target_ids.to(torch.int64)
+    bias = None if bias is None else bias.contiguous()
+    return inputs._replace(weight=copyable(inputs.weight), target_ids=ids, bias=bias).contiguous()
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from rl_kernels.core.triton_lib.ahead import empty
-from rl_kernels.linear_logp import packing
+from rl_kernels.linear_logp import memory
 from rl_kernels.linear_logp.backends.triton import backend
 
 SIZE, VOCAB, RAGGED = 2048, 32768, 32001
@@ -29,11 +29,11 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
         many = (hidden, weight[:RAGGED], ids, bias.to(dtype), each, -100, torch.tensor([30.0, 0.03], device="cpu"))
         yield partial(backend.forward, *few, KEPT_MIB)
         yield partial(backend.forward_stats, *many, None)
-        gradients = (0, VOCAB, 1, False, 1024, [True, True, False])
+        gradients = (0, VOCAB, 1, False, 1024, [True, True, False], None)
         kept = empty(rows, VOCAB)
         yield partial(backend.backward, *few, norm, None, kept, each, None, None, *gradients)
-        gradients = (0, RAGGED, 1, False, 1024, [True, True, True])
+        gradients = (0, RAGGED, 1, False, 1024, [True, True, True], None)
         yield partial(backend.backward, *many, norm, each, None, each, each, each, *gradients)
-    packed = packing.empty(hidden, 4, entropy=True)[0]
+    packed = memory.packed_room(hidden, 4, entropy=True)[0]
     gathered = packed.new_empty((2, *packed.shape))
     yield partial(backend.finish, gathered, ids, each, -100, RAGGED, True)

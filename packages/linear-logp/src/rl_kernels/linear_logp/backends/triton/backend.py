@@ -13,83 +13,51 @@ from typing import Any
 
 import torch
 
+from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.triton_lib import gemm
-from rl_kernels.core.triton_lib.launch import INTERPRETED, ceil_div
+from rl_kernels.core.triton_lib.launch import INTERPRETED, Launch, ceil_div
 from rl_kernels.core.triton_lib.schedule import processors
-from rl_kernels.linear_logp import blocks, kept, packing
+from rl_kernels.linear_logp import memory
 from rl_kernels.linear_logp.backends.triton import kernels
 from rl_kernels.linear_logp.backends.triton.backward import Steps
-from rl_kernels.linear_logp.backends.triton.tiles import NO_CAP, bias_of, number_or_rows, schedule_of
-from rl_kernels.linear_logp.inputs import Inputs
+from rl_kernels.linear_logp.backends.triton.tiles import NO_CAP, schedule_of
+from rl_kernels.linear_logp.backward import Backward
+from rl_kernels.linear_logp.inputs import first_kept, number_or_rows
 
 
-def forward(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target_ids: torch.Tensor,
-    bias: torch.Tensor | None,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    cap: torch.Tensor | None,
-    saved_mib: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@prepared
+def forward(*args: Any) -> Launches:
     """Return (logp, norm, kept), ``[N]``, ``[N, 2]`` and ``[N, width]``."""
-    logits = kept.empty(hidden, len(weight), saved_mib)
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, kept=logits)
-    logp, _, _, norm = _statistics(inputs, entropy=False)
-    return logp, norm, logits
+    return _Forward(False, *args)
 
 
-def forward_stats(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target_ids: torch.Tensor,
-    bias: torch.Tensor | None,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    cap: torch.Tensor | None,
-    saved_mib: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+@prepared
+def forward_stats(*args: Any) -> Launches:
     """Return (logp, logsumexp, entropy, norm, kept), the first three ``[N]``, then ``[N, 2]`` and ``[N, width]``."""
-    logits = kept.empty(hidden, len(weight), saved_mib)
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, kept=logits)
-    return *_statistics(inputs, entropy=True), logits
+    return _Forward(True, *args)
 
 
-def backward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dhidden, dweight, dbias), each empty if not needed, as ``blocks.backward`` does."""
-    return blocks.backward(Steps(), *args)
+@prepared
+def states(*args: Any) -> Launches:
+    """Return the packed states and selected logits of a shard of the vocabulary (``memory``), and its kept logits."""
+    vocab_start, slots, entropy, saved_mib = args[7:]
+    return _Forward(*(entropy, *args[:7], saved_mib, vocab_start, slots))
 
 
-def backward_main_grad(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
+@prepared
+def backward(*args: Any) -> Launches:
+    """Return (dhidden, dweight, dbias), each empty if not needed."""
+    return Backward(Steps(), *args)
+
+
+@prepared
+def backward_main_grad(*args: Any) -> Launches:
     """Continue the totals, the last two arguments; return (dhidden, dbias), each empty if not needed."""
-    dhidden, _, dbias = backward(*args)
-    return dhidden, dbias
+    return Backward(Steps(), *args)
 
 
-def states(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target_ids: torch.Tensor,
-    bias: torch.Tensor | None,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    cap: torch.Tensor | None,
-    vocab_start: int,
-    slots: int,
-    entropy: bool,
-    saved_mib: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the packed states and selected logits of a shard of the vocabulary (``packing``), and its kept logits."""
-    logits = kept.empty(hidden, len(weight), saved_mib)
-    inputs = Inputs(hidden, weight, target_ids, bias, temperature, ignore_index, cap, vocab_start, kept=logits)
-    if not len(hidden) or not len(weight):
-        return packing.empty(hidden, slots, entropy=entropy)[0], logits
-    parts, chosen = _states(inputs, target_ids.contiguous(), number_or_rows(temperature), entropy=entropy)
-    return packing.pack(hidden, slots, parts, chosen, entropy=entropy), logits
-
-
+@prepared
 def finish(
     gathered: torch.Tensor,
     target_ids: torch.Tensor,
@@ -97,125 +65,116 @@ def finish(
     ignore_index: int | None,
     vocab_size: int,
     entropy: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Launches:
     """Return (logp, logsumexp, entropy, norm) from the packed states of all shards; two are empty if not wanted."""
-    parts, chosen = packing.unpacked(gathered, target_ids, vocab_size, entropy=entropy)
-    results = _results(chosen, entropy=entropy)
-    if len(chosen):
-        ids, number = target_ids.contiguous(), number_or_rows(temperature)
-        _finish(parts, chosen, ids, number, ignore_index, vocab_size, results, entropy=entropy)
-    logp, lse, row_entropy, norm = results
-    return (logp, lse, row_entropy, norm) if entropy else (logp, logp.new_empty(0), logp.new_empty(0), norm)
+    statistics = _statistics(len(target_ids), vocab_size, temperature, ignore_index, entropy)
+
+    def launch(gathered: torch.Tensor, target_ids: torch.Tensor, temperature: torch.Tensor, *_: Any) -> Any:
+        parts, chosen = memory.unpacked(gathered, target_ids, vocab_size, entropy=entropy)
+        logp, norm, lse, row_entropy = memory.statistics(chosen, entropy)
+        if len(chosen):
+            with device_of(parts):
+                ids = target_ids.contiguous()
+                statistics(parts, number_or_rows(temperature), chosen, ids, logp, norm, lse, row_entropy)
+        return (logp, lse, row_entropy, norm) if entropy else (logp, logp.new_empty(0), logp.new_empty(0), norm)
+
+    return launch
 
 
-def _statistics(inputs: Inputs, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (logp, logsumexp, entropy, norm); logsumexp and entropy are written only with ``entropy``."""
-    results = _results(inputs.hidden, entropy=entropy)
-    if len(inputs.hidden):
-        ids, temperature = inputs.target_ids.contiguous(), number_or_rows(inputs.temperature)
-        parts, chosen = _states(inputs, ids, temperature, entropy=entropy)
-        _finish(parts, chosen, ids, temperature, inputs.ignore_index, inputs.vocab, results, entropy=entropy)
-    return results
+def _statistics(count: int, vocab: int, temperature: torch.Tensor, ignore_index: int | None, entropy: bool) -> Launch:
+    """Return the launch that merges the states of all units, and writes the statistics of rows."""
+    units = ceil_div(vocab, kernels.UNIT.value)
+    flags = ignore_index is not None, temperature.ndim > 0, entropy
+    grid = (ceil_div(count, kernels.ROWS.value),)
+    return Launch(kernels.finish, grid, (count, units, vocab, ignore_index or 0, *flags), num_warps=1)
 
 
-def _results(like: torch.Tensor, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return room for (logp, logsumexp, entropy, norm) of the rows of ``like``."""
-    count = len(like)
-    logp, norm = like.new_empty(count, dtype=torch.float32), like.new_empty((count, 2), dtype=torch.float32)
-    lse, row_entropy = (like.new_empty(count, dtype=torch.float32) if entropy else logp for _ in range(2))
-    return logp, lse, row_entropy, norm
+class _Forward:
+    """The forward pass for inputs of one kind; with ``slots`` the states of a shard that begins at column ``start``."""
 
-
-def _states(
-    inputs: Inputs, ids: torch.Tensor, temperature: torch.Tensor | float, *, entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the states of each unit ``[units, 3, N]``, and the logit of each row whose id is one of the columns."""
-    hidden, (count, vocab) = inputs.hidden, (len(inputs.hidden), len(inputs.weight))
-    chosen = hidden.new_empty(count, dtype=torch.float32)
-    # On sm_90 the height of a tile changes no bit: each softmax state belongs to one row.
-    cut = schedule_of("few_rows", hidden)
-    if count > cut.rows:
-        cut = schedule_of("many_rows", hidden)
-    row_tiles, units = -(-count // cut.rows), ceil_div(vocab, kernels.UNIT.value)
-    width = kernels.UNIT.value if row_tiles * units >= 2 * processors(hidden.device) else kernels.BLOCK.value
-    blocks = ceil_div(vocab, width)
-    parts = hidden.new_empty((blocks, 3, count), dtype=torch.float32)
-    flags = {"PER_ROW": inputs.temperature.ndim > 0, "ENTROPY": entropy}
-    cap, is_capped = inputs.cap or NO_CAP, inputs.cap is not None
-    stored = 0 if inputs.kept is None else inputs.kept.shape[1]
-    with device_of(hidden):
-        kernels.states[(row_tiles * blocks,)](
-            (first := gemm.operand(hidden, cut.rows, cut.inner)).of(hidden),
-            *first[1:3],
-            (second := gemm.operand(inputs.weight, kernels.BLOCK.value, cut.inner)).of(inputs.weight),
-            *second[1:3],
-            *bias_of(inputs),
-            *cap,
-            temperature,
-            parts,
-            inputs.kept if stored else parts,
-            inputs.first_kept,
-            stored,
-            count,
-            vocab,
-            hidden.shape[1],
-            width,
-            HIDDEN=first.kind,
-            WEIGHT=second.kind,
-            HAS_BIAS=inputs.bias is not None,
-            CAPPED=is_capped,
-            RAGGED=vocab % kernels.BLOCK.value > 0,
-            KEEPS=stored > 0,
-            BLOCK_M=cut.rows,
-            BLOCK_K=cut.inner,
-            GROUP=cut.group,
-            **flags,
+    def __init__(
+        self,
+        entropy: bool,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        target_ids: torch.Tensor,
+        bias: torch.Tensor | None,
+        temperature: torch.Tensor,
+        ignore_index: int | None,
+        cap: torch.Tensor | None,
+        saved_mib: int | None,
+        start: int = 0,
+        slots: int | None = None,
+    ) -> None:
+        (count, size), vocab = hidden.shape, len(weight)
+        self._entropy, self._slots, self._is_empty = entropy, slots, not (count and vocab)
+        self._width = stored = memory.kept_width(hidden, vocab, saved_mib)
+        if self._is_empty:
+            return
+        # On sm_90 the height of a tile changes no bit: each softmax state belongs to one row.
+        cut = schedule_of("few_rows", hidden)
+        if count > cut.rows:
+            cut = schedule_of("many_rows", hidden)
+        unit, block = kernels.UNIT.value, kernels.BLOCK.value
+        row_tiles, units = ceil_div(count, cut.rows), ceil_div(vocab, unit)
+        width = unit if row_tiles * units >= 2 * processors(hidden.device) else block
+        self._blocks, self._units = ceil_div(vocab, width), units
+        self._hidden, self._weight = gemm.operand(hidden, cut.rows, cut.inner), gemm.operand(weight, block, cut.inner)
+        has_bias, per_row, bias_stride = bias is not None, temperature.ndim > 0, 0 if bias is None else bias.stride(0)
+        self._states = Launch(
+            kernels.states,
+            (row_tiles * self._blocks,),
+            (
+                *(*self._hidden[1:3], *self._weight[1:3], bias_stride, first_kept(vocab, stored), stored),
+                *(count, vocab, size, width, self._hidden.kind, self._weight.kind, has_bias, cap is not None, per_row),
+                *(entropy, vocab % block > 0, stored > 0, cut.rows, cut.inner, cut.group),
+            ),
             num_warps=cut.warps,
             num_stages=cut.stages,
         )
-        at = (hidden, *hidden.stride(), inputs.weight, *inputs.weight.stride(), *bias_of(inputs), *cap)
-        kernels.selected[(ceil_div(count, kernels.SELECTED.value),)](
-            *at,
-            ids,
-            chosen,
-            inputs.start,
-            count,
-            vocab,
-            hidden.shape[1],
-            HAS_BIAS=inputs.bias is not None,
-            CAPPED=is_capped,
-            BLOCK_K=16 if hidden.dtype == torch.float32 and not INTERPRETED else 64,
-            num_warps=4,
-            num_stages=4,
-        )
-        if blocks > units:
-            merged = hidden.new_empty((units, 3, count), dtype=torch.float32)
-            grid = ceil_div(count, kernels.ROWS.value), units
-            kernels.merge_blocks[grid](parts, merged, temperature, count, blocks, **flags, num_warps=1)
-            parts = merged
-    return parts, chosen
+        step = 16 if hidden.dtype == torch.float32 and not INTERPRETED else 64
+        at = *hidden.stride(), *weight.stride(), bias_stride, start, count, vocab, size
+        flags = has_bias, cap is not None, step
+        grid = (ceil_div(count, kernels.SELECTED.value),)
+        self._selected = Launch(kernels.selected, grid, (*at, *flags), num_warps=4, num_stages=4)
+        grid_of_units = ceil_div(count, kernels.ROWS.value), units
+        self._merge = Launch(kernels.merge_blocks, grid_of_units, (count, self._blocks, per_row, entropy), num_warps=1)
+        self._statistics = _statistics(count, vocab, temperature, ignore_index, entropy)
 
-
-def _finish(
-    parts: torch.Tensor,
-    chosen: torch.Tensor,
-    ids: torch.Tensor,
-    temperature: torch.Tensor | float,
-    ignore_index: int | None,
-    vocab: int,
-    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    *,
-    entropy: bool,
-) -> None:
-    """Write the statistics of rows to ``results``, from the states of all units."""
-    logp, lse, row_entropy, norm = results
-    count = len(chosen)
-    with device_of(parts):
-        kernels.finish[(ceil_div(count, kernels.ROWS.value),)](
-            *(parts, temperature, chosen, ids, logp, norm, lse, row_entropy),
-            *(count, len(parts), vocab, ignore_index or 0),
-            HAS_IGNORED=ignore_index is not None,
-            PER_ROW=isinstance(temperature, torch.Tensor),
-            ENTROPY=entropy,
-            num_warps=1,
-        )
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        target_ids: torch.Tensor,
+        bias: torch.Tensor | None,
+        temperature: torch.Tensor,
+        ignore_index: int | None,
+        cap: torch.Tensor | None,
+        *_: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        """Launch the kernels."""
+        count, entropy, slots = len(hidden), self._entropy, self._slots
+        logits = hidden.new_empty((count, self._width), dtype=torch.float32)
+        results: tuple[torch.Tensor, ...] = memory.statistics(hidden, entropy) if slots is None else ()
+        parts = chosen = hidden
+        if not self._is_empty:
+            ids, scale = target_ids.contiguous(), number_or_rows(temperature)
+            numbers, added = NO_CAP if cap is None else cap.tolist(), hidden if bias is None else bias
+            chosen = hidden.new_empty(count, dtype=torch.float32)
+            parts = hidden.new_empty((self._blocks, 3, count), dtype=torch.float32)
+            operands = self._hidden.of(hidden), self._weight.of(weight)
+            with device_of(hidden):
+                self._states(*operands, added, *numbers, scale, parts, logits if self._width else parts)
+                self._selected(hidden, weight, added, *numbers, ids, chosen)
+                if self._blocks > self._units:
+                    merged = hidden.new_empty((self._units, 3, count), dtype=torch.float32)
+                    self._merge(parts, merged, scale)
+                    parts = merged
+                if results:
+                    self._statistics(parts, scale, chosen, ids, *results)
+        if slots is not None:
+            if self._is_empty:
+                return memory.packed_room(hidden, slots, entropy=entropy)[0], logits
+            return memory.pack(hidden, slots, parts, chosen, entropy=entropy), logits
+        logp, norm, lse, row_entropy = results
+        return (logp, lse, row_entropy, norm, logits) if entropy else (logp, norm, logits)

@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 
 from rl_kernels.core.gpu import device_of
-from rl_kernels.core.rowwise.logp_gradient import LogpUpstream
 from rl_kernels.core.triton_lib import gemm
-from rl_kernels.core.triton_lib.launch import ceil_div
+from rl_kernels.core.triton_lib.launch import Launch, ceil_div
 from rl_kernels.core.triton_lib.schedule import processors
-from rl_kernels.linear_logp import blocks
+from rl_kernels.linear_logp import memory
 from rl_kernels.linear_logp.backends.triton import kernels
-from rl_kernels.linear_logp.backends.triton.tiles import NO_CAP, bias_of, number_or_rows, schedule_of
+from rl_kernels.linear_logp.backends.triton.tiles import NO_CAP, schedule_of
+from rl_kernels.linear_logp.backward import Dlogits, Product
 from rl_kernels.linear_logp.inputs import Inputs
 from rl_kernels.linear_logp.vocabulary import BLOCK
 
@@ -21,83 +21,66 @@ KEPT_ROWS = 32
 """Rows of a tile whose logits are kept: it is bound by memory, and more rows would not fit in registers."""
 
 
-class Steps(blocks.Blocks):
+class Steps(memory.Blocks):
     """One piece of the vocabulary for one block of rows of the backward pass."""
 
     def summed(self, hidden: torch.Tensor) -> int:
         """Return how many rows are summed into one term of dbias: the height of a tile."""
         return schedule_of("gradient", hidden).rows
 
-    def dlogits(
-        self, block: Inputs, upstream: LogpUpstream, columns: slice, dbias: torch.Tensor | None, dz: torch.Tensor
-    ) -> None:
+    def dlogits(self, block: Inputs, columns: slice, dbias: torch.Tensor | None, dz: torch.Tensor) -> Dlogits:
         """Write dz, rounded, and add its row sum to dbias."""
-        hidden, weight = block.hidden, block.weight
+        hidden, weight, bias = block.hidden, block.weight, block.bias
         count, width = len(hidden), columns.stop - columns.start
         cut = schedule_of("gradient", hidden)
-        # The sum of a tile's rows depends on which thread holds what, so for dbias the logits are formed again.
+        # The sum of a tile's rows depends on which thread holds what, so for dbias the logits are recomputed.
         kept = block.kept_part(columns) if dbias is None else None
         if kept is not None:
             cut = replace(cut, rows=min(cut.rows, KEPT_ROWS), persistent=False)
-        stored = gemm.described(dz)
         row_tiles = ceil_div(count, cut.rows)
-        tiles = row_tiles * ceil_div(width, kernels.BLOCK.value)
-        partial = hidden.new_empty((row_tiles, width), dtype=torch.float32) if dbias is not None else hidden
-        norm, *others = upstream[1:]
-        saved = [norm if value is None else value for value in others]
-        with device_of(hidden):
-            kernels.dlogits[(min(tiles, processors(hidden.device)) if cut.persistent else tiles,)](
-                (first := gemm.operand(hidden, cut.rows, cut.inner)).of(hidden),
-                *first[1:3],
-                (second := gemm.operand(weight, kernels.BLOCK.value, cut.inner)).of(weight),
-                *second[1:3],
-                *bias_of(block),
-                *(block.cap or NO_CAP),
-                block.target_ids.contiguous(),
-                number_or_rows(block.temperature),
-                norm,
-                *saved,
-                gemm.box_of(dz, cut.rows, kernels.BLOCK.value).of(dz) if stored else dz,
-                0 if stored else dz.stride(0),
-                partial,
-                norm if kept is None else kept,
-                0 if kept is None else kept.stride(0),
-                block.start,
-                block.vocab,
-                count,
-                len(weight),
-                hidden.shape[1],
-                columns.start,
-                width,
-                block.ignore_index or 0,
-                HIDDEN=first.kind,
-                WEIGHT=second.kind,
-                STORED=stored,
-                HAS_BIAS=block.bias is not None,
-                CAPPED=block.cap is not None,
-                PER_ROW=block.temperature.ndim > 0,
-                HAS_IGNORED=block.ignore_index is not None,
-                HAS_LOGP=upstream.grad_logp is not None,
-                HAS_LSE=upstream.grad_logsumexp is not None,
-                HAS_ENTROPY=upstream.grad_entropy is not None,
-                DBIAS=dbias is not None,
-                KEPT=kept is not None,
-                BLOCK_M=cut.rows,
-                BLOCK_K=cut.inner,
-                GROUP=cut.group,
-                PERSISTENT=cut.persistent,
-                num_warps=cut.warps,
-                num_stages=cut.stages,
-            )
-            if dbias is not None:
-                kernels.add_tiles[(ceil_div(width, kernels.BLOCK.value),)](
-                    partial, dbias, row_tiles, width, num_warps=4
+        tiles, is_kept, sums_bias = row_tiles * ceil_div(width, BLOCK), kept is not None, dbias is not None
+        first, second = gemm.operand(hidden, cut.rows, cut.inner), gemm.operand(weight, BLOCK, cut.inner)
+        box = gemm.box_of(dz, cut.rows, BLOCK) if gemm.described(dz) else None
+        launch = Launch(
+            kernels.dlogits,
+            (min(tiles, processors(hidden.device)) if cut.persistent else tiles,),
+            (
+                *(*first[1:3], *second[1:3], 0 if bias is None else bias.stride(0), 0 if box else dz.stride(0)),
+                *(0 if kept is None else kept.stride(0), block.start, block.vocab, count, len(weight)),
+                *(hidden.shape[1], columns.start, width, block.ignore_index or 0, first.kind, second.kind),
+                *(
+                    box is not None,
+                    bias is not None,
+                    block.cap is not None,
+                    isinstance(block.temperature, torch.Tensor),
+                ),
+                *(block.ignore_index is not None, *[grad is not None for grad in block[10:13]], sums_bias, is_kept),
+                *(cut.rows, cut.inner, cut.group, cut.persistent),
+            ),
+            num_warps=cut.warps,
+            num_stages=cut.stages,
+        )
+        add = Launch(kernels.add_tiles, (ceil_div(width, BLOCK),), (row_tiles, width), num_warps=4)
+
+        def step(block: Inputs, dbias: torch.Tensor | None, dz: torch.Tensor) -> None:
+            hidden, norm = block.hidden, block.norm
+            saved = [norm if value is None else value for value in (block.entropy, *block[10:13])]
+            partial = hidden.new_empty((row_tiles, width), dtype=torch.float32) if sums_bias else hidden
+            with device_of(hidden):
+                launch(
+                    *(first.of(hidden), second.of(block.weight), hidden if block.bias is None else block.bias),
+                    *(*(block.cap or NO_CAP), block.target_ids, block.temperature, norm, *saved),
+                    *(box.of(dz) if box else dz, partial, block.kept_part(columns) if is_kept else norm),
                 )
+                if sums_bias:
+                    add(partial, dbias)
 
-    def add_dhidden(self, dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
+        return step
+
+    def dhidden(self, dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, continues: bool) -> Product:
         """Write ``dz @ weight`` to ``out``, or continue the chain that ``out`` holds."""
-        gemm.matmul(dz, weight, out, continues=continues, span=BLOCK)
+        return gemm.Product(dz, weight, out, continues=continues, span=BLOCK)
 
-    def add_dweight(self, dz: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor, *, continues: bool) -> None:
+    def dweight(self, dz: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor, *, continues: bool) -> Product:
         """Write ``dz^T @ hidden`` to ``out``, or continue the chain that ``out`` holds."""
-        gemm.matmul(dz.t(), hidden, out, continues=continues)
+        return gemm.Product(dz, hidden, out, a_transposed=True, continues=continues)

@@ -1,4 +1,4 @@
-"""How rows are cut into tiles, and arguments that several kernels take."""
+"""How rows are cut into tiles, and numbers that several kernels take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_kernels.core.triton_lib.schedule import HALF, Schedule
 from rl_kernels.core.triton_lib.targets import LEAST, shared_memory_of
 from rl_kernels.core.tuned import entry
 from rl_kernels.linear_logp.backends.triton import kernels
-from rl_kernels.linear_logp.inputs import Cap, Inputs
+from rl_kernels.linear_logp.inputs import Cap
 
 NO_CAP = Cap(0.5, 0.5)
 """Stands in for a missing cap and is not read; not 1, for which Triton would compile another kernel."""
@@ -33,13 +33,3 @@ def schedule_of(name: str, hidden: torch.Tensor) -> Schedule:
 @functools.cache
 def _tuned(name: str) -> Schedule:
     return entry("rl_kernels.linear_logp.backends.triton", name, kind=Schedule)
-
-
-def number_or_rows(temperature: torch.Tensor) -> torch.Tensor | float:
-    """Return the temperature as kernels take it: a number, or one value per row side by side."""
-    return temperature.contiguous() if temperature.ndim else float(temperature)
-
-
-def bias_of(inputs: Inputs) -> tuple[torch.Tensor, int]:
-    """Return the bias and its stride; without a bias, a tensor that the kernel does not read."""
-    return (inputs.hidden, 0) if inputs.bias is None else (inputs.bias, inputs.bias.stride(0))
