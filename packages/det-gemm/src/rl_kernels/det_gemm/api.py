@@ -9,7 +9,7 @@ from rl_kernels.core.main_grad import fold_grad_into_main_grad, refuse_checkpoin
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
 from rl_kernels.det_gemm.arguments import prepare_dw, prepare_gemm, prepare_linear
-from rl_kernels.det_gemm.autograd import Product, Settings, needs_graph, output
+from rl_kernels.det_gemm.autograd import Product, Settings, needs_graph, output, raw_product
 from rl_kernels.det_gemm.op import ops
 
 
@@ -109,9 +109,13 @@ def det_linear(
     if main_grad is not None:
         check.main_grad("weight.main_grad", main_grad, weight)
     no_lost_derivatives("det_linear", operand, matrix, bias)
-    settings = Settings(ready, operand.dtype, k_segments, dx_segments, join_tokens, main_grad)
-    multiply = Product.apply if needs_graph(operand, matrix, bias) else output
-    out: torch.Tensor = multiply(operand, matrix, bias, settings)
+    out: torch.Tensor
+    if needs_graph(operand, matrix, bias):
+        settings = Settings(ready, operand.dtype, k_segments, dx_segments, join_tokens, main_grad)
+        out = Product.apply(operand, matrix, bias, settings)
+    else:
+        op, args = raw_product(operand, matrix.t(), bias, operand.dtype, k_segments)
+        out = op.call(ready, *args)
     if main_grad is not None and weight.requires_grad:
         fold_grad_into_main_grad("weight", weight, out)
     return out

@@ -23,7 +23,7 @@ Launches = Callable[..., Any]
 SIZE = 4096
 """Number of kinds at which a memory is cleared."""
 OWN = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Types of tensors that have addresses; a subclass may have none."""
+NUMBERS = frozenset({int, float, bool, str, torch.dtype})
 _memories: list[Memory[Any]] = []
 
 
@@ -59,16 +59,17 @@ def kind_of(args: tuple[Any, ...]) -> tuple[object, ...] | None:
     ``TypeError``: an argument without a hash, such as a symbolic size.
     """
     try:
-        # The type is part of it, because True == 1.
         return tuple(
             [
                 None
                 if x is None
-                else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg(), x.data_ptr() % ALIGNED)
-                if type(x) in OWN
-                else (type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg(), _alignment(x))
-                if isinstance(x, torch.Tensor)
-                else (type(x), tuple(x) if isinstance(x, list) else x)
+                # An index in place of a device, whose hash takes longer.
+                else (kind, x.shape, x.stride(), x.dtype, x.get_device(), x.is_neg(), x.data_ptr() % ALIGNED)
+                if (kind := type(x)) in OWN and x.is_cuda
+                # The type is part of it, because True == 1.
+                else (kind, x)
+                if kind in NUMBERS
+                else _kind_of_other(x)
                 for x in args
             ]
         )
@@ -76,8 +77,11 @@ def kind_of(args: tuple[Any, ...]) -> tuple[object, ...] | None:
         return None
 
 
-def _alignment(x: torch.Tensor) -> int:
-    return 0 if isinstance(x, FakeTensor) else x.data_ptr() % ALIGNED
+def _kind_of_other(x: Any) -> tuple[object, ...]:
+    if isinstance(x, torch.Tensor):
+        alignment = 0 if isinstance(x, FakeTensor) else x.data_ptr() % ALIGNED
+        return type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg(), alignment
+    return type(x), tuple(x) if isinstance(x, list) else x
 
 
 class Ready(NamedTuple):

@@ -206,13 +206,13 @@ def remembered(check: Callable[..., T]) -> Callable[..., T]:
     torch.compile (a graph has guards of its own), while choices are recorded, while a backend is forced outside of the
     call, and while a canary is owed; and what it returns while ops are observed is not remembered.
     """
-    memory = Memory[T]()
+    memories = Memory[T](), Memory[T]()
 
     @functools.wraps(check)
     def look_up(*args: object) -> T:
         if _blocks or _logs or _environment or _mistake or torch.compiler.is_compiling():
             return check(*args)
-        kind = kind_of((_strict, *args))
+        kind, memory = kind_of(args), memories[_strict]
         try:
             result = memory.get(kind)
         except TypeError:

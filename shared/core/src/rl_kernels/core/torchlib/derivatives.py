@@ -27,9 +27,12 @@ class _FirstOrder(torch.autograd.Function):
 
 def first_order(op: Callable[..., Any], *args: Any) -> Any:
     """Call a raw backward op so that differentiating its result raises ``RuntimeError``."""
+    is_compiling = torch.compiler.is_compiling()
+    # With gradients off, as in a backward pass without create_graph, nothing can differentiate the result backward.
+    if not is_compiling and not torch.is_grad_enabled() and forward_ad._current_level < 0:
+        return op(*args)
     no_lost_derivatives(op.__name__, *args)
-    # With gradients off, as in a backward pass without create_graph, nothing can differentiate the result.
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if is_compiling or not torch.is_grad_enabled():
         return op(*args)
     return _FirstOrder.apply(op, *args)
 

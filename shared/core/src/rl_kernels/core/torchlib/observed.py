@@ -30,7 +30,15 @@ def are_plain(*values: Any) -> bool:
 
 def ops_are_observed() -> bool:
     """Say whether ops that are called now are observed, by a profiler or by anything that ``is_traced`` detects."""
-    return is_traced() or _profiler_enabled()
+    # Not a call of is_traced, which would take longer.
+    return (
+        _len_torch_dispatch_stack() > 0
+        or _functorch.maybe_current_level() is not None
+        or _dispatch_tls_is_dispatch_key_included(_BATCHES)
+        or _is_torch_function_mode_enabled()
+        or _get_tracing_state() is not None
+        or _profiler_enabled()
+    )
 
 
 def is_traced() -> bool:
