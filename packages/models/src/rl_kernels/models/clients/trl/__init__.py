@@ -11,15 +11,19 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from rl_kernels.models import invariance
 from rl_kernels.models.clients.trl import continuous
-from rl_kernels.models.clients.trl.checks import KNOWN, check_invariant, check_trainer
+from rl_kernels.models.clients.trl.checks import KNOWN, check_compute_dtype, check_invariant, check_trainer
 from rl_kernels.models.clients.trl.engine import check_engine
 from rl_kernels.models.clients.trl.head import Head, score_with
 from rl_kernels.models.clients.trl.loss import compute_loss, normalizer, objective, rollout_ratio
 from rl_kernels.models.clients.trl.old import take_from_rollout
 from rl_kernels.models.clients.trl.rollout import check_rollout, recorded
+from rl_kernels.models.clients.trl.watch import Watch
 from rl_kernels.models.logits import check_logits
+from rl_kernels.models.master_weights import MasterWeights
 
 __all__ = ["compute_loss", "normalizer", "objective", "rollout_ratio", "use_in"]
 
@@ -29,6 +33,7 @@ def use_in(
     *,
     invariant: bool = False,
     record: bool | None = None,
+    compute_dtype: torch.dtype | None = None,
     backend: str | None = None,
     validate: bool = True,
 ) -> None:
@@ -44,6 +49,9 @@ def use_in(
             ``sampling_per_token_logps``; the metrics ``sampling/sampling_logp_difference`` are their distance to the
             first training pass. By default the value of ``invariant``. With both, they are also the old
             log-probabilities of batches that take several optimizer steps: TRL's pass for these is skipped.
+        compute_dtype: BF16 or FP16: the models' FP32 weights are cast to it, for training, for sampling and for an
+            engine that gets them, and the optimizer updates FP32 copies (``MasterWeights``). None leaves the weights
+            as they are; learning rates of RL are lost in weights of 16 bits.
         backend: backend of the loss, as in ``grpo_loss``.
         validate: whether the loss checks the values of its arguments.
 
@@ -55,11 +63,17 @@ def use_in(
             from the head alone.
     """
     check_trainer(trainer)
+    if compute_dtype is not None:
+        check_compute_dtype(trainer)
     models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
     models = [trainer.accelerator.unwrap_model(model) for model in models]
     bases = [model.get_base_model() if hasattr(model, "get_base_model") else model for model in models]
     if not all("forward" in vars(base) for base in bases):
         raise TypeError(f"trainer: expected TRL's GRPOTrainer with a fused head on its models, as TRL {KNOWN} has it")
+    if compute_dtype is not None:
+        # Before the engine's dtype is compared with theirs.
+        masters = [MasterWeights(base, compute_dtype) for base in bases]
+        _keep_masters(trainer, masters[0])
     record, in_batches = invariant if record is None else record, trainer.use_transformers_continuous_batching
     if record:
         check_rollout(trainer, bases[0])
@@ -86,7 +100,24 @@ def use_in(
         trainer._generate_single_turn = continuous.recorded(*recording, config) if in_batches else recorded(*recording)
         if invariant:
             take_from_rollout(trainer)
-    trainer._compute_loss = partial(compute_loss, trainer, backend=backend, validate=validate)
+    watch = Watch() if invariant else None
+    trainer._compute_loss = partial(compute_loss, trainer, watch=watch, backend=backend, validate=validate)
+
+
+def _keep_masters(trainer: Any, masters: MasterWeights) -> None:
+    """Let the trainer's optimizer, which is made when training begins, update the FP32 weights of its model."""
+    create = trainer.create_optimizer
+
+    def created(*args: Any, **options: Any) -> Any:
+        is_new = trainer.optimizer is None
+        optimizer = create(*args, **options)
+        if is_new:
+            masters.update_by(optimizer)
+        return optimizer
+
+    if trainer.optimizer is not None:
+        masters.update_by(trainer.optimizer)
+    trainer.create_optimizer = created
 
 
 def _make_invariant(models: Sequence[Any]) -> None:

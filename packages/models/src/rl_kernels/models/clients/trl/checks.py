@@ -54,6 +54,21 @@ def check_trainer(trainer: Any) -> None:
         raise ValueError("deepspeed: expected ZeRO-2 at most, with stage 3 no rank holds the whole weight of the head")
 
 
+def check_compute_dtype(trainer: Any) -> None:
+    """Refuse trainers whose wrappers hold, or reduce, the weights themselves.
+
+    Raises:
+        ValueError: the message names the setting.
+    """
+    for name in ("is_fsdp_enabled", "is_deepspeed_enabled"):
+        if getattr(trainer, name, False):
+            raise ValueError(f"compute_dtype: expected None with {name}, which has master weights of its own")
+    if trainer.accelerator.num_processes > 1:
+        raise ValueError("compute_dtype: expected None with several processes, use FSDP's mixed precision there")
+    if trainer.args.fp16:
+        raise ValueError("fp16: expected False with compute_dtype, gradients are not scaled")
+
+
 def check_invariant(trainer: Any, models: Iterable[Any]) -> None:
     """Refuse models that compute a rollout and a training pass differently even under ``invariant``.
 

@@ -8,6 +8,7 @@ import torch
 
 from rl_kernels.grpo_loss import Extras, Normalizer, Objective, grpo_loss_from_advantages
 from rl_kernels.models.clients.trl.metrics import WEIGHTS, log
+from rl_kernels.models.clients.trl.watch import Watch
 
 IMAGES = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
@@ -16,13 +17,16 @@ IMAGES = (
 """Inputs of vision models beside tokens, by TRL's names."""
 
 
-def compute_loss(trainer: Any, model: Any, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
+def compute_loss(
+    trainer: Any, model: Any, inputs: dict[str, Any], *, watch: Watch | None = None, **options: Any
+) -> torch.Tensor:
     """Return the loss of one micro-batch as ``GRPOTrainer._compute_loss`` does, and log its metrics.
 
     Args:
         trainer: after ``use_in``.
         model: the model to train, wrappers included.
         inputs: TRL's batch: ids and masks ``[B, T]`` of prompts and completions, advantages, and what it recorded.
+        watch: compares the batch's log-probs with those of its rollout; None does not.
         options: ``backend`` and ``validate`` of ``grpo_loss``.
 
     Returns:
@@ -38,6 +42,8 @@ def compute_loss(trainer: Any, model: Any, inputs: dict[str, Any], **options: An
     mask = inputs["completion_mask"]
     mask = (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
     old, ref = inputs.get("old_per_token_logps"), inputs.get("ref_per_token_logps")
+    if watch is not None:
+        watch.compare(logps.detach() if old is None else old, inputs.get("sampling_per_token_logps"), mask)
     output = grpo_loss_from_advantages(
         logps,
         old,

@@ -1,7 +1,7 @@
 """vLLM on our operators: rollouts whose log-probabilities are the trainer's, bit for bit. Written for vLLM 0.24.0.
 
-vLLM loads this package by itself (entry point group ``vllm.general_plugins``). With ``RL_KERNELS_VLLM=1`` a model's
-attention runs on ``det_attention`` over vLLM's pages (the backend ``CUSTOM``, then the default), its norms on
+vLLM loads this package by itself (entry point group ``vllm.general_plugins``). With ``RL_KERNELS_VLLM=1``, or after
+``enable()``, a model's attention runs on ``det_attention`` over vLLM's pages (the backend ``CUSTOM``, then the default), its norms on
 ``rms_norm``, its linear layers on ``det_linear``, rotary embedding and SwiGLU on the functions that
 ``invariant(model)`` uses, and logits and the log-probability of a sampled token come from ``linear_logits``. A model
 of transformers under ``invariant`` with ``head_logp`` then computes the same bits for the same tokens. Chunked prefill,
@@ -11,11 +11,27 @@ unless ``VLLM_USE_V2_MODEL_RUNNER`` is set. ``refusals`` raises an error that na
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 
-__all__ = ["register"]
+__all__ = ["enable", "register"]
 
 VARIABLE, RUNNER = "RL_KERNELS_VLLM", "VLLM_USE_V2_MODEL_RUNNER"
+
+
+def enable() -> None:
+    """Turn the plugin on for the engines that this process makes from now on, as ``RL_KERNELS_VLLM=1`` does.
+
+    Call it before an engine, or a trainer with one, is made. A server started elsewhere needs the variable.
+
+    Raises:
+        RuntimeError: vLLM has loaded its plugins already, without this one.
+    """
+    plugins = sys.modules.get("vllm.plugins")
+    if getattr(plugins, "plugins_loaded", False) and os.environ.get(VARIABLE) != "1":
+        raise RuntimeError(f"enable: call it before vLLM makes an engine, or set {VARIABLE}=1")
+    os.environ[VARIABLE] = "1"
 
 
 def register() -> None:
@@ -36,3 +52,7 @@ def register() -> None:
         layers.install()
         logprobs.install()
         refusals.install()
+        # vLLM shows what its own loggers say.
+        logging.getLogger("vllm.rl_kernels").info(
+            "rl-kernels: attention, norms, linear layers and log-probs are its own (%s=1)", VARIABLE
+        )
