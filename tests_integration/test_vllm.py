@@ -40,6 +40,10 @@ OF_LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_parameters": ROPE},
     "llama3": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_parameters": OF_LLAMA3},
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "rope_parameters": ROPE},
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "rope_parameters": ROPE},
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "rope_parameters": ROPE, "pad_token_id": 0},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_parameters": ROPE},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rope_parameters": ROPE},
 }
 

@@ -20,6 +20,10 @@ from rl_kernels.models.clients.vllm.refusals import refuse
 from rl_kernels.norm import rms_norm
 
 
+ROTATED_IN_FP32 = ("olmo2",)
+"""Model types whose queries and keys transformers rotates in FP32, and rounds once."""
+
+
 class Norm(RMSNorm):
     """``rms_norm``, with the residual if vLLM passes one."""
 
@@ -45,7 +49,7 @@ class Gate(SiluAndMul):
 
 
 class _Rotary:
-    """A mixin that rotates by the angles of transformers' own module, in the dtype of the model."""
+    """A mixin that rotates by the angles of transformers' own module, in the dtype in which that does."""
 
     head_size: int
     rotary_dim: int
@@ -65,7 +69,8 @@ class _Rotary:
             rotary_embedding = LlamaRotaryEmbedding(model.hf_text_config)
         # vLLM shares one module among all models of a process with equal rotary embeddings, whatever their lengths.
         places = torch.arange(max(self.max_position_embeddings, model.max_model_len), device=device)[None]
-        cos, sin = rotary_embedding.to(device)(torch.empty(0, dtype=model.dtype, device=device), places)
+        dtype = torch.float32 if model.hf_text_config.model_type in ROTATED_IN_FP32 else model.dtype
+        cos, sin = rotary_embedding.to(device)(torch.empty(0, dtype=dtype, device=device), places)
         # Buffers, because vLLM restores those after its sleep mode.
         self.register_buffer("angles_cos", cos[0].contiguous(), persistent=False)
         self.register_buffer("angles_sin", sin[0].contiguous(), persistent=False)

@@ -36,7 +36,7 @@ def rotary(
     else:
         turns = cos.index_select(0, positions)[None], sin.index_select(0, positions)[None]
         q, k = (x * turns[0][:, None] + _half_turned(x) * turns[1][:, None] for x in (q, k))
-    q, k = (x[0].transpose(0, 1).reshape(x.shape[2], -1) for x in (q, k))
+    q, k = (x[0].transpose(0, 1).reshape(x.shape[2], -1).to(query.dtype) for x in (q, k))
     return q, k
 
 

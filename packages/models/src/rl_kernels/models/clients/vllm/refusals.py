@@ -9,7 +9,10 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from rl_kernels.models.clients.vllm.requests import PLAIN, PROCESSED
 
-COVERED = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+COVERED = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Olmo2ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM"),
+    "Qwen3ForCausalLM",
+)
 """Models whose layers all run on our operators; other models have their own norms, activations or attention."""
 
 
