@@ -20,17 +20,26 @@ from rl_kernels.models.clients.vllm.refusals import refuse
 from rl_kernels.norm import rms_norm
 
 
-ROTATED_IN_FP32 = ("olmo2",)
-"""Model types whose queries and keys transformers rotates in FP32, and rounds once."""
+ROUNDED_ONCE = ("olmo2",)
+"""Model types whose norms and rotary embedding round once, at their end, in transformers."""
+
+
+def _is_rounded_once() -> bool:
+    return get_current_vllm_config().model_config.hf_text_config.model_type in ROUNDED_ONCE
 
 
 class Norm(RMSNorm):
     """``rms_norm``, with the residual if vLLM passes one."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Make the layer as vLLM does."""
+        super().__init__(*args, **options)
+        self.cast_first = not _is_rounded_once()
+
     def _normed(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         refuse("var_hidden_size", self.variance_size_override)
         weight = self.weight if self.has_weight else None
-        return rms_norm(x, weight, eps=self.variance_epsilon, residual=residual)
+        return rms_norm(x, weight, eps=self.variance_epsilon, residual=residual, cast_first=self.cast_first)
 
     forward_native = forward_cuda = forward_cpu = forward_oot = _normed
 
@@ -69,7 +78,7 @@ class _Rotary:
             rotary_embedding = LlamaRotaryEmbedding(model.hf_text_config)
         # vLLM shares one module among all models of a process with equal rotary embeddings, whatever their lengths.
         places = torch.arange(max(self.max_position_embeddings, model.max_model_len), device=device)[None]
-        dtype = torch.float32 if model.hf_text_config.model_type in ROTATED_IN_FP32 else model.dtype
+        dtype = torch.float32 if _is_rounded_once() else model.dtype
         cos, sin = rotary_embedding.to(device)(torch.empty(0, dtype=dtype, device=device), places)
         # Buffers, because vLLM restores those after its sleep mode.
         self.register_buffer("angles_cos", cos[0].contiguous(), persistent=False)
