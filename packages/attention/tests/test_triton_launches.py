@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 
+from rl_kernels.attention import gpu
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
 from rl_kernels.attention.op import ops
 from rl_kernels.attention.spec.raw import dense, expanded, packed, paged, sliced
@@ -292,3 +293,9 @@ def test_arguments_may_have_other_layouts_in_every_call():
             assert torch.equal(rows["GRAD"], grad)
             # The kernels write no key of padding.
             assert not any(x.any() for x in gradients[1:3])
+
+
+def test_an_operand_is_copied_for_one_stride_that_kernels_do_not_read():
+    k = torch.zeros(2, 3, 2, 8).bfloat16()
+    q = torch.zeros(128).bfloat16().as_strided((2, 3, 2, 8), (64, 20, 8, 1))
+    assert gpu.unreadable((q, k, k), expanded=True) == [0]

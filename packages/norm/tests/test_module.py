@@ -13,7 +13,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "theirs", [nn.RMSNorm(48), nn.RMSNorm(48, 1e-3), nn.LayerNorm(48), nn.LayerNorm(48, bias=False)]
+    "theirs", [nn.RMSNorm(48), nn.RMSNorm(48, 1e-3), nn.LayerNorm(48), nn.LayerNorm(48, 1e-2, bias=False)]
 )
 def test_a_module_is_pytorch_s(theirs: nn.RMSNorm | nn.LayerNorm, dtype: torch.dtype) -> None:
     made = RMSNorm if isinstance(theirs, nn.RMSNorm) else LayerNorm

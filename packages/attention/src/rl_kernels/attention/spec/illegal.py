@@ -106,6 +106,7 @@ WRONG_VALUES: tuple[tuple[str, str, Change, str], ...] = (
     ),
     (DENSE, "start beyond the end", _for_each_sequence(k_start=10**6), f"k_start: {RANGE}"),
     (DENSE, "more keys than there are", _for_each_sequence(seqused_k=10**6), f"seqused_k: {RANGE}"),
+    (DENSE, "keys that nothing ignores", _for_each_sequence(seqused_k=-100), rf"seqused_k: {RANGE}.*\]$"),
     (DENSE, "more queries than there are", _for_each_sequence(seqused_q=10**6), f"seqused_q: {RANGE}"),
     (
         *(DENSE, "start beyond the keys in use"),

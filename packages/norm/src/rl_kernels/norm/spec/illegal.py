@@ -26,6 +26,7 @@ ILLEGAL = (
     IllegalCall("bias of one number", edited("bias", lambda b: b[:1]), ValueError, "bias: expected shape", "layer"),
     IllegalCall("bias of integers", edited("bias", torch.Tensor.int), TypeError, "bias: expected dtype", "layer"),
     IllegalCall("bias elsewhere", edited("bias", lambda b: b.to("meta")), ValueError, "bias: expected device", "layer"),
+    IllegalCall("residual not a tensor", given(residual=1.0), TypeError, "residual: expected a tensor", "residual"),
     IllegalCall("residual short", edited("residual", lambda r: r[1:]), ValueError, RESIDUAL, "residual"),
     IllegalCall("residual in FP64", edited("residual", torch.Tensor.double), TypeError, RESIDUAL, "residual"),
     IllegalCall("residual elsewhere", edited("residual", lambda r: r.to("meta")), ValueError, RESIDUAL, "residual"),

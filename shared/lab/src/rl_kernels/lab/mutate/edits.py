@@ -68,11 +68,18 @@ def drawn(sources: Mapping[str, str], seed: int) -> Iterator[tuple[str, Edit]]:
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     for name, value in ast.iter_fields(node):
-        if name in ("annotation", "returns", "decorator_list", "type_params"):
+        if name in ("annotation", "returns", "decorator_list", "type_params") or _is_of_types(node, name):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST) and not isinstance(child, LEFT_ALONE):
                 yield from _walk(child)
+
+
+def _is_of_types(node: ast.AST, name: str) -> bool:
+    """Say whether a field of a node is read by type checkers alone."""
+    if isinstance(node, ast.ClassDef):
+        return name == "keywords"
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, ast.expr | ast.stmt, str]]:
@@ -90,7 +97,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, ast.expr | ast.stmt, str]]:
     if isinstance(node, ast.IfExp):
         yield "branch", node, f"({ast.unparse(node.body)})"
         yield "branch", node, f"({ast.unparse(node.orelse)})"
-    if isinstance(node, ast.If):
+    if isinstance(node, ast.If) and ast.unparse(node.test) != "TYPE_CHECKING":
         yield "branch", node.test, "True"
         yield "branch", node.test, "False"
     if isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):

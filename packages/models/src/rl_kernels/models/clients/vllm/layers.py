@@ -19,7 +19,6 @@ from rl_kernels.models.clients.vllm.ops import rotary, silu_mul
 from rl_kernels.models.clients.vllm.refusals import refuse
 from rl_kernels.norm import rms_norm
 
-
 ROUNDED_ONCE = ("olmo2",)
 """Model types whose norms and rotary embedding round once, at their end, in transformers."""
 
