@@ -49,12 +49,12 @@ def calls() -> dict[str, Call]:
     from rl_kernels.linear_logp import linear_logp
     from rl_kernels.norm import rms_norm
 
-    def rows(*shape: int) -> torch.Tensor:
+    def drawn(*shape: int) -> torch.Tensor:
         return torch.ones(shape, dtype=torch.bfloat16, requires_grad=True)
 
-    x, weight, scale, bias = rows(64, 256), rows(512, 256), rows(256), rows(512)
-    logits, ids = rows(64, 1024), torch.zeros(64, dtype=torch.int64)
-    q, k, v = rows(1, 64, 4, 64), rows(1, 64, 2, 64), rows(1, 64, 2, 64)
+    x, weight, scale, bias = drawn(64, 256), drawn(512, 256), drawn(256), drawn(512)
+    logits, ids = drawn(64, 1024), torch.zeros(64, dtype=torch.int64)
+    q, k, v = drawn(1, 64, 4, 64), drawn(1, 64, 2, 64), drawn(1, 64, 2, 64)
     logp, mask = torch.zeros(8, 16, requires_grad=True), torch.ones(8, 16, dtype=torch.bool)
     rewards = torch.arange(8.0)
 
@@ -135,20 +135,28 @@ def counted(call: Call, backend: str) -> list[int]:
     return [forward.functions, forward.frames, backward.functions, backward.frames]
 
 
+HEAD = ("call", "backend", "forward: functions", "forward: frames", "backward: functions", "backward: frames")
+
+
+def rows() -> list[list[Any]]:
+    """Return the rows of the table."""
+    found: list[list[Any]] = []
+    for name, backends in BACKENDS.items():
+        for backend in backends:
+            with recorded("det_gemm" if name == "det_linear" else name, backend):
+                found.append([name, backend, *counted(calls()[name], backend)])
+    return found
+
+
 def main() -> int:
     """Print the table."""
     parser = Parser("call_path.py", __doc__)
     parser.add_argument("--json", type=writable, help="file for the results")
     args = parser.parse_args()
-    rows = []
-    for name, backends in BACKENDS.items():
-        for backend in backends:
-            with recorded("det_gemm" if name == "det_linear" else name, backend):
-                rows.append([name, backend, *counted(calls()[name], backend)])
-    head = ["call", "backend", "forward: functions", "forward: frames", "backward: functions", "backward: frames"]
-    print(as_table([head, *[[str(cell) for cell in row] for row in rows]]))
+    table = rows()
+    print(as_table([list(HEAD), *[[str(cell) for cell in row] for row in table]]))
     if args.json:
-        write_json(args.json, {"version": 1, "records": [dict(zip(head, row, strict=True)) for row in rows]})
+        write_json(args.json, {"version": 1, "records": [dict(zip(HEAD, row, strict=True)) for row in table]})
     return 0
 
 
