@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from rl_kernels.core import validate as check
-from rl_kernels.core.dispatch import choose
+from rl_kernels.core.calls import Ready
+from rl_kernels.core.dispatch import choose, remembered
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.torchlib.derivatives import first_order, no_lost_derivatives
 from rl_kernels.core.torchlib.scalars import scalar
@@ -35,6 +36,17 @@ def scaled_add(x: torch.Tensor, y: torch.Tensor, *, scale: float = 1.0, backend:
         BackendUnavailable: the requested backend cannot run this call.
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
+    ready = _prepare(x, y, scale, backend)
+    no_lost_derivatives("scaled_add", x, y)
+    arguments = _raw(x, y, scale)
+    needs_grad = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
+    out: torch.Tensor = _ScaledAdd.apply(*arguments, ready) if needs_grad else ops["forward"].call(ready, *arguments)
+    return out.view(x.shape)
+
+
+@remembered
+def _prepare(x: torch.Tensor, y: torch.Tensor, scale: float, backend: str | None) -> Ready:
+    """Check the arguments, choose a backend, and prepare its launches."""
     check.tensor("x", x, check.FLOATS, least=1)
     check.tensor("y", y, check.FLOATS)
     check.same_dtype(x=x, y=y)
@@ -42,25 +54,23 @@ def scaled_add(x: torch.Tensor, y: torch.Tensor, *, scale: float = 1.0, backend:
     check.shape("y", y, x.shape, "that of x")
     check.number("scale", scale)
     check.backend_name(backend)
-    no_lost_derivatives("scaled_add", x, y)
-    chosen = choose(OPERATOR, describe(x), backend).name
+    return ops["forward"].ready(*_raw(x, y, scale), choose(OPERATOR, describe(x), backend).name)
+
+
+def _raw(x: torch.Tensor, y: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the arguments of the raw op, but for the backend."""
     rows = -1 if x.numel() else 0
-    arguments = (
-        x.reshape(rows, x.shape[-1]),
-        y.reshape(rows, x.shape[-1]),
-        scalar(scale, compute_dtype(x.dtype)),
-        chosen,
-    )
-    needs_grad = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
-    return (_ScaledAdd.apply(*arguments) if needs_grad else ops["forward"](*arguments)).view(x.shape)
+    number = scalar(scale, compute_dtype(x.dtype))
+    return x.reshape(rows, x.shape[-1]), y.reshape(rows, x.shape[-1]), number
 
 
 class _ScaledAdd(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, backend: str) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, ready: Ready) -> torch.Tensor:
         ctx.save_for_backward(scale)
-        ctx.backend = backend
-        return ops["forward"](x, y, scale, backend)
+        ctx.backend = ready.backend
+        out: torch.Tensor = ops["forward"].call(ready, x, y, scale)
+        return out
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
