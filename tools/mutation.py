@@ -144,7 +144,12 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 for number, candidate in enumerate(islice(candidates, missing))
             }
             for future in as_completed(places):
-                judgment = future.result()
+                try:
+                    judgment = future.result()
+                except RuntimeError:
+                    # Otherwise the pool would judge all that waits before the error is seen.
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
                 if judgment is None:
                     continue
                 judgments[places[future]] = judgment
