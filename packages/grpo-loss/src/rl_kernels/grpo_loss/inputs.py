@@ -64,15 +64,17 @@ class Options(NamedTuple):
 def resolved(inputs: Inputs, divisor: Divisor, values: bool) -> Inputs:
     """Return the inputs with the values that only tensors or lists tell; ``values`` also checks offsets of groups."""
     current, count = inputs.current_logps, divisor.tensor
-    check.tensor("current_logps", current, check.FLOATS)
+    check.tensor("current_logps", current, check.FLOATS, ndim=2 if inputs.cu_seqlens is None else 1)
+    if inputs.cu_seqlens is not None:
+        _check_offset_tensor(inputs)
     if divisor.number == 0:
         # As a tensor, because the raw ops read the number 0 as no divisor.
         count = current.new_zeros(())
     boundaries, max_seqlen = inputs.boundaries, inputs.max_seqlen
     if boundaries is not None:
+        _check_rewards(inputs)
         boundaries = boundaries_of(inputs.scores, inputs.samples, boundaries, values=values)
     if inputs.cu_seqlens is not None and max_seqlen is None:
-        _check_offset_tensor(inputs)
         max_seqlen = _longest(inputs.cu_seqlens)
     return inputs._replace(boundaries=boundaries, max_seqlen=max_seqlen, given_count=count)
 
@@ -91,8 +93,7 @@ def check_inputs(inputs: Inputs, objective: Objective, divisor_name: str) -> Non
         _check_offset_tensor(inputs)
         check.integer("max_seqlen", inputs.max_seqlen, least=0, most=check.INT32)
     if inputs.scored == "rewards":
-        check.tensor("rewards", inputs.scores, check.FLOATS, ndim=1)
-        check.shape("rewards", inputs.scores, (inputs.batch,), "one per sequence of current_logps")
+        _check_rewards(inputs)
     else:
         _check_scores("advantages", inputs.scores, inputs)
     check.same_device(current_logps=current, **{inputs.scored: inputs.scores})
@@ -105,6 +106,11 @@ def check_inputs(inputs: Inputs, objective: Objective, divisor_name: str) -> Non
     if inputs.rollout_ratio is not None:
         _check_scores("rollout_ratio", inputs.rollout_ratio, inputs)
     check.same_device(current_logps=current, rollout_ratio=inputs.rollout_ratio, **{divisor_name: inputs.given_count})
+
+
+def _check_rewards(inputs: Inputs) -> None:
+    check.tensor("rewards", inputs.scores, check.FLOATS, ndim=1)
+    check.shape("rewards", inputs.scores, (inputs.batch,), "one per sequence of current_logps")
 
 
 def _check_tokens(inputs: Inputs) -> None:

@@ -41,7 +41,7 @@ class Steps(memory.Blocks):
         tiles, is_kept, sums_bias = row_tiles * ceil_div(width, BLOCK), kept is not None, dbias is not None
         first, second = gemm.operand(hidden, cut.rows, cut.inner), gemm.operand(weight, BLOCK, cut.inner)
         box = gemm.box_of(dz, cut.rows, BLOCK) if gemm.described(dz) else None
-        launch = Launch(
+        form = Launch(
             kernels.dlogits,
             (min(tiles, processors(hidden.device)) if cut.persistent else tiles,),
             (
@@ -67,7 +67,7 @@ class Steps(memory.Blocks):
             saved = [norm if value is None else value for value in (block.entropy, *block[10:13])]
             partial = hidden.new_empty((row_tiles, width), dtype=torch.float32) if sums_bias else hidden
             with device_of(hidden):
-                launch(
+                form(
                     *(first.of(hidden), second.of(block.weight), hidden if block.bias is None else block.bias),
                     *(*(block.cap or NO_CAP), block.target_ids, block.temperature, norm, *saved),
                     *(box.of(dz) if box else dz, partial, block.kept_part(columns) if is_kept else norm),
