@@ -37,7 +37,7 @@ def config(**changes: Any) -> Any:
     ("changes", "message"),
     [
         ({"attention_config": SimpleNamespace(backend=None)}, "attention_backend: expected 'CUSTOM'"),
-        ({"architectures": ["Gemma2ForCausalLM"]}, "architectures: expected LlamaForCausalLM or Qwen3ForCausalLM"),
+        ({"architectures": ["Gemma2ForCausalLM"]}, "architectures: expected LlamaForCausalLM or .* or Qwen3ForCausalLM"),
         ({"quantization": "fp8"}, "quantization: expected None"),
         ({"lora_config": object()}, "enable_lora: expected None"),
         ({"speculative_config": object()}, "speculative_config: expected None"),
