@@ -9,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parents[1]
-WORDS = 16
-"""Of the vocabulary of a small trainer."""
 
 
 @pytest.fixture(scope="session")
@@ -35,48 +32,8 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def trainer_of() -> Callable[..., Any]:
-    """Return a maker of small trainers of TRL in a folder, with an adapter, and the options of ``GRPOConfig``."""
-    trl = pytest.importorskip("trl")
+    """Return ``small_trainer.trainer_in``; skip where there is no TRL."""
+    pytest.importorskip("trl")
+    from small_trainer import trainer_in
 
-    def made(folder: Path, adapter: Any = None, **options: Any) -> Any:
-        from datasets import Dataset
-        from tokenizers import Tokenizer, models, pre_tokenizers
-        from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-        words = {"<eos>": 0, "<pad>": 1, "<unk>": 2, **{f"w{i}": i + 3 for i in range(WORDS - 3)}}
-        raw = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-        raw.pre_tokenizer = pre_tokenizers.Whitespace()
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
-        )
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, eos_token_id=0, pad_token_id=1, bos_token_id=0, **sizes))
-        # With a KL, TRL loads the reference from where the model came from.
-        model.save_pretrained(folder / "model")
-        model = LlamaForCausalLM.from_pretrained(folder / "model")
-        config = trl.GRPOConfig(
-            output_dir=str(folder),
-            use_cpu=True,
-            report_to=[],
-            max_steps=4,
-            logging_steps=1,
-            save_strategy="no",
-            learning_rate=1e-2,
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
-            num_generations=4,
-            max_completion_length=8,
-            disable_tqdm=True,
-            seed=3,
-            **({"num_iterations": 2, "gradient_checkpointing": False, "bf16": False} | options),
-        )
-
-        def reward(completions: list[str], **_: Any) -> list[float]:
-            return [float(text.count("w1")) - 0.1 * len(text.split()) for text in completions]
-
-        data = Dataset.from_dict({"prompt": ["w1 w2 w3", "w4 w5"] * 8})
-        made = {"model": model, "reward_funcs": reward, "args": config, "train_dataset": data, "peft_config": adapter}
-        return trl.GRPOTrainer(**made, processing_class=tokenizer)
-
-    return made
+    return trainer_in

@@ -24,6 +24,7 @@ from rl_kernels.models.clients.trl.rollout import check_rollout, recorded
 from rl_kernels.models.clients.trl.watch import Watch
 from rl_kernels.models.logits import check_logits
 from rl_kernels.models.master_weights import MasterWeights
+from rl_kernels.models.merged_adapters import merge_adapters
 
 __all__ = ["compute_loss", "normalizer", "objective", "rollout_ratio", "use_in"]
 
@@ -63,25 +64,25 @@ def use_in(
             from the head alone.
     """
     check_trainer(trainer)
-    if compute_dtype is not None:
-        check_compute_dtype(trainer)
     models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
     models = [trainer.accelerator.unwrap_model(model) for model in models]
     bases = [model.get_base_model() if hasattr(model, "get_base_model") else model for model in models]
     if not all("forward" in vars(base) for base in bases):
         raise TypeError(f"trainer: expected TRL's GRPOTrainer with a fused head on its models, as TRL {KNOWN} has it")
     if compute_dtype is not None:
-        # Before the engine's dtype is compared with theirs.
-        masters = [MasterWeights(base, compute_dtype) for base in bases]
-        _keep_masters(trainer, masters[0])
+        check_compute_dtype(trainer, compute_dtype)
     record, in_batches = invariant if record is None else record, trainer.use_transformers_continuous_batching
     if record:
         check_rollout(trainer, bases[0])
         if in_batches:
             continuous.check_settings(trainer)
     in_fp32 = trainer.args.cast_lm_head_to_fp32
+    dtype = bases[0].dtype
     if invariant and trainer.use_vllm:
-        check_engine(trainer, bases[0].dtype)
+        check_engine(trainer, compute_dtype if compute_dtype and dtype == torch.float32 else dtype)
+    if compute_dtype is not None:
+        masters = [MasterWeights(base, compute_dtype) for base in bases]
+        _keep_masters(trainer, masters[0])
     heads = [Head(base, trainer.temperature, in_fp32=in_fp32, entropy=base is bases[0]) for base in bases]
     # A model of several dtypes may run only under autocast.
     with trainer.accelerator.autocast():
@@ -91,6 +92,8 @@ def use_in(
             check_invariant(trainer, bases)
     if invariant:
         _make_invariant(bases)
+        if trainer.use_vllm and hasattr(trainer.model, "peft_config"):
+            merge_adapters(bases[0])
     for base, head in zip(bases, heads, strict=True):
         score_with(base, head, places=invariant, around=trainer.accelerator.autocast)
     if record:

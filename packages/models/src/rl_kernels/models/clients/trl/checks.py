@@ -54,8 +54,8 @@ def check_trainer(trainer: Any) -> None:
         raise ValueError("deepspeed: expected ZeRO-2 at most, with stage 3 no rank holds the whole weight of the head")
 
 
-def check_compute_dtype(trainer: Any) -> None:
-    """Refuse trainers whose wrappers hold, or reduce, the weights themselves.
+def check_compute_dtype(trainer: Any, dtype: torch.dtype) -> None:
+    """Refuse trainers without FP32 weights, and those whose wrappers hold, or reduce, the weights themselves.
 
     Raises:
         ValueError: the message names the setting.
@@ -67,6 +67,12 @@ def check_compute_dtype(trainer: Any) -> None:
         raise ValueError("compute_dtype: expected None with several processes, use FSDP's mixed precision there")
     if trainer.args.fp16:
         raise ValueError("fp16: expected False with compute_dtype, gradients are not scaled")
+    trained = {value.dtype for value in trainer.model.parameters() if value.requires_grad}
+    if torch.float32 not in trained:
+        raise ValueError(
+            f"compute_dtype: expected a model with weights in FP32, which are rounded to {dtype} for each pass, got "
+            f'{", ".join(map(str, trained))}; set model_init_kwargs={{"dtype": "float32"}} in GRPOConfig'
+        )
 
 
 def check_invariant(trainer: Any, models: Iterable[Any]) -> None:

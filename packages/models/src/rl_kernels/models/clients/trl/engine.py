@@ -6,6 +6,7 @@ from typing import Any
 
 from rl_kernels.models.clients.vllm import VARIABLE
 from rl_kernels.models.clients.vllm.requests import PLAIN
+from rl_kernels.models.merged_adapters import check_adapters
 
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Options of sampling that a trainer has as attributes."""
@@ -16,7 +17,7 @@ def check_engine(trainer: Any, dtype: Any) -> None:
 
     Args:
         trainer: GRPOTrainer with ``use_vllm``.
-        dtype: dtype of the model that is trained.
+        dtype: dtype in which the model computes.
 
     Raises:
         ValueError: the message names the setting and the remedy.
@@ -30,10 +31,7 @@ def check_engine(trainer: Any, dtype: Any) -> None:
     if trainer.args.cast_lm_head_to_fp32:
         raise ValueError("cast_lm_head_to_fp32: expected False with invariant and use_vllm: vLLM's head is not cast")
     if hasattr(trainer.model, "peft_config"):
-        raise ValueError(
-            "peft_config: expected none with invariant and use_vllm: vLLM gets merged weights, training adds the "
-            "adapter's product apart"
-        )
+        _check_adapters(trainer)
     generation: Any = getattr(trainer, "vllm_generation", None)
     engine = getattr(generation, "llm", None)
     if engine is not None:
@@ -45,9 +43,29 @@ def check_engine(trainer: Any, dtype: Any) -> None:
         engine_dtype = generation.vllm_client.get_server_info()["model_config"]["dtype"]
     else:
         return
-    if str(engine_dtype).removeprefix("torch.") != str(dtype).removeprefix("torch."):
+    _check_dtype(trainer, *(str(each).removeprefix("torch.") for each in (engine_dtype, dtype)))
+
+
+def _check_adapters(trainer: Any) -> None:
+    """Refuse adapters whose merged weights, which TRL sends to vLLM, training cannot compute with."""
+    for name in ("is_fsdp_enabled", "is_deepspeed_enabled"):
+        if getattr(trainer, name, False):
+            raise ValueError(f"peft_config: expected none with invariant, use_vllm and {name}, which shards weights")
+    check_adapters(trainer.model)
+
+
+def _check_dtype(trainer: Any, engine: str, model: str) -> None:
+    """Refuse a model that computes in another dtype than the engine."""
+    if engine != model:
+        remedy = f'set model_init_kwargs={{"dtype": "{engine}"}} in GRPOConfig'
+        if model == "float32":
+            remedy = (
+                f"call use_in(..., compute_dtype=torch.{engine}), which keeps FP32 weights for the optimizer, or {remedy}"
+            )
+        raise ValueError(f"dtype: expected {engine} as in vLLM's engine, the trainer's model has {model}; {remedy}")
+    autocast = {"no": model, "bf16": "bfloat16", "fp16": "float16"}[trainer.accelerator.mixed_precision]
+    if autocast != model:
         raise ValueError(
-            f"dtype: expected {engine_dtype} as in vLLM's engine, the trainer's model has {dtype}; "
-            "for a model that TRL loads "
-            f'set model_init_kwargs={{"dtype": "{str(engine_dtype).removeprefix("torch.")}"}} in GRPOConfig'
+            f"bf16, fp16: expected passes in {model} as in vLLM's engine, the trainer's autocast is {autocast}; "
+            "set both to False in GRPOConfig"
         )
