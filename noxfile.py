@@ -146,7 +146,7 @@ def trl(session: nox.Session) -> None:
     """Compare our scores and loss with TRL's own: the same tensors, small models of some families, a small trainer."""
     borrow(session)
     install(session, *SHARED, *siblings(MODELS), MODELS)
-    session.install(*PINNED, "trl", "transformers", "peft", "pytest-xdist")
+    session.install(*PINNED, "trl", "transformers", "peft", "bitsandbytes", "torchao", "pytest-xdist")
     env = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     files = sorted(map(str, (ROOT / "tests_integration").glob("test_trl*.py")))
     session.run("python", "-m", "pytest", *SPREAD, *files, *session.posargs, env=env)
@@ -179,14 +179,14 @@ def verl(session: nox.Session) -> None:
 
 @nox.session(**BORROWING)
 def vllm(session: nox.Session) -> None:
-    """Run vLLM's engine with the plugin on the CPU, and compare its log-probs with those of training."""
+    """Run vLLM's engine with the plugin on the CPU, alone and in TRL; compare its log-probs with those of training."""
     borrow(session)
     install(session, *SHARED, *siblings(MODELS), MODELS)
-    session.install(*PINNED, *VLLM)
+    session.install(*PINNED, *VLLM, "trl", "peft")
     session.install("--no-deps", "vllm==0.24.0")
     session.install(*PINNED, "pytest-xdist")
     env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    files = [str(ROOT / "tests_integration" / f"test_vllm{part}.py") for part in ("", "_logprobs")]
+    files = [str(ROOT / "tests_integration" / f"test_{name}.py") for name in ("vllm", "vllm_logprobs", "trl_vllm")]
     session.run("python", "-m", "pytest", *SPREAD, *files, *session.posargs, env=env)
 
 

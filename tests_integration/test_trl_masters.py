@@ -22,6 +22,8 @@ SMALL = 1e-6
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "autocast, checkpoints": {"bf16": True, "gradient_checkpointing": True},
+    "8 bits of bitsandbytes": {"optim": "adamw_bnb_8bit", "gradient_checkpointing": True},
+    "8 bits of torchao": {"optim": "adamw_torch_8bit"},
     "reference, continuous batching": {
         "beta": 0.05,
         "use_transformers_continuous_batching": True,
@@ -32,6 +34,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_fp32_weights_move_and_no_log_prob_differs(trainer_of: Made, name: str, tmp_path: Path) -> None:
+    if name.startswith("8 bits"):
+        pytest.importorskip(name.split()[-1])
     trainer = trainer_of(tmp_path, **{"num_iterations": 1} | CASES[name])
     trainer.args.learning_rate = SMALL
     before = [weight.clone() for weight in trainer.model.parameters()]
@@ -57,7 +61,20 @@ def test_trainers_that_hold_masters_themselves_are_refused(trainer_of: Made, tmp
     trainer.is_fsdp_enabled = True
     with pytest.raises(ValueError, match=r"^compute_dtype: expected None with is_fsdp_enabled"):
         trl_client.use_in(trainer, compute_dtype=torch.bfloat16)
+    trainer.is_fsdp_enabled = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.accelerator.state, "distributed_type", "MULTI_GPU")
+        with pytest.raises(ValueError, match=r"^compute_dtype: expected None with several processes"):
+            trl_client.use_in(trainer, compute_dtype=torch.bfloat16)
     assert all(weight.dtype == torch.float32 for weight in trainer.model.parameters())
+
+
+def test_a_model_that_was_loaded_in_bf16_is_refused(trainer_of: Made, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.model.bfloat16()
+    told = r"^compute_dtype: expected a model with weights in FP32, .* got torch\.bfloat16; set model_init_kwargs"
+    with pytest.raises(ValueError, match=told):
+        trl_client.use_in(trainer, compute_dtype=torch.bfloat16)
 
 
 def test_the_first_batch_with_other_bits_is_told_with_its_counts() -> None:

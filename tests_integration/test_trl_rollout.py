@@ -202,16 +202,19 @@ def test_an_engine_that_does_not_match_training_is_refused(trainer_of: Made, tmp
     trainer = trainer_of(tmp_path)
     trainer.use_vllm, trainer.vllm_generation = True, engine_of("CUSTOM", torch.float32)
     server = SimpleNamespace(get_server_info=lambda: {"model_config": {"dtype": "torch.bfloat16"}})
+    remedy = r"dtype: expected bfloat16 .*; call use_in\(\.\.\., compute_dtype=torch\.bfloat16\)"
     settings: list[tuple[Any, str, Any, str]] = [
         (trainer.args, "cast_lm_head_to_fp32", True, "cast_lm_head_to_fp32: expected False"),
         (trainer, "temperature", 0.7, r"temperature: expected 1\.0 with invariant and use_vllm, got 0\.7"),
         (trainer, "top_k", 50, "top_k: expected 0"),
         (trainer.args, "generation_kwargs", {"presence_penalty": 1.0}, r"presence_penalty: expected 0\.0"),
         (trainer.args, "vllm_structured_outputs_regex", "a*", "structured_outputs: expected None"),
-        (trainer.model, "peft_config", {}, "peft_config: expected none"),
+        (trainer.model, "peft_config", {}, "peft_config: expected LoRA layers"),
         (trainer, "vllm_generation", engine_of(None, torch.float32), "RL_KERNELS_VLLM: expected 1"),
-        (trainer, "vllm_generation", engine_of("CUSTOM", torch.bfloat16), r"dtype: expected torch\.bfloat16"),
-        (trainer, "vllm_generation", SimpleNamespace(vllm_client=server), r"dtype: expected torch\.bfloat16"),
+        (trainer, "vllm_generation", engine_of("CUSTOM", torch.bfloat16), remedy),
+        (trainer, "vllm_generation", SimpleNamespace(vllm_client=server), remedy),
+        (trainer, "vllm_generation", engine_of("CUSTOM", torch.float16), "dtype: expected float16 as in vLLM's engine"),
+        (trainer.accelerator.state, "_mixed_precision", "bf16", r"bf16, fp16: expected passes in float32 .* bfloat16"),
     ]
     for owner, name, value, message in settings:
         with pytest.MonkeyPatch.context() as patch:

@@ -106,6 +106,22 @@ def test_gradients_that_were_cleared_or_used_take_part_in_no_step():
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
+def test_settings_of_single_weights_reach_the_fp32_ones():
+    """As bitsandbytes has them, which transformers asks for 32-bit state of embeddings."""
+    model, asked = model_of(), {}
+
+    class Manager:
+        module_weight_config_triple = ((model[0], "weight", {"optim_bits": 32}), (nn.Linear(2, 2), "weight", {}))
+
+        def override_config(self, weight, key_value_dict):
+            asked[weight] = key_value_dict
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.mng = Manager()
+    MasterWeights(model).update_by(optimizer)
+    assert asked == {optimizer.param_groups[0]["params"][0]: {"optim_bits": 32}}
+
+
 def test_what_does_not_fit_is_refused_by_name():
     with pytest.raises(TypeError, match=r"^model: expected an nn.Module"):
         MasterWeights(3)

@@ -60,6 +60,7 @@ class MasterWeights:
         """Let an optimizer of the model's parameters update the FP32 weights, and round them after each step.
 
         A step uses the gradients up, as does ``zero_grad``. The optimizer's ``state_dict`` holds the FP32 weights too.
+        Optimizers whose state has 8 bits (bitsandbytes, torchao) are supported.
         ``step(closure)`` is not supported.
 
         Raises:
@@ -74,6 +75,7 @@ class MasterWeights:
         masters = [self._masters[x] for x in parameters]
         for group in groups:
             group["params"] = [self._masters.get(x, x) for x in group["params"]]
+        self._keep_overrides(optimizer)
 
         def before(*_: Any) -> None:
             for parameter, master in zip(parameters, masters, strict=True):
@@ -111,3 +113,11 @@ class MasterWeights:
         optimizer.register_state_dict_post_hook(saved)
         optimizer.register_load_state_dict_pre_hook(loaded)
         optimizer.zero_grad = cleared  # type: ignore[method-assign]
+
+    def _keep_overrides(self, optimizer: Any) -> None:
+        """Apply what bitsandbytes was told of single weights, such as 32-bit state of embeddings, to the FP32 ones."""
+        manager = getattr(optimizer, "mng", None)
+        for module, name, config in getattr(manager, "module_weight_config_triple", ()):
+            master = self._masters.get(getattr(module, name))
+            if master is not None:
+                manager.override_config(master, key_value_dict=config)

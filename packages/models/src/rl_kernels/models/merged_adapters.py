@@ -128,11 +128,11 @@ def check_adapters(model: nn.Module) -> None:
     Raises:
         ValueError: there is none, or one is not plain LoRA of an ``nn.Linear``; the message names the module.
     """
-    from peft.utils.other import AuxiliaryTrainingWrapper
+    from peft.utils.other import TrainableTokensWrapper
 
     for name, module in model.named_modules():
-        if isinstance(module, AuxiliaryTrainingWrapper):
-            raise ValueError(f"modules_to_save: expected none, {name} is a {type(module).__name__}; train it by LoRA")
+        if isinstance(module, TrainableTokensWrapper):
+            raise ValueError(f"trainable_token_indices: expected none, {name} has some; use modules_to_save")
     layers = lora_layers(model)
     if not layers:
         raise ValueError("peft_config: expected LoRA layers, the model has none")

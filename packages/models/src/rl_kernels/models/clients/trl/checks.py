@@ -63,7 +63,8 @@ def check_compute_dtype(trainer: Any, dtype: torch.dtype) -> None:
     for name in ("is_fsdp_enabled", "is_deepspeed_enabled"):
         if getattr(trainer, name, False):
             raise ValueError(f"compute_dtype: expected None with {name}, which has master weights of its own")
-    if trainer.accelerator.num_processes > 1:
+    # A launcher that starts one process as the first of several has a model wrapped by DDP too.
+    if trainer.accelerator.distributed_type.startswith("MULTI_"):
         raise ValueError("compute_dtype: expected None with several processes, use FSDP's mixed precision there")
     if trainer.args.fp16:
         raise ValueError("fp16: expected False with compute_dtype, gradients are not scaled")
