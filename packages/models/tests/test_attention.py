@@ -233,3 +233,12 @@ def test_positions_in_place_of_a_mask_are_refused():
     for several in (places % 4, places * 2):
         with pytest.raises(ValueError, match=r"^position_ids: expected one sequence per row"):
             attention_forward(layer, x, x, x, None, position_ids=several)
+
+
+def test_a_sampled_token_takes_few_launches_for_its_mask():
+    padded = torch.tensor([[False, True, True, True, True]] * 3)
+    with torch.profiler.profile() as profile:
+        attention_mask(3, 1, 5, 4, attention_mask=padded)
+    views = {"aten::view", "aten::unsqueeze", "aten::slice", "aten::select", "aten::detach", "aten::to"}
+    ops = [event.name for event in profile.events() if event.cpu_parent is None and event.name not in views]
+    assert len(ops) <= 7, ops

@@ -95,11 +95,13 @@ def attention_mask(
     else:
         counts = None
     start = torch.zeros(batch_size, dtype=torch.int64, device=device) if first_keys is None else first_keys
-    # Keeps UNSUPPORTED, and stays within int32.
-    start = (start - kv_offset).clamp(min=UNSUPPORTED)
+    if kv_offset:
+        # Keeps UNSUPPORTED, and stays within int32.
+        start = (start - kv_offset).clamp(min=UNSUPPORTED)
     if supported is not None:
         start = torch.where(supported, start, UNSUPPORTED)
-    return torch.stack([start] if counts is None else [start, counts])[:, None, None].int()
+    rows = start[None] if counts is None else torch.stack((start, counts))
+    return rows[:, None, None].int()
 
 
 def _is_causal(mask_function: MaskFunction | None) -> bool:
@@ -111,15 +113,19 @@ def _is_causal(mask_function: MaskFunction | None) -> bool:
 
 def _first_keys(mask: torch.Tensor) -> torch.Tensor | None:
     """Return the first key after the padding of each sequence, or None if there is no padding."""
-    runs = mask[:, :1].sum(1) + (mask[:, 1:] & ~mask[:, :-1]).sum(1)
-    contiguous = runs <= 1
-    first = torch.where(runs > 0, mask.int().argmax(1), mask.shape[1])
+    # Few launches, because this runs for each token that generate samples.
+    length, tokens = mask.shape[1], mask.view(torch.uint8)
+    first, behind, count = tokens.argmax(1), tokens.flip(1).argmax(1), tokens.sum(1)
     if values_hidden(mask):
-        return torch.where(contiguous, first, UNSUPPORTED)
-    all_tokens, all_contiguous = torch.stack((mask.all(), contiguous.all())).tolist()
-    if not all_contiguous:
+        contiguous = (first + count + behind == length) | (count == 0)
+        return torch.where(contiguous, torch.where(count > 0, first, length), UNSUPPORTED)
+    firsts, behinds, counts = torch.stack((first, behind, count)).cpu().numpy()
+    empty = counts == 0
+    if not ((firsts + counts + behinds == length) | empty).all():
         raise ValueError("attention_mask: expected padding before or after a sequence, got some between its tokens")
-    return None if all_tokens else first
+    if empty.any():
+        first = torch.where(count > 0, first, length)
+    return None if (counts == length).all() else first
 
 
 def _probe_pattern(
@@ -266,7 +272,7 @@ def attention_forward(
         arguments |= _mask_arguments(attention_mask, query.shape[2])
     elif not arguments["causal"] and options.get("position_ids") is not None:
         _require_one_sequence(options["position_ids"])
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if "cu_seqlens_q" not in arguments:
         return det_attention(q, k, v, **arguments), None
     out = det_attention(*(x.flatten(0, 1) for x in (q, k, v)), **arguments)

@@ -14,7 +14,7 @@ from rl_kernels.core.validate import HALF_AND_FLOAT
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def fits(*tensors: object) -> bool:
+def fits(*tensors: Any) -> bool:
     """Say whether a Triton kernel can take these tensors: one dtype and device, in plain eager mode.
 
     Under torch.compile the compiler does the fusing.
@@ -26,9 +26,9 @@ def fits(*tensors: object) -> bool:
         return False
     if is_traced() or forward_ad._current_level >= 0:
         return False
-    return all(type(x) in PLAIN and _is_like(x, first) for x in tensors)
-
-
-def _is_like(x: Any, first: torch.Tensor) -> bool:
-    # A lazily negated tensor, such as the imaginary part of a conjugate, has the other sign in memory.
-    return x.dtype == first.dtype and x.device == first.device and not x.is_neg()
+    # A loop, because a generator takes longer. A lazily negated tensor, such as the imaginary part of a conjugate, has
+    # the other sign in memory.
+    for x in tensors:
+        if type(x) not in PLAIN or x.dtype != first.dtype or x.device != first.device or x.is_neg():
+            return False
+    return True

@@ -31,7 +31,7 @@ def takes(q: Any, k: Any, cos: Any, sin: Any) -> bool:
         return False
     batch, _, tokens, size = q.shape
     fitting = k.shape[0] == batch and k.shape[2:] == q.shape[2:] and cos.shape[1:] == (tokens, size)
-    contiguous = all(x.stride(-1) == 1 for x in (q, k, cos))
+    contiguous = q.stride(-1) == k.stride(-1) == cos.stride(-1) == 1
     return fitting and contiguous and cos.shape[0] in (1, batch) and size % 2 == 0
 
 

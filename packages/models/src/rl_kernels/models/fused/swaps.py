@@ -98,7 +98,9 @@ def _is_silu(module: object) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    hooked = any(getattr(module, name) for name in HOOKS) or not calls_own_forward(module)
+    own = vars(module)
+    # A list, because a generator takes longer.
+    hooked = any([own[name] for name in HOOKS]) or not calls_own_forward(module)
     return hooked or torch.nn.modules.module._has_any_global_hook()
 
 
