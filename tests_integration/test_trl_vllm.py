@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
-from test_vllm import PLATFORM, distribution  # noqa: E402
+from test_vllm import PLATFORM, distribution
 
 SCRIPT = Path(__file__).parent / "trl_with_vllm.py"
 REFUSED = {
@@ -28,8 +28,6 @@ REFUSED = {
 }
 """Setting -> two parts of the error, one after the other."""
 TRAINED = ("FP32 weights, compute_dtype, 1e-6", "LoRA of FP32 weights, compute_dtype", "LoRA of BF16 weights")
-
-
 
 
 def free_port() -> int:

@@ -117,7 +117,9 @@ class MasterWeights:
     def _keep_overrides(self, optimizer: Any) -> None:
         """Apply what bitsandbytes was told of single weights, such as 32-bit state of embeddings, to the FP32 ones."""
         manager = getattr(optimizer, "mng", None)
-        for module, name, config in getattr(manager, "module_weight_config_triple", ()):
+        if manager is None:
+            return
+        for module, name, config in manager.module_weight_config_triple:
             master = self._masters.get(getattr(module, name))
             if master is not None:
                 manager.override_config(master, key_value_dict=config)

@@ -1,7 +1,7 @@
 """LoRA layers that compute with merged weights, because an engine that samples gets those.
 
-PEFT adds ``s B (A x)`` to ``W x``; an engine that is sent merged weights computes ``W' x``, and rounds elsewhere. Here a
-layer computes with ``W' = round(W + s B A)`` too, a copy that is formed in FP32 once after each change of A or B, and
+PEFT adds ``s B (A x)`` to ``W x``; an engine that is sent merged weights computes ``W' x``, and rounds elsewhere. Here
+a layer computes with ``W' = round(W + s B A)`` too, a copy that is formed in FP32 once after each change of A or B, and
 PEFT's own ``merge`` hands out the same copy. Gradients of A and B are those of ``W + s B A``: the rounding passes the
 gradient through. The copies take as much memory as the weights of all layers with an adapter.
 """
@@ -41,13 +41,13 @@ class MergedLora(nn.Module):
     def forward(self: Any, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         """Return ``x[..., K] @ W'^T + bias``; without an adapter, or with a merged one, as PEFT does."""
         if self.disable_adapters or self.merged:
-            result: torch.Tensor = super().forward(x, *args, **options)  # type: ignore[misc]
+            result: torch.Tensor = super().forward(x, *args, **options)
             return result
         name = _only(self.active_adapters)
         out = det_linear(x, merged_weight(self, name), self.base_layer.bias)
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-            out = _AdapterGradients.apply(out, x, a, b, self.scaling[name])  # type: ignore[no-untyped-call]
+            out = _AdapterGradients.apply(out, x, a, b, self.scaling[name])
         return out
 
     def merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -83,7 +83,7 @@ class _AdapterGradients(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, a, b = ctx.saved_tensors
         rows, grads = x.flatten(0, -2).float(), grad.flatten(0, -2).float()
@@ -96,7 +96,7 @@ class _AdapterGradients(torch.autograd.Function):
 
 
 def merged_weight(layer: Any, name: str) -> torch.Tensor:
-    """Return ``round(W + s B A)`` of a LoRA layer, formed again, in place, if an optimizer stepped or a part changed."""
+    """Return ``round(W + s B A)`` of a LoRA layer, recomputed in place if an optimizer stepped or a part changed."""
     sources = (layer.base_layer.weight, layer.lora_A[name].weight, layer.lora_B[name].weight)
     versions = (_seen["steps"], layer.scaling[name], *(each._version for each in sources))
     copies: dict[str, _Copy] = vars(layer).setdefault(COPIES, {})

@@ -59,11 +59,11 @@ def _check_dtype(trainer: Any, engine: str, model: str) -> None:
     if engine != model:
         remedy = f'set model_init_kwargs={{"dtype": "{engine}"}} in GRPOConfig'
         if model == "float32":
-            remedy = (
-                f"call use_in(..., compute_dtype=torch.{engine}), which keeps FP32 weights for the optimizer, or {remedy}"
-            )
+            keep = f"call use_in(..., compute_dtype=torch.{engine}), which keeps FP32 weights for the optimizer"
+            remedy = f"{keep}, or {remedy}"
         raise ValueError(f"dtype: expected {engine} as in vLLM's engine, the trainer's model has {model}; {remedy}")
-    autocast = {"no": model, "bf16": "bfloat16", "fp16": "float16"}[trainer.accelerator.mixed_precision]
+    precision = trainer.accelerator.mixed_precision
+    autocast = {"no": model, "bf16": "bfloat16", "fp16": "float16"}.get(precision, precision)
     if autocast != model:
         raise ValueError(
             f"bf16, fp16: expected passes in {model} as in vLLM's engine, the trainer's autocast is {autocast}; "
