@@ -69,6 +69,14 @@ def test_trainers_that_hold_masters_themselves_are_refused(trainer_of: Made, tmp
     assert all(weight.dtype == torch.float32 for weight in trainer.model.parameters())
 
 
+def test_adapters_whose_weights_are_sharded_are_refused_with_vllm(trainer_of: Made, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.use_vllm, trainer.is_fsdp_enabled, trainer.model.peft_config = True, True, {}
+    told = r"^peft_config: expected none with invariant, use_vllm and is_fsdp_enabled"
+    with pytest.raises(ValueError, match=told):
+        trl_client.use_in(trainer, invariant=True, record=False)
+
+
 def test_a_model_that_was_loaded_in_bf16_is_refused(trainer_of: Made, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     trainer.model.bfloat16()

@@ -44,7 +44,7 @@ def use_in(
         trainer: TRL's GRPOTrainer, before ``train()``.
         invariant: apply ``invariant(model, strict=True)`` to its models: recorded log-probabilities then have the bits
             of the first training pass, as have vLLM's with its plugin (``clients.vllm``). Tokens after padding get the
-            same positions as in ``generate``.
+            same positions as in ``generate``. With vLLM, LoRA layers compute with merged weights, as vLLM does.
         record: record the log-probability of each token sampled by ``generate``, or by ``generate_batch`` of continuous
             batching: ``linear_logp`` on the hidden state that the token was sampled from. Batches hold them as
             ``sampling_per_token_logps``; the metrics ``sampling/sampling_logp_difference`` are their distance to the
