@@ -1,19 +1,23 @@
 """Run vLLM's engine on a CPU with the plugin; print how many log-probs differ from transformers', as JSON.
 
-`python tests_integration/vllm_on_cpu.py MODEL [--compiled] [--processed]`, MODEL a folder with a config.json. vLLM's
-compiled library is not there: the few functions of it that a CPU worker calls are given here, and all layers come from
-the plugin.
+`python tests_integration/vllm_on_cpu.py` reads a request a line, JSON: `folder` has a config.json, `dtype`, `options` and
+`environment`. Each runs in a copy of this process, because imports take longer than the rest. vLLM's compiled library is
+not there: the few functions of it that a CPU worker calls are given here, and all layers come from the plugin.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import copied
 
 PROMPTS = (range(3, 20), range(100, 145), (7, 8, 9), range(100, 150))
 """Of several lengths: longer than a step takes, and one that begins as another does."""
@@ -21,42 +25,54 @@ ANSWER, PAGE, STEP = 12, 32, 40
 """Tokens of an answer, keys of a page, tokens of a step."""
 
 
-class SlotMapping:
-    """Stands for vLLM's kernel that says where the keys of new tokens go."""
+def slot_mapping(
+    kernel: Any,
+    requests: int,
+    count: int,
+    most: int,
+    starts: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    stride: int,
+    slots: torch.Tensor,
+    page: int,
+    *ranks: int,
+) -> None:
+    """Stand for vLLM's kernel that says where the keys of new tokens go."""
+    slots.fill_(-1)
+    for row, (first, last) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+        own = positions[first:last]
+        slots[first:last] = table[row][own // page].long() * page + own % page
 
-    def __getitem__(self, grid: object) -> SlotMapping:
-        return self
 
-    def __call__(
-        self,
-        count: int,
-        most: int,
-        starts: torch.Tensor,
-        positions: torch.Tensor,
-        table: torch.Tensor,
-        stride: int,
-        page: int,
-        slots: torch.Tensor,
-        **options: Any,
-    ) -> None:
-        slots.fill_(options.get("PAD_ID", -1))
-        for row, (first, last) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
-            own = positions[first:last]
-            slots[first:last] = table[row][own // page].long() * page + own % page
+def gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+    """Stand for vLLM's kernel that samples a token of each row."""
+    noise = torch.empty_like(logits)
+    for row, seed in zip(noise, seeds.tolist(), strict=True):
+        row.exponential_(generator=torch.Generator().manual_seed(seed))
+    return (logits.softmax(-1) / noise).argmax(-1)
+
+
+LIBRARY = {
+    "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
+    "fused_gumbel_argmax(Tensor logits, Tensor seeds) -> Tensor": gumbel_argmax,
+    "greedy_argmax(Tensor logits) -> Tensor": lambda logits: logits.argmax(-1),
+}
+"""Functions of vLLM's compiled library."""
 
 
 def stand_in() -> None:
-    """Give what vLLM's library would: before vLLM is imported, and its kernel after the engine's import."""
-    library = torch.library.Library("_C", "FRAGMENT")
-    library.define("init_cpu_memory_env(int[] nodes) -> ()")
-    library.impl("init_cpu_memory_env", lambda nodes: None, "CompositeExplicitAutograd")
-    globals()["_library"] = library
-    from vllm.v1.worker import block_table, cpu_model_runner
+    """Give what vLLM's library would, before an engine is made."""
+    library = globals()["_library"] = torch.library.Library("_C", "FRAGMENT")
+    for schema, function in LIBRARY.items():
+        library.define(schema)
+        library.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+    from vllm.model_executor.models import registry
+    from vllm.v1.worker import block_table
 
-    def with_kernel(runner: Any) -> None:
-        block_table._compute_slot_mapping_kernel = SlotMapping()
-
-    cpu_model_runner.CPUModelRunner._postprocess_triton = with_kernel
+    block_table.ComputeSlotMappingKernel.__call__ = slot_mapping
+    # In a process of its own vLLM would import everything again, to look at a class.
+    registry._run_in_subprocess = lambda function: function()
 
 
 def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -68,7 +84,7 @@ def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, (drawn + 1.0 if value.ndim == 1 else drawn).to(value.dtype)
 
 
-def sampled(folder: str, trainer: Any, chosen: tuple[str, ...]) -> list[tuple[list[int], list[int], list[float]]]:
+def sampled(folder: str, trainer: Any, chosen: list[str]) -> list[tuple[list[int], list[int], list[float]]]:
     """Return prompt, answer and log-probs of each request; processed ones with another temperature are refused."""
     from vllm import LLM, SamplingParams
 
@@ -79,7 +95,7 @@ def sampled(folder: str, trainer: Any, chosen: tuple[str, ...]) -> list[tuple[li
         model=folder,
         skip_tokenizer_init=True,
         load_format="dummy",
-        dtype="bfloat16",
+        dtype=trainer.dtype,
         max_model_len=256,
         max_num_seqs=3,
         max_num_batched_tokens=STEP,
@@ -89,7 +105,8 @@ def sampled(folder: str, trainer: Any, chosen: tuple[str, ...]) -> list[tuple[li
         logprobs_mode="processed_logprobs" if "--processed" in chosen else "raw_logprobs",
         **how,
     )
-    pushed = trainer.state_dict()
+    # As trainers push them: a head that is tied to the embedding once.
+    pushed = dict(trainer.named_parameters())
     engine.apply_model(lambda model: model.load_weights(iter(pushed.items())))
     engine.reset_prefix_cache()
     # Some with the most probable tokens too, often the sampled one among them.
@@ -111,32 +128,49 @@ def sampled(folder: str, trainer: Any, chosen: tuple[str, ...]) -> list[tuple[li
 def differing(trainer: Any, found: list[tuple[list[int], list[int], list[float]]]) -> int:
     """Return how many log-probs are not those of a pass of the trainer over the whole sequence."""
     from rl_kernels.models import head_logp
+    from rl_kernels.models.logits import logit_options
 
     count = 0
     for prompt, tokens, logprobs in found:
         ids = torch.tensor([[*prompt, *tokens]])
         with torch.no_grad():
             hidden = trainer.model(ids).last_hidden_state[0, len(prompt) - 1 : -1]
-            expected = head_logp(trainer.lm_head, hidden, ids[0, len(prompt) :])
+            expected = head_logp(trainer.lm_head, hidden, ids[0, len(prompt) :], **logit_options(trainer))
         count += int((expected != torch.tensor(logprobs)).sum())
     return count
 
 
-def main(folder: str, *options: str) -> None:
+def counts(folder: str, dtype: str, options: list[str], environment: dict[str, str]) -> int:
     """Roll out, train, and print the counts."""
-    stand_in()
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from rl_kernels.models import invariant
 
-    trainer = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    os.environ.update(environment)
+    trainer = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=getattr(torch, dtype))
     trainer.load_state_dict(dict(weights(trainer)))
     found = sampled(folder, trainer, options)
-    counts = {"tokens": sum(len(tokens) for _, tokens, _ in found), "stock": differing(trainer, found)}
+    result = {"tokens": sum(len(tokens) for _, tokens, _ in found), "stock": differing(trainer, found)}
     with invariant(trainer):
-        counts["invariant"] = differing(trainer, found)
-    print(json.dumps(counts))
+        result["invariant"] = differing(trainer, found)
+    print(json.dumps(result))
+    return 0
+
+
+def main() -> None:
+    """Answer each request by the exit status, and by what the copy printed last."""
+    stand_in()
+    import transformers.models.auto  # noqa: F401
+    import vllm.entrypoints.llm
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    import rl_kernels.models.clients.vllm.attention  # noqa: F401
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        done = copied(partial(counts, **request), Path(request["folder"]))
+        print(json.dumps({"status": done.returncode, "out": done.stdout, "err": done.stderr[-4000:]}), flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

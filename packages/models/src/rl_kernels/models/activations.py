@@ -84,6 +84,11 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * (x * x * x))))
 
 
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """Return GELU in its tanh form, with the bits of transformers' module under ``invariant``."""
+    return _apply_in_fp32(_gelu_tanh, x) if _is_on_cpu(x) else F.gelu(x, approximate="tanh")
+
+
 def _softplus(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
 

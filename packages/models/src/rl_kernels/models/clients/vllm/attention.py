@@ -1,7 +1,6 @@
 """vLLM's attention backend CUSTOM: ``det_attention`` over the pages of vLLM's cache, prompts, chunks and decode alike.
 
-The cache of a layer is ``[pages, 2, page, Hkv, D]``, keys before values. Tokens of all requests come packed, each
-request's new ones; its last query stands at its last key.
+Tokens of all requests come packed, each request's new ones; its last query stands at its last key.
 """
 
 from __future__ import annotations
@@ -12,21 +11,17 @@ from typing import Any, ClassVar
 import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import (
-    AttentionBackend,
     AttentionCGSupport,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
-    MultipleOf,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from rl_kernels.attention import det_attention
+from rl_kernels.models.clients.vllm.pages import PagedBackend, pages
 from rl_kernels.models.clients.vllm.refusals import check
 from rl_kernels.models.fused.cache import store
-
-PAGES_OF = 16
-"""The number of keys of a page is a multiple of this."""
 
 
 @dataclass
@@ -97,7 +92,7 @@ class Implementation(AttentionImpl[StepMetadata]):
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Write new keys and values to their places in the cache."""
-        store(key, value, kv_cache, slot_mapping)
+        store(key, value, pages(kv_cache, self.num_kv_heads), slot_mapping)
 
     def forward(
         self,
@@ -114,10 +109,11 @@ class Implementation(AttentionImpl[StepMetadata]):
         """Fill ``output[T, H, D]``; with zeros while vLLM measures memory, when there is no metadata."""
         if attn_metadata is None:
             return output.fill_(0)
+        keys, values = pages(kv_cache, self.num_kv_heads).unbind(1)
         result = det_attention(
             query,
-            kv_cache[:, 0],
-            kv_cache[:, 1],
+            keys,
+            values,
             causal=True,
             scale=self.scale,
             window=self.window,
@@ -131,7 +127,7 @@ class Implementation(AttentionImpl[StepMetadata]):
         return output.copy_(result)
 
 
-class Backend(AttentionBackend):
+class Backend(PagedBackend):
     """The backend's properties, which vLLM reads before it makes layers."""
 
     forward_includes_kv_cache_update = False
@@ -152,18 +148,6 @@ class Backend(AttentionBackend):
     def get_builder_cls() -> type[Builder]:
         """Return the class that makes metadata."""
         return Builder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        """Return the sizes of a page."""
-        return [MultipleOf(PAGES_OF)]
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        """Return the shape of a layer's cache."""
-        return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

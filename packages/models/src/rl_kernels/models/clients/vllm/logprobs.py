@@ -12,7 +12,7 @@ for all requests that ``refusals`` accepts, they are the same.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -22,13 +22,39 @@ from vllm.v1.sample.ops.logprobs import batched_count_greater_than
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample import sampler as second_runner
 
-from rl_kernels.linear_logp import LinearLogits, linear_logits
+from rl_kernels.linear_logp import LinearLogits, linear_logits, linear_logp
 from rl_kernels.models.clients.vllm.refusals import PROCESSED, check, refuse
 
 FEW = 512
 """Most rows whose ranks PyTorch's ops count; for more, vLLM's compiled count takes no memory, but host time."""
 _steps = threading.local()
 """Has ``last``: the ``LinearLogits`` of a thread's engine, from its logits to its log-probabilities."""
+
+
+class CappedLogits(NamedTuple):
+    """The logits ``[N, V]`` of a head with a soft cap, and the arguments of ``linear_logp`` for these rows."""
+
+    logits: torch.Tensor
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    softcap: float
+
+    def logp(self, target_ids: torch.Tensor, *, validate: bool = True) -> torch.Tensor:
+        """Return the log-probability ``[N]`` of a token for each row; reads the head once more."""
+        options: dict[str, Any] = {"softcap": self.softcap, "validate": validate}
+        return linear_logp(self.hidden, self.weight, target_ids, self.bias, **options)
+
+
+def _head_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None
+) -> LinearLogits | CappedLogits:
+    result = linear_logits(hidden, weight, bias)
+    if softcap is None:
+        return result
+    # Tokens are sampled from these; linear_logp caps its own.
+    logits = result.logits.div(softcap).tanh_().mul_(softcap)
+    return CappedLogits(logits, hidden, weight, bias, softcap)
 
 
 class Logits(LogitsProcessor):
@@ -44,27 +70,30 @@ class Logits(LogitsProcessor):
         check(get_current_vllm_config())
         refuse("logits_as_input", self.logits_as_input, False)
         refuse("logit_scale", self.scale, 1.0)
-        refuse("final_logit_softcapping", self.soft_cap)
 
     def forward(
-        self, lm_head: Any, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None = None
+        self,
+        lm_head: Any,
+        hidden_states: torch.Tensor,
+        embedding_bias: torch.Tensor | None = None,
+        skip_gather: bool = False,
     ) -> torch.Tensor | None:
-        """Return the logits ``[N, V]`` of the rows ``hidden_states[N, D]``, FP32."""
+        """Return the logits ``[N, V]`` of the rows ``hidden_states[N, D]``, FP32; there is one rank to gather from."""
         vocab = self.org_vocab_size
         bias = None if embedding_bias is None else embedding_bias[:vocab]
-        _steps.last = linear_logits(hidden_states, lm_head.weight[:vocab], bias)
+        _steps.last = _head_logits(hidden_states, lm_head.weight[:vocab], bias, self.soft_cap)
         return _steps.last.logits
 
 
-def _last(rows: int) -> LinearLogits:
-    """Return the ``LinearLogits`` of the last step.
+def _last(rows: int) -> LinearLogits | CappedLogits:
+    """Return the logits of the last step.
 
     Raises:
         RuntimeError: there was no step, or the last logits were of another number of rows.
     """
-    last: LinearLogits | None = getattr(_steps, "last", None)
-    if last is None or len(last.norm) != rows:
-        got = "none" if last is None else f"those of {len(last.norm)} rows"
+    last: LinearLogits | CappedLogits | None = getattr(_steps, "last", None)
+    if last is None or len(last.logits) != rows:
+        got = "none" if last is None else f"those of {len(last.logits)} rows"
         raise RuntimeError(f"log-probabilities of {rows} rows were asked for, the last logits are {got}")
     return last
 
@@ -122,7 +151,9 @@ def _gathered(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor
         result = _with_scores(_originals["gathered"](_over_vocabulary(logprobs), num_logprobs, token_ids), token_ids)
         result = result._replace(selected_token_ranks=ranks)
     else:
-        result = LogprobsTensors(ids.to(torch.int32), last.logp_of(chosen), ranks)
+        capped = isinstance(last, CappedLogits)
+        logprobs = last.logp(token_ids, validate=False)[:, None] if capped else last.logp_of(chosen)
+        result = LogprobsTensors(ids.to(torch.int32), logprobs, ranks)
     # Not read again; logits of a long prompt are large.
     _steps.last = None
     return result
@@ -143,7 +174,7 @@ _sampler_init: Any = Sampler.__init__
 _originals: dict[str, Any] = {
     "gathered": Sampler.gather_logprobs,
     "named_tokens": Sampler.gather_specific_token_logprobs,
-    "top_tokens": second_runner.compute_topk_logprobs,
+    "top_tokens": second_runner.compute_topk_scores,
 }
 """vLLM's own functions, by the names of their replacements."""
 
@@ -155,4 +186,4 @@ def install() -> None:
     Sampler.compute_logprobs = staticmethod(_copied)
     Sampler.gather_logprobs = staticmethod(_gathered)
     Sampler.gather_specific_token_logprobs = _named_tokens
-    second_runner.compute_topk_logprobs = _top_tokens
+    second_runner.compute_topk_scores = _top_tokens

@@ -1,10 +1,10 @@
-"""SwiGLU and rotary embedding as custom ops, opaque to the compiler: it would fuse them and change their bits."""
+"""SwiGLU, its form with GELU and rotary embedding as custom ops, opaque to the compiler: it would fuse them and change their bits."""
 
 from __future__ import annotations
 
 import torch
 
-from rl_kernels.models.activations import silu
+from rl_kernels.models.activations import gelu_tanh, silu
 from rl_kernels.models.fused import gate
 from rl_kernels.models.fused import rotary as rotations
 from rl_kernels.models.fused.conditions import fits
@@ -19,7 +19,15 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
     return silu(left) * right
 
 
+@torch.library.custom_op("rl_kernels::vllm_gelu_tanh_mul", mutates_args=())
+def gelu_tanh_mul(x: torch.Tensor) -> torch.Tensor:
+    """Return ``gelu(x[..., :d]) * x[..., d:]`` of rows of ``2 d`` numbers, GELU in its tanh form."""
+    left, right = x.chunk(2, -1)
+    return gelu_tanh(left) * right
+
+
 @silu_mul.register_fake
+@gelu_tanh_mul.register_fake
 def _(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 

@@ -10,16 +10,24 @@ from vllm.v1.engine.input_processor import InputProcessor
 from rl_kernels.models.clients.vllm.requests import PLAIN, PROCESSED
 
 COVERED = (
-    *("LlamaForCausalLM", "MistralForCausalLM", "Olmo2ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM"),
-    "Qwen3ForCausalLM",
+    *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM"),
+    *("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
 )
 """Models whose layers all run on our operators; other models have their own norms, activations or attention."""
+
+ROPE_TYPES = ("default", "linear", "llama3")
 
 
 def refuse(name: str, value: object, only: object = None) -> None:
     """Raise ``ValueError`` if an option is not the only value that is covered."""
     if value != only:
         raise ValueError(f"{name}: expected {only!r} with RL_KERNELS_VLLM=1, got {value!r}")
+
+
+def rope_parameters(text: Any) -> list[dict[str, Any]]:
+    """Return the parameters of each rotary embedding of a model of transformers; Gemma 3 has one for each layer type."""
+    found = getattr(text, "rope_parameters", None) or {}
+    return [each for each in found.values() if each] if "full_attention" in found else [found]
 
 
 def check(config: Any) -> None:
@@ -36,8 +44,11 @@ def check(config: Any) -> None:
         raise ValueError(f"architectures: expected {' or '.join(COVERED)} with RL_KERNELS_VLLM=1, got {unknown[0]}")
     refuse("attention_backend", getattr(backend, "name", backend), "CUSTOM")
     refuse("quantization", model.quantization)
+    refuse("head_dtype", model.head_dtype, model.dtype)
     refuse("enable_lora", config.lora_config)
     refuse("speculative_config", config.speculative_config)
+    # vLLM 0.26 has no watermarks.
+    refuse("watermark_config", getattr(config, "watermark_config", None))
     refuse("tensor_parallel_size", parallel.tensor_parallel_size, 1)
     refuse("pipeline_parallel_size", parallel.pipeline_parallel_size, 1)
     if model.logprobs_mode not in ("raw_logprobs", PROCESSED):
@@ -49,9 +60,11 @@ def check(config: Any) -> None:
         refuse("logits_processors", [*(model.logits_processors or ()), *installed] or None)
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         refuse(name, getattr(text, name, None) or None)
-    kind = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"rope_type: expected default or llama3 with RL_KERNELS_VLLM=1, got {kind!r}")
+    refuse("use_bidirectional_attention", getattr(text, "use_bidirectional_attention", None) or None)
+    for parameters in rope_parameters(text):
+        kind = parameters.get("rope_type", "default")
+        if kind not in ROPE_TYPES:
+            raise ValueError(f"rope_type: expected {' or '.join(ROPE_TYPES)} with RL_KERNELS_VLLM=1, got {kind!r}")
 
 
 def check_request(mode: str, params: Any) -> None:
@@ -75,9 +88,9 @@ def check_request(mode: str, params: Any) -> None:
 _original_validate_params: Any = InputProcessor._validate_params
 
 
-def _validate_params(self: Any, params: Any, *args: Any, **options: Any) -> None:
+def _validate_params(self: Any, params: Any, *args: Any, **options: Any) -> Any:
     check_request(self.model_config.logprobs_mode, params)
-    _original_validate_params(self, params, *args, **options)
+    return _original_validate_params(self, params, *args, **options)
 
 
 def install() -> None:
