@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -37,15 +38,32 @@ SIZES = {
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OF_LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
 OF_LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+OF_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, "tie_word_embeddings": True}
+OF_GEMMA |= {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+OF_GEMMA2 = {**OF_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "rope_parameters": ROPE}
+OF_LAYERS = {"sliding_attention": ROPE, "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}}
 MODELS: dict[str, dict[str, Any]] = {
+    "gemma2": {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", **OF_GEMMA2},
+    "gemma3": {
+        **{"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"},
+        **{**OF_GEMMA, "rope_parameters": OF_LAYERS},
+    },
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_parameters": ROPE},
     "llama3": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_parameters": OF_LLAMA3},
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "rope_parameters": ROPE},
-    "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "rope_parameters": ROPE},
     "phi3": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "rope_parameters": ROPE, "pad_token_id": 0},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_parameters": ROPE},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rope_parameters": ROPE},
 }
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+class Done(NamedTuple):
+    """The end of a request: exit status, and what was printed."""
+
+    status: int
+    out: str
+    err: str
 
 
 def distribution(folder: Path, name: str, group: str, value: str) -> None:
@@ -55,50 +73,63 @@ def distribution(folder: Path, name: str, group: str, value: str) -> None:
     (made / "entry_points.txt").write_text(f"[{group}]\n{name} = {value}\n", encoding="utf-8")
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Any:
-    """Return a function that runs the script on a model, with more environment variables."""
-    (tmp_path / "plain_platform.py").write_text(PLATFORM, encoding="utf-8")
-    distribution(tmp_path, "plain", "vllm.platform_plugins", "plain_platform:named")
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Return a function that asks the script, which waits for requests, with more environment variables."""
+    folder = tmp_path_factory.mktemp("vllm")
+    (folder / "plain_platform.py").write_text(PLATFORM, encoding="utf-8")
+    distribution(folder, "plain", "vllm.platform_plugins", "plain_platform:named")
+    own = {
+        **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+        **{"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1"},
+        **{"VLLM_CACHE_ROOT": str(folder / "cache"), "RL_KERNELS_VLLM": "1"},
+    }
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own["PYTHONPATH"] = os.pathsep.join(paths)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, str(SCRIPT)], env={**os.environ, **own}, **pipes) as script:
 
-    def on(model: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        (tmp_path / "config.json").write_text(json.dumps({**SIZES, **MODELS[model]}), encoding="utf-8")
-        own = {
-            **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
-            **{"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1"},
-            **{"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "RL_KERNELS_VLLM": "1", **environment},
-        }
-        paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return subprocess.run(
-            [sys.executable, str(SCRIPT), str(tmp_path), *options],
-            env={**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        def on(model: str, dtype: str = "bfloat16", *options: str, **environment: str) -> Done:
+            (folder / "config.json").write_text(json.dumps({**SIZES, **MODELS[model]}), encoding="utf-8")
+            request = {"folder": str(folder), "dtype": dtype, "options": options, "environment": environment}
+            print(json.dumps(request), file=script.stdin, flush=True)
+            # vLLM may print lines of its own.
+            answers = iter(script.stdout.readline, "")
+            return Done(**json.loads(next(line for line in answers if line.startswith('{"status"'))))
 
-    return on
+        yield on
+        script.stdin.close()
 
 
 @pytest.mark.parametrize(
-    ("model", "options"),
-    [*((model, ()) for model in MODELS), ("llama", ("--compiled", "--processed"))],
-    ids=[*MODELS, "compiled-processed"],
+    ("model", "dtype", "options"),
+    [
+        *((model, dtype, ()) for model in MODELS for dtype in DTYPES if (model[:5], dtype) != ("gemma", "float16")),
+        ("llama", "bfloat16", ("--compiled", "--processed")),
+        ("gemma2", "bfloat16", ("--compiled",)),
+    ],
 )
-def test_rollout_has_the_bits_of_training(run: Any, model: str, options: tuple[str, ...]) -> None:
-    done = run(model, *options)
-    assert done.returncode == 0, done.stderr[-3000:]
-    counts = json.loads(done.stdout.splitlines()[-1])
+def test_rollout_has_the_bits_of_training(run: Any, model: str, dtype: str, options: tuple[str, ...]) -> None:
+    done = run(model, dtype, *options)
+    assert done.status == 0, done.err
+    counts = json.loads(done.out.splitlines()[-1])
     assert counts["tokens"] == 48
     assert counts["invariant"] == 0
     # The stock model has others, so that the count can fail.
     assert counts["stock"] > 0
 
 
+@pytest.mark.parametrize("model", ["gemma2", "gemma3"])
+def test_vllm_itself_refuses_gemma_in_fp16(run: Any, model: str) -> None:
+    done = run(model, "float16")
+    assert done.status == 1
+    assert "does not support float16" in done.err
+
+
 def test_a_mistaken_variable_is_refused(run: Any) -> None:
     done = run("llama", RL_KERNELS_VLLM="yes")
-    assert done.returncode != 0
-    assert "RL_KERNELS_VLLM: expected 0 or 1, got 'yes'" in done.stderr + done.stdout
+    assert done.status == 1
+    assert "RL_KERNELS_VLLM: expected 0 or 1, got 'yes'" in done.err
 
 
 @pytest.mark.parametrize(
@@ -137,7 +168,10 @@ def test_every_option_of_a_request_is_known() -> None:
         *("n", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "logprobs", "prompt_logprobs"),
         *("logprob_token_ids", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
         *("include_stop_str_in_output", "output_kind", "skip_clone", "output_text_buffer_length", "extra_args"),
-        *("routed_experts_prompt_start", "skip_reading_prefix_cache", "repetition_detection"),
+        *("routed_experts_prompt_start", "skip_reading_prefix_cache", "repetition_detection", "stream_interval"),
+        *("prompt_logprob_start", "prompt_logprob_token_ids", "trace_decode_token_ids"),
+        # Of no effect without a configuration of the engine, which is refused.
+        "watermarking",
     }
     names = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
     assert names == harmless | set(PLAIN)

@@ -7,6 +7,7 @@ not there: the few functions of it that a CPU worker calls are given here, and a
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -157,15 +158,24 @@ def counts(folder: str, dtype: str, options: list[str], environment: dict[str, s
     return 0
 
 
-def main() -> None:
-    """Answer each request by the exit status, and by what the copy printed last."""
-    stand_in()
+def prepare() -> None:
+    """Import and compile what every request needs."""
     import transformers.models.auto  # noqa: F401
     import vllm.entrypoints.llm
     import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.v1.sample.sampler import Sampler
 
     import rl_kernels.models.clients.vllm.attention  # noqa: F401
 
+    Sampler.gather_logprobs(torch.randn(3, 5).log_softmax(-1), 2, torch.tensor([0, 1, 2]))
+    # vLLM collects garbage often.
+    gc.freeze()
+
+
+def main() -> None:
+    """Answer each request by the exit status, and by what the copy printed last."""
+    stand_in()
+    prepare()
     for line in sys.stdin:
         request = json.loads(line)
         done = copied(partial(counts, **request), Path(request["folder"]))
