@@ -18,6 +18,8 @@ def config(**changes: Any) -> Any:
         "architectures": ["LlamaForCausalLM"],
         "hf_text_config": text,
         "quantization": None,
+        "dtype": torch.bfloat16,
+        "head_dtype": torch.bfloat16,
         "logprobs_mode": "raw_logprobs",
         "model_impl": "auto",
         "logits_processors": None,
@@ -27,6 +29,7 @@ def config(**changes: Any) -> Any:
         "attention_config": SimpleNamespace(backend=SimpleNamespace(name="CUSTOM")),
         "lora_config": None,
         "speculative_config": None,
+        "watermark_config": None,
     }
     for name, value in changes.items():
         next(part for part in (model, parallel, of) if name in part)[name] = value
@@ -37,8 +40,11 @@ def config(**changes: Any) -> Any:
     ("changes", "message"),
     [
         ({"attention_config": SimpleNamespace(backend=None)}, "attention_backend: expected 'CUSTOM'"),
-        ({"architectures": ["Gemma2ForCausalLM"]}, "architectures: expected LlamaForCausalLM or .* or Qwen3ForCausalLM"),
+        # vLLM runs OLMo 2 on transformers' code, and replaces some of its layers.
+        ({"architectures": ["Olmo2ForCausalLM"]}, "architectures: expected Gemma2ForCausalLM or .* or Qwen3ForCausalLM"),
         ({"quantization": "fp8"}, "quantization: expected None"),
+        ({"head_dtype": torch.float32}, "head_dtype: expected torch.bfloat16"),
+        ({"watermark_config": object()}, "watermark_config: expected None"),
         ({"lora_config": object()}, "enable_lora: expected None"),
         ({"speculative_config": object()}, "speculative_config: expected None"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size: expected 1"),
@@ -50,7 +56,12 @@ def config(**changes: Any) -> Any:
             ({"text": {name: 8}}, f"{name}: expected None")
             for name in ("num_experts", "num_local_experts", "n_routed_experts")
         ),
-        ({"text": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_type: expected default or llama3"),
+        ({"text": {"use_bidirectional_attention": True}}, "use_bidirectional_attention: expected None"),
+        ({"text": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_type: expected default or linear or llama3"),
+        (
+            {"text": {"rope_parameters": {"sliding_attention": {}, "full_attention": {"rope_type": "yarn"}}}},
+            "rope_type: expected default or linear or llama3 with RL_KERNELS_VLLM=1, got 'yarn'",
+        ),
     ],
 )
 def test_what_is_not_covered_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
@@ -77,7 +88,7 @@ def test_names_of_tokens_get_the_numbers_of_sampled_ones(installed: Any, monkeyp
     from vllm.v1.worker.gpu.sample import sampler
 
     logprobs = installed
-    assert sampler.compute_topk_logprobs is logprobs._top_tokens
+    assert sampler.compute_topk_scores is logprobs._top_tokens
     sampled, ranks = torch.tensor([4, 7]), torch.zeros(2)
     ids = torch.tensor([[4, 9, 4], [7, 0, 7]], dtype=torch.int32)
     theirs = torch.tensor([[-1.0, -2.0, -1.0], [-3.0, -4.0, -torch.inf]])
@@ -91,40 +102,51 @@ def test_names_of_tokens_get_the_numbers_of_sampled_ones(installed: Any, monkeyp
 
         monkeypatch.setitem(logprobs._originals, "top_tokens", stock)
         logits = torch.zeros(2, 10)
-        got = sampler.compute_topk_logprobs(logits, shown - 1, sampled, [0, 1, 2], max_per_req_token_ids=5)
+        got = sampler.compute_topk_scores(logits, shown - 1, sampled, [0, 1, 2], max_per_req_token_ids=5)
         expected = torch.tensor([[-0.5, -2.0, -0.5], [-0.25, -4.0, -torch.inf]])
         assert torch.equal(got.logprobs, expected[:, :shown])
         assert given == [((logits, shown - 1, sampled, [0, 1, 2]), {"max_per_req_token_ids": 5})]
 
 
-@pytest.mark.parametrize("options", [{"scale": 2.0}, {"soft_cap": 30.0}])
-def test_other_logits_are_refused_by_name(options: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    from rl_kernels.models.clients.vllm import logprobs
+def processor_of(module: Any, monkeypatch: pytest.MonkeyPatch, *sizes: int, **options: float) -> Any:
+    """Return the processor of logits; vLLM's own reads a configuration too."""
+    from vllm.model_executor.layers import logits_processor
 
-    monkeypatch.setattr(logprobs, "get_current_vllm_config", config)
-    name = "logit_scale" if "scale" in options else "final_logit_softcapping"
-    made = logprobs.Logits.__new__(logprobs.Logits)
-    with pytest.raises(ValueError, match=name):
-        made.__init__(512, **options)
+    for each in (module, logits_processor):
+        monkeypatch.setattr(each, "get_current_vllm_config", config, raising=False)
+    return module.Logits(*sizes, **options)
 
 
-def stepped(module: Any, monkeypatch: pytest.MonkeyPatch, rows: int = 5) -> tuple[Any, ...]:
+def test_scaled_logits_are_refused_by_name(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="logit_scale"):
+        processor_of(installed, monkeypatch, 512, scale=2.0)
+
+
+@pytest.fixture(params=[None, 3.0], ids=["plain", "capped"])
+def cap(request: pytest.FixtureRequest) -> float | None:
+    """Return the soft cap of a step's logits."""
+    return request.param
+
+
+def stepped(module: Any, monkeypatch: pytest.MonkeyPatch, cap: float | None = None, rows: int = 5) -> tuple[Any, ...]:
     """Return ids, the logits of a step and what training has for them; the head has rows of padding, and a bias."""
     from rl_kernels.linear_logp import linear_logp
 
-    monkeypatch.setattr(module, "get_current_vllm_config", config)
-    made = module.Logits(96, 90)
+    made = processor_of(module, monkeypatch, 96, 90, soft_cap=cap)
     head = SimpleNamespace(weight=torch.randn(96, 16))
     hidden, bias, ids = torch.randn(rows, 16), torch.randn(96), torch.tensor([0, 89, 3, 4, 5])[:rows]
     logits = made.forward(head, hidden, bias)
     assert logits.shape == (rows, 90)
-    return ids, logits, linear_logp(hidden, head.weight[:90], ids, bias[:90])
+    assert cap is None or 1.0 < float(logits.abs().max()) <= cap
+    return ids, logits, linear_logp(hidden, head.weight[:90], ids, bias[:90], softcap=cap or 0.0)
 
 
-def test_log_probs_are_of_logits_before_they_changed(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probs_are_of_logits_before_they_changed(
+    installed: Any, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from vllm.v1.sample.sampler import Sampler
 
-    ids, logits, expected = stepped(installed, monkeypatch)
+    ids, logits, expected = stepped(installed, monkeypatch, cap)
     # No copy for requests without log-probs.
     assert logits is installed._steps.last.logits
     Sampler.compute_logprobs(logits)
@@ -153,13 +175,13 @@ def test_each_thread_has_its_own_step(installed: Any, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("few", [0, 512])
 def test_numbers_of_other_tokens_are_vllms_and_ranks_count_logits(
-    few: int, installed: Any, monkeypatch: pytest.MonkeyPatch
+    few: int, cap: float | None, installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.v1.sample.sampler import Sampler
 
     monkeypatch.setattr(installed, "FEW", few)
     for shown in (0, 3):
-        ids, logits, expected = stepped(installed, monkeypatch)
+        ids, logits, expected = stepped(installed, monkeypatch, cap)
         # A tie counts.
         logits[2, 7] = logits[2, 3]
         exact, ranks = logits.log_softmax(-1), (logits >= logits.gather(1, ids[:, None])).sum(-1)
@@ -195,13 +217,13 @@ def test_what_is_a_log_prob_already_stays_it(installed: Any, monkeypatch: pytest
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_a_whole_step_of_the_sampler(
-    mode: str, temperature: float, installed: Any, monkeypatch: pytest.MonkeyPatch
+    mode: str, temperature: float, cap: float | None, installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.sample.sampler import Sampler
 
-    _, logits, _ = stepped(installed, monkeypatch)
+    _, logits, _ = stepped(installed, monkeypatch, cap)
     exact, greedy = logits.log_softmax(-1), temperature == 0.0
     empty = {"top_k": None, "top_p": None, "generators": {}, "allowed_token_ids_mask": None, "bad_words_token_ids": {}}
     penalties = {f"{name}_penalties": torch.zeros(5) for name in ("frequency", "presence", "repetition")}

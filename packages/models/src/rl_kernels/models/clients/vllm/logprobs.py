@@ -1,7 +1,7 @@
 """Logits and the log-probabilities of sampled tokens from one reading of the head, by ``linear_logits``.
 
 vLLM computes logits of the sampled rows, samples, and then calls for log-probabilities of the sampled tokens. The
-``LinearLogits`` of the first step are stored until the last one.
+logits of the first of these are stored until the last one.
 
 The first runner would compute the log-probabilities of the whole vocabulary before it samples. It gets a copy of the
 logits in their place, since vLLM changes logits in place, and the log-softmax is computed only for requests that name
@@ -28,7 +28,7 @@ from rl_kernels.models.clients.vllm.refusals import PROCESSED, check, refuse
 FEW = 512
 """Most rows whose ranks PyTorch's ops count; for more, vLLM's compiled count takes no memory, but host time."""
 _steps = threading.local()
-"""Has ``last``: the ``LinearLogits`` of a thread's engine, from its logits to its log-probabilities."""
+"""Has ``last``: the logits of a thread's engine, until its log-probabilities are computed."""
 
 
 class CappedLogits(NamedTuple):
@@ -159,15 +159,20 @@ def _gathered(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor
     return result
 
 
-def _named_tokens(self: Sampler, logprobs: torch.Tensor, named: dict[int, list[int]], sampled: torch.Tensor) -> Any:
+def _named_tokens(
+    self: Sampler, logprobs: torch.Tensor, logprob_token_ids: dict[int, list[int]], sampled: torch.Tensor
+) -> Any:
     """Return the log-probabilities of each row's sampled token and of the tokens that its request names."""
-    result = _originals["named_tokens"](self, _over_vocabulary(logprobs), named, sampled)
+    result = _originals["named_tokens"](self, _over_vocabulary(logprobs), logprob_token_ids, sampled)
     return None if result is None else _with_scores(result, sampled)
 
 
-def _top_tokens(logits: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
+def _top_tokens(
+    logits: torch.Tensor, num_logprobs: int, sampled_token_ids: torch.Tensor, *args: Any, **options: Any
+) -> Any:
     """Return the result of the second runner's function, with our log-probabilities of the sampled tokens."""
-    return _with_scores(_originals["top_tokens"](logits, num_logprobs, token_ids, *args, **options), token_ids)
+    result = _originals["top_tokens"](logits, num_logprobs, sampled_token_ids, *args, **options)
+    return _with_scores(result, sampled_token_ids)
 
 
 _sampler_init: Any = Sampler.__init__
