@@ -56,11 +56,12 @@ VERL = (
     *("tensordict", "torchdata"),
 )
 
-# What vLLM's engine imports for a dense model, without its servers and without its own PyTorch.
+# What vLLM's engine imports for a dense model, without its servers and without its own PyTorch; its transformers is older
+# than the one of other sessions.
 VLLM = (
-    *("transformers", "aiohttp", "cachetools", "cbor2", "cloudpickle", "einops", "fastapi<0.137", "llguidance<1.8"),
-    *("msgspec", "openai", "openai-harmony", "partial-json-parser", "pillow", "prometheus_client", "psutil"),
-    *("py-cpuinfo", "pybase64", "pyzmq", "requests", "uvloop", "xgrammar"),
+    *("transformers==5.19.0", "aiohttp", "cachetools", "cbor2", "cloudpickle", "compressed-tensors==0.17.0", "einops"),
+    *("fastapi<0.137", "llguidance<1.8", "msgspec", "openai", "oss-harmony", "partial-json-parser", "pillow"),
+    *("prometheus_client", "psutil", "py-cpuinfo", "pybase64", "pyzmq", "requests", "uvloop", "xgrammar==0.2.8"),
 )
 
 # The oldest transformers whose continuous batching is supported; it has attention names that later ones refuse.
@@ -182,11 +183,12 @@ def vllm(session: nox.Session) -> None:
     """Run vLLM's engine with the plugin on the CPU, alone and in TRL; compare its log-probs with those of training."""
     borrow(session)
     install(session, *SHARED, *siblings(MODELS), MODELS)
-    session.install(*PINNED, *VLLM, "trl", "peft")
-    session.install("--no-deps", "vllm==0.24.0")
+    session.install(*VLLM, "trl==1.16.0", "peft==0.21.2")
+    session.install("--no-deps", "vllm==0.32.0")
     session.install(*PINNED, "pytest-xdist")
     env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    files = [str(ROOT / "tests_integration" / f"test_{name}.py") for name in ("vllm", "vllm_logprobs", "trl_vllm")]
+    names = ("vllm", "vllm_logprobs", "vllm_seams", "trl_vllm")
+    files = [str(ROOT / "tests_integration" / f"test_{name}.py") for name in names]
     session.run("python", "-m", "pytest", *SPREAD, *files, *session.posargs, env=env)
 
 

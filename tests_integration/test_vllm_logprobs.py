@@ -88,7 +88,7 @@ def test_names_of_tokens_get_the_numbers_of_sampled_ones(installed: Any, monkeyp
     from vllm.v1.worker.gpu.sample import sampler
 
     logprobs = installed
-    assert sampler.compute_topk_scores is logprobs._top_tokens
+    assert getattr(sampler, logprobs.TOP_TOKENS) is logprobs._top_tokens
     sampled, ranks = torch.tensor([4, 7]), torch.zeros(2)
     ids = torch.tensor([[4, 9, 4], [7, 0, 7]], dtype=torch.int32)
     theirs = torch.tensor([[-1.0, -2.0, -1.0], [-3.0, -4.0, -torch.inf]])
@@ -102,7 +102,7 @@ def test_names_of_tokens_get_the_numbers_of_sampled_ones(installed: Any, monkeyp
 
         monkeypatch.setitem(logprobs._originals, "top_tokens", stock)
         logits = torch.zeros(2, 10)
-        got = sampler.compute_topk_scores(logits, shown - 1, sampled, [0, 1, 2], max_per_req_token_ids=5)
+        got = getattr(sampler, logprobs.TOP_TOKENS)(logits, shown - 1, sampled, [0, 1, 2], max_per_req_token_ids=5)
         expected = torch.tensor([[-0.5, -2.0, -0.5], [-0.25, -4.0, -torch.inf]])
         assert torch.equal(got.logprobs, expected[:, :shown])
         assert given == [((logits, shown - 1, sampled, [0, 1, 2]), {"max_per_req_token_ids": 5})]

@@ -85,7 +85,7 @@ def test_ours_take_the_arguments_of_vllms(pairs: Callable[[], Pairs]) -> None:
 
 
 def test_a_cache_of_vllm_is_seen_as_pages() -> None:
-    from rl_kernels.models.clients.vllm.pages import PagedBackend, pages
+    from rl_kernels.models.clients.vllm.versions import PagedBackend, pages
 
     interface = pytest.importorskip("vllm.v1.kv_cache_interface")
     sizes = {"block_size": 32, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float16}

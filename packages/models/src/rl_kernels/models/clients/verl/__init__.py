@@ -3,11 +3,14 @@
 verl imports the module in every worker. From then on its fused forward with backend ``torch`` takes log-probabilities
 and entropy from hidden states by ``linear_logp``: with the head's bias and LoRA adapter, a soft cap and a scale of the
 logits. verl's FSDP engine refuses one temperature per sample with fused kernels; with this module it accepts them.
-Other backends, vision models and other engines of verl do not change. Written for verl 0.9.1.
+Other backends, vision models and other engines of verl do not change. With ``RL_KERNELS_VLLM=1`` the models of that
+backend are also made batch-invariant, since the rollout in vLLM has the bits of such models, and verl's validation of
+its configuration refuses what breaks this. Written for verl 0.9.1.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +18,9 @@ from typing import Any
 
 from rl_kernels.models.clients.verl import engine
 from rl_kernels.models.clients.verl.forward import forward_of, is_ours, scores
+from rl_kernels.models.clients.verl.settings import checked
+from rl_kernels.models.clients.vllm import VARIABLE
+from rl_kernels.models.invariance import invariant
 from rl_kernels.models.logits import check_logits
 from rl_kernels.models.swap import replaced
 
@@ -28,10 +34,12 @@ def install() -> None:
         ImportError: the installed verl does not have the hooks of verl 0.9.1.
     """
     from verl.models.transformers import dense_common, monkey_patch
+    from verl.utils import config
 
     hooks = (
         (dense_common, ("forward_with_torch_backend", "CausalLMOutputForPPO")),
         (monkey_patch, ("patch_forward_with_backends",)),
+        (config, ("validate_config",)),
     )
     missing = [f"{module.__name__}.{name}" for module, names in hooks for name in names if not hasattr(module, name)]
     if missing:
@@ -41,6 +49,7 @@ def install() -> None:
             dense_common.forward_with_torch_backend, dense_common.CausalLMOutputForPPO
         )
         monkey_patch.patch_forward_with_backends = _with_engine(monkey_patch.patch_forward_with_backends)
+        config.validate_config = checked(config.validate_config)
 
 
 def _with_engine(patch: Callable[..., None]) -> Callable[..., None]:
@@ -57,6 +66,9 @@ def _with_engine(patch: Callable[..., None]) -> Callable[..., None]:
         if is_ours(model) and not original_forward.__module__.startswith(("verl.", "rl_kernels.")):
             with replaced(type(model), "forward", original_forward):
                 check_logits(model, partial(scores, model))
+        if is_ours(model) and os.environ.get(VARIABLE) == "1":
+            # Before FSDP wraps it.
+            invariant(model)
         engine_module = sys.modules.get(engine.MODULE)
         if engine_module is not None:
             engine.install(engine_module)

@@ -19,8 +19,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from rl_kernels.attention import det_attention
-from rl_kernels.models.clients.vllm.pages import PagedBackend, pages
 from rl_kernels.models.clients.vllm.refusals import check
+from rl_kernels.models.clients.vllm.versions import PagedBackend, pages
 from rl_kernels.models.fused.cache import store
 
 

@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.sample import sampler as second_runner
 
 from rl_kernels.linear_logp import LinearLogits, linear_logits, linear_logp
 from rl_kernels.models.clients.vllm.refusals import PROCESSED, check, refuse
+from rl_kernels.models.clients.vllm.versions import TOP_TOKENS
 
 FEW = 512
 """Most rows whose ranks PyTorch's ops count; for more, vLLM's compiled count takes no memory, but host time."""
@@ -179,7 +180,7 @@ _sampler_init: Any = Sampler.__init__
 _originals: dict[str, Any] = {
     "gathered": Sampler.gather_logprobs,
     "named_tokens": Sampler.gather_specific_token_logprobs,
-    "top_tokens": second_runner.compute_topk_scores,
+    "top_tokens": getattr(second_runner, TOP_TOKENS),
 }
 """vLLM's own functions, by the names of their replacements."""
 
@@ -191,4 +192,4 @@ def install() -> None:
     Sampler.compute_logprobs = staticmethod(_copied)
     Sampler.gather_logprobs = staticmethod(_gathered)
     Sampler.gather_specific_token_logprobs = _named_tokens
-    second_runner.compute_topk_scores = _top_tokens
+    setattr(second_runner, TOP_TOKENS, _top_tokens)

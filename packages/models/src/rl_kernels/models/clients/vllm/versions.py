@@ -1,8 +1,8 @@
-"""The pages of a layer's cache ``[pages, 2, page, Hkv, D]``, keys before values: all that versions of vLLM name differently.
+"""What versions of vLLM name differently: the cache of keys and values, and a function of the second runner.
 
-vLLM 0.26 asks a backend for the shape of its cache. vLLM 0.32 lays the cache out itself, as ``[pages, slots, page, C]``:
-a backend tells the number of slots, C, and the order of these dims in memory. Two slots with all heads in C are the same
-memory.
+A layer's cache is ``[pages, 2, page, Hkv, D]``, keys before values. vLLM 0.24 and 0.26 ask a backend for that shape.
+vLLM 0.32 lays the cache out itself, as ``[pages, slots, page, C]``: a backend says how many slots there are, what C is
+and in which order the dims are in memory. Two slots with all heads in C are the same memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+from vllm.v1.worker.gpu.sample import sampler as second_runner
 
+TOP_TOKENS = next(name for name in ("compute_topk_scores", "compute_topk_logprobs") if hasattr(second_runner, name))
+"""The second runner's function that returns log-probs; vLLM 0.24 has the second name."""
 PAGES_OF = 16
 """The number of keys of a page is a multiple of this."""
 
@@ -29,18 +32,18 @@ class PagedBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Return the shape of a layer's cache, to vLLM 0.26."""
+        """Return the shape of a layer's cache, for vLLM 0.24 and 0.26."""
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Return a layer's spec with a slot for keys and one for values, to vLLM 0.32."""
+        """Return a layer's spec with a slot for keys and one for values, for vLLM 0.32."""
         content = spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
         return replace(spec, num_head_slots=2, state_content_bytes=content)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Return the orders of dims in memory, to vLLM 0.32: each layer's pages are contiguous."""
+        """Return the orders of dims in memory, for vLLM 0.32: each layer's pages are contiguous."""
         from vllm.v1.kv_cache_interface import KVCacheLayout
 
         return (KVCacheLayout.LBHNC,)
