@@ -107,6 +107,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         *((model, dtype, ()) for model in MODELS for dtype in DTYPES if (model[:5], dtype) != ("gemma", "float16")),
         ("llama", "bfloat16", ("--compiled", "--processed")),
         ("gemma2", "bfloat16", ("--compiled",)),
+        ("qwen3", "bfloat16", ("--masked",)),
+        ("gemma2", "bfloat16", ("--masked",)),
     ],
 )
 def test_rollout_has_the_bits_of_training(run: Any, model: str, dtype: str, options: tuple[str, ...]) -> None:

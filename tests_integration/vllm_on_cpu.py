@@ -24,6 +24,8 @@ PROMPTS = (range(3, 20), range(100, 145), (7, 8, 9), range(100, 150))
 """Of several lengths: longer than a step takes, and one that begins as another does."""
 ANSWER, PAGE, STEP = 12, 32, 40
 """Tokens of an answer, keys of a page, tokens of a step."""
+MASKED_FROM = 300
+"""First token that `--masked` forbids."""
 
 
 def slot_mapping(
@@ -85,6 +87,18 @@ def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, (drawn + 1.0 if value.ndim == 1 else drawn).to(value.dtype)
 
 
+def mask_logits(model: Any) -> None:
+    """Mask the last logits in place, as verl does behind the tokenizer's vocabulary."""
+    compute_logits = model.compute_logits
+
+    def masked(*args: Any, **options: Any) -> torch.Tensor:
+        logits = compute_logits(*args, **options)
+        logits[..., MASKED_FROM:] = -torch.inf
+        return logits
+
+    model.compute_logits = masked
+
+
 def sampled(folder: str, trainer: Any, chosen: list[str]) -> list[tuple[list[int], list[int], list[float]]]:
     """Return prompt, answer and log-probs of each request; processed ones with another temperature are refused."""
     from vllm import LLM, SamplingParams
@@ -110,6 +124,8 @@ def sampled(folder: str, trainer: Any, chosen: list[str]) -> list[tuple[list[int
     pushed = dict(trainer.named_parameters())
     engine.apply_model(lambda model: model.load_weights(iter(pushed.items())))
     engine.reset_prefix_cache()
+    if "--masked" in chosen:
+        engine.apply_model(mask_logits)
     # Some with the most probable tokens too, often the sampled one among them.
     options = [
         SamplingParams(max_tokens=ANSWER, logprobs=count, ignore_eos=True, detokenize=False) for count in (0, 5, 0, 3)
@@ -122,6 +138,7 @@ def sampled(folder: str, trainer: Any, chosen: list[str]) -> list[tuple[list[int
     for request in engine.generate(requests, options, use_tqdm=False):
         tokens = list(request.outputs[0].token_ids)
         logprobs = [of[token].logprob for of, token in zip(request.outputs[0].logprobs, tokens, strict=True)]
+        assert "--masked" not in chosen or max(tokens) < MASKED_FROM
         found.append((list(request.prompt_token_ids), tokens, logprobs))
     return found
 
