@@ -56,8 +56,8 @@ VERL = (
     *("tensordict", "torchdata"),
 )
 
-# What vLLM's engine imports for a dense model, without its servers and without its own PyTorch; its transformers is older
-# than the one of other sessions.
+# What vLLM's engine imports for a dense model, without its servers and without its own PyTorch. Its transformers is
+# older than the one of other sessions.
 VLLM = (
     *("transformers==5.19.0", "aiohttp", "cachetools", "cbor2", "cloudpickle", "compressed-tensors==0.17.0", "einops"),
     *("fastapi<0.137", "llguidance<1.8", "msgspec", "openai", "oss-harmony", "partial-json-parser", "pillow"),
@@ -166,7 +166,7 @@ def transformers(session: nox.Session) -> None:
 
 @nox.session(**BORROWING)
 def verl(session: nox.Session) -> None:
-    """Run verl's FSDP engine, and a model patched by verl, with our scoring, as far as possible without a GPU."""
+    """Run verl's FSDP engine, its patched models and the recipe's configuration, as far as possible without a GPU."""
     borrow(session)
     install(session, *SHARED, *siblings(MODELS), MODELS)
     session.install(*VERL)
@@ -174,8 +174,8 @@ def verl(session: nox.Session) -> None:
     session.install(*PINNED, "pytest-xdist")
     env = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     env["VERL_USE_EXTERNAL_MODULES"] = "rl_kernels.models.clients.verl"
-    tests = str(ROOT / "tests_integration" / "test_verl.py")
-    session.run("python", "-m", "pytest", *SPREAD, tests, *session.posargs, env=env)
+    files = sorted(map(str, (ROOT / "tests_integration").glob("test_verl*.py")))
+    session.run("python", "-m", "pytest", *SPREAD, *files, *session.posargs, env=env)
 
 
 @nox.session(**BORROWING)

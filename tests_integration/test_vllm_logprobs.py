@@ -41,7 +41,10 @@ def config(**changes: Any) -> Any:
     [
         ({"attention_config": SimpleNamespace(backend=None)}, "attention_backend: expected 'CUSTOM'"),
         # vLLM runs OLMo 2 on transformers' code, and replaces some of its layers.
-        ({"architectures": ["Olmo2ForCausalLM"]}, "architectures: expected Gemma2ForCausalLM or .* or Qwen3ForCausalLM"),
+        (
+            {"architectures": ["Olmo2ForCausalLM"]},
+            "architectures: expected Gemma2ForCausalLM or .* or Qwen3ForCausalLM",
+        ),
         ({"quantization": "fp8"}, "quantization: expected None"),
         ({"head_dtype": torch.float32}, "head_dtype: expected torch.bfloat16"),
         ({"watermark_config": object()}, "watermark_config: expected None"),

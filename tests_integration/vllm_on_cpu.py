@@ -1,8 +1,8 @@
 """Run vLLM's engine on a CPU with the plugin; print how many log-probs differ from transformers', as JSON.
 
-`python tests_integration/vllm_on_cpu.py` reads a request a line, JSON: `folder` has a config.json, `dtype`, `options` and
-`environment`. Each runs in a copy of this process, because imports take longer than the rest. vLLM's compiled library is
-not there: the few functions of it that a CPU worker calls are given here, and all layers come from the plugin.
+`python tests_integration/vllm_on_cpu.py` reads a request a line, JSON: `folder` has a config.json, `dtype`, `options`
+and `environment`. Each runs in a copy of this process, because imports take longer than the rest. vLLM's compiled
+library is not there: the few functions of it that a CPU worker calls are here, and all layers come from the plugin.
 """
 
 from __future__ import annotations

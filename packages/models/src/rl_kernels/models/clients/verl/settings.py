@@ -1,4 +1,4 @@
-"""Refuse settings of verl under which a rollout of vLLM has other log-probs than training, before anything is loaded."""
+"""Refuse settings of verl under which rollouts of vLLM have other log-probs than training, before models are loaded."""
 
 from __future__ import annotations
 

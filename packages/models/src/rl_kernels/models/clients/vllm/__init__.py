@@ -1,8 +1,8 @@
-"""vLLM on our operators: rollouts whose log-probabilities are the trainer's, bit for bit. Written for vLLM 0.24.0.
+"""vLLM on our operators: rollouts whose log-probabilities are the trainer's, bit for bit. For vLLM 0.24 to 0.32.
 
 vLLM loads this package by itself (entry point group ``vllm.general_plugins``). With ``RL_KERNELS_VLLM=1``, or after
 ``enable()``, a model's attention runs on ``det_attention`` over vLLM's pages (the backend ``CUSTOM``, then the
-default), its norms on ``rms_norm``, its linear layers on ``det_linear``, rotary embedding and SwiGLU on the functions
+default), its norms on ``rms_norm``, its linear layers on ``det_linear``, rotary embedding and gates on the functions
 that ``invariant(model)`` uses, and logits and the log-probability of a sampled token come from ``linear_logits``. A
 model of transformers under ``invariant`` with ``head_logp`` then computes the same bits for the same tokens. Chunked
 prefill, prefix caching and CUDA graphs stay on. The plugin selects the first of vLLM's two model runners, which was

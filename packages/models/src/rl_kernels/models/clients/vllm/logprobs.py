@@ -6,7 +6,8 @@ logits of the first of these are stored until the last one.
 The first runner would compute the log-probabilities of the whole vocabulary before it samples. It gets a copy of the
 logits in their place, since vLLM changes logits in place, and the log-softmax is computed only for requests that name
 other tokens than the sampled one; these keep vLLM's own numbers. Processed log-probabilities are computed as raw ones:
-for all requests that ``refusals`` accepts, they are the same.
+for all requests that ``refusals`` accepts, they are the same. With a soft cap of the logits, ``linear_logp`` reads the
+head once more for the sampled tokens, since its kernels compute the cap.
 """
 
 from __future__ import annotations
@@ -43,8 +44,7 @@ class CappedLogits(NamedTuple):
 
     def logp(self, target_ids: torch.Tensor, *, validate: bool = True) -> torch.Tensor:
         """Return the log-probability ``[N]`` of a token for each row; reads the head once more."""
-        options: dict[str, Any] = {"softcap": self.softcap, "validate": validate}
-        return linear_logp(self.hidden, self.weight, target_ids, self.bias, **options)
+        return linear_logp(self.hidden, self.weight, target_ids, self.bias, softcap=self.softcap, validate=validate)
 
 
 def _head_logits(
@@ -152,9 +152,8 @@ def _gathered(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor
         result = _with_scores(_originals["gathered"](_over_vocabulary(logprobs), num_logprobs, token_ids), token_ids)
         result = result._replace(selected_token_ranks=ranks)
     else:
-        capped = isinstance(last, CappedLogits)
-        logprobs = last.logp(token_ids, validate=False)[:, None] if capped else last.logp_of(chosen)
-        result = LogprobsTensors(ids.to(torch.int32), logprobs, ranks)
+        own = last.logp_of(chosen) if isinstance(last, LinearLogits) else last.logp(token_ids, validate=False)[:, None]
+        result = LogprobsTensors(ids.to(torch.int32), own, ranks)
     # Not read again; logits of a long prompt are large.
     _steps.last = None
     return result

@@ -1,4 +1,4 @@
-"""SwiGLU, its form with GELU and rotary embedding as custom ops, opaque to the compiler: it would fuse them and change their bits."""
+"""SwiGLU, GELU's gate and rotary embedding as custom ops, which the compiler cannot fuse: that would change bits."""
 
 from __future__ import annotations
 
