@@ -95,9 +95,9 @@ class _Rotary:
         model, device = config.model_config, config.device_config.device
         text = copy.copy(model.hf_text_config)
         text.rope_parameters = next(
-            found
-            for found in rope_parameters(text)
-            if (found.get("rope_type", "default"), found["rope_theta"]) == (self.rope_type, self.base)
+            parameters
+            for parameters in rope_parameters(text)
+            if (parameters.get("rope_type", "default"), parameters["rope_theta"]) == (self.rope_type, self.base)
         )
         with torch.device("cpu"):
             rotary_embedding = LlamaRotaryEmbedding(text)

@@ -26,8 +26,8 @@ def refuse(name: str, value: object, only: object = None) -> None:
 
 def rope_parameters(text: Any) -> list[dict[str, Any]]:
     """Return the parameters of each rotary embedding of a config; Gemma 3 has one for each type of layer."""
-    found = getattr(text, "rope_parameters", None) or {}
-    return [each for each in found.values() if each] if "full_attention" in found else [found]
+    parameters = getattr(text, "rope_parameters", None) or {}
+    return [each for each in parameters.values() if each] if "full_attention" in parameters else [parameters]
 
 
 def check(config: Any) -> None:
