@@ -6,7 +6,7 @@ from torch import nn
 
 from rl_kernels.core.testing import Draw
 from rl_kernels.models import invariant
-from rl_kernels.models.clients.vllm.ops import silu_mul
+from rl_kernels.models.clients.vllm.ops import gelu_tanh_mul, silu_mul
 
 ACTIVATIONS = (nn.SiLU, nn.GELU, lambda: nn.GELU(approximate="tanh"), nn.Sigmoid, nn.Softplus, nn.Mish)
 ACTIVATIONS += (nn.SELU, nn.ELU, nn.CELU)
@@ -47,14 +47,16 @@ def test_silu_has_first_and_second_derivatives_also_of_huge_values():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_swiglu_has_the_bits_of_invariant(dtype):
+def test_gates_have_the_bits_of_invariant(dtype):
     if dtype == torch.float32:
         gate = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 2, 1 << 16)
     else:
         gate = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype)
         gate = gate[~gate.isnan()]
     up = torch.ones_like(gate)
-    model = nn.Sequential(nn.SiLU())
-    with invariant(model):
-        expected = model(gate[None]) * up
-    assert torch.equal(silu_mul(torch.cat((gate, up))[None]), expected)
+    for act, plugin in ((nn.SiLU(), silu_mul), (nn.GELU(approximate="tanh"), gelu_tanh_mul)):
+        model = nn.Sequential(act)
+        with invariant(model):
+            expected = model(gate[None]) * up
+        # Of -inf both make NaN.
+        torch.testing.assert_close(plugin(torch.cat((gate, up))[None]), expected, rtol=0, atol=0, equal_nan=True)
