@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -53,7 +56,7 @@ def test_the_file_is_valid_as_printed(tmp_path: Path) -> None:
         *((f"rollout.{name}={value}", "set it to 1|logprobs_mode=raw_logprobs") for name, value in DEFAULTS.items()),
         ("rollout.pipeline_model_parallel_size=2", "set it to 1"),
         ("rollout.expert_parallel_size=2", "set it to 1"),
-        ("rollout.temperature=0.7", "set it to 1.0"),
+        *((f"rollout.temperature={value}", "set it to 1.0") for value in (0.7, 0)),
         ("rollout.top_p=0.9", "set it to 1.0"),
         ("rollout.top_k=20", "set it to 0"),
         ("rollout.logprobs_mode=processed_logits", "set it to raw_logprobs"),
@@ -84,3 +87,17 @@ def test_without_the_variable_all_stays_verls(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("RL_KERNELS_VLLM", "1")
     with pytest.raises(ValueError, match="tensor_model_parallel_size"):
         validated(config)
+
+
+def test_the_command_refuses_before_ray_starts(tmp_path: Path) -> None:
+    composed(tmp_path)
+    (command,) = [block for block in blocks(PAGE, "bash") if "--config-name aligned" in block]
+    model = "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B"
+    assert command.count(model) == 1
+    changed = command.replace(model, f"{model} actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    options = {"cwd": tmp_path, "env": {**os.environ, "PATH": path}, "capture_output": True, "text": True}
+    done = subprocess.run(["bash", "-c", changed], check=False, **options)
+    assert done.returncode
+    assert "actor_rollout_ref.rollout.tensor_model_parallel_size: got 2 with RL_KERNELS_VLLM=1; set it" in done.stderr
+    assert "ray init" not in done.stdout

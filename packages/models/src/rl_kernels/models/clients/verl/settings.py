@@ -57,8 +57,10 @@ def _refusals(config: Any) -> Iterator[Refusal]:
         if rollout.get(name, 1) != 1:
             yield f"{ROLLOUT}.{name}", rollout[name], "set it to 1: more GPUs then run more engines"
     for name in SAMPLING:
-        if rollout[name] not in PLAIN[name]:
-            yield f"{ROLLOUT}.{name}", rollout[name], f"set it to {PLAIN[name][0]}: log-probs are the model's own"
+        # verl's actor divides logits by the temperature, 0 too.
+        allowed = (1.0,) if name == "temperature" else PLAIN[name]
+        if rollout[name] not in allowed:
+            yield f"{ROLLOUT}.{name}", rollout[name], f"set it to {allowed[0]}: log-probs are the model's own"
     yield from _of_validation(rollout)
     for name, value in (("lora_rank", model.get("lora_rank", 0)), ("lora.rank", model.get("lora", {}).get("rank", 0))):
         if value:
