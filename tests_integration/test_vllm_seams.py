@@ -84,6 +84,19 @@ def test_ours_take_the_arguments_of_vllms(pairs: Callable[[], Pairs]) -> None:
         assert all(each.default is not inspect.Parameter.empty for each in own[common:]), name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_backend_is_valid_for_layers_with_a_window(dtype: torch.dtype) -> None:
+    from vllm.platforms.interface import DeviceCapability
+
+    from rl_kernels.models.clients.vllm.attention import Backend
+
+    known = {"head_size": 128, "dtype": dtype, "kv_cache_dtype": "auto", "block_size": 32, "attn_type": "decoder"}
+    known |= {"device_capability": DeviceCapability(9, 0), "has_sliding_window": True, "use_batch_invariant": True}
+    asked = inspect.signature(Backend.validate_configuration).parameters
+    # What a GPU's platform asks of a selected backend; other properties are of other models.
+    assert Backend.validate_configuration(**{name: known.get(name, False) for name in asked}) == []
+
+
 def test_a_cache_of_vllm_is_seen_as_pages() -> None:
     from rl_kernels.models.clients.vllm.versions import PagedBackend, pages
 

@@ -154,6 +154,11 @@ class Backend(PagedBackend):
         """Say that no row depends on the batch."""
         return True
 
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Say that layers may have a window; on a GPU, vLLM asks this since 0.26."""
+        return True
+
 
 _original_create_engine_config: Any = EngineArgs.create_engine_config
 
