@@ -7,7 +7,7 @@ from rl_kernels.core.testing.planted import Bug, Mutants
 from rl_kernels.lab.check.conformance import Conformance
 from rl_kernels.linear_logp.op import OPERATOR
 
-SHARED = ("vocabulary", "inputs", "memory", "sums", "backward")
+SHARED = ("vocabulary", "inputs", "backward")
 NATIVE = (
     *(f"rl_kernels.core.rowwise.{name}" for name in ("operands", "sums", "ids", "softmax", "logp_gradient")),
     *(f"rl_kernels.linear_logp.{name}" for name in (*SHARED, "backends.native")),
@@ -39,13 +39,18 @@ PLANTED = (
         ),
         ("odd",),
     ),
-    Mutants("native", NATIVE, (Bug("dW does not continue its buffer", "first > begin or sums", "sums"),), ("kept",)),
+    Mutants(
+        "native",
+        NATIVE,
+        (Bug("dW does not continue its buffer", "first > begin or (main_grad", "(main_grad"),),
+        ("kept",),
+    ),
     Mutants(
         "triton",
         (
             "rl_kernels.core.triton_lib.softcap",
             *(f"rl_kernels.linear_logp.{name}" for name in (*SHARED, "backends.triton.kernels")),
-            *(f"rl_kernels.linear_logp.backends.triton.{name}" for name in ("tiles", "backward", "backend")),
+            *(f"rl_kernels.linear_logp.backends.triton.{name}" for name in ("backward", "backend")),
         ),
         (
             Bug("columns beyond the vocabulary counted", "(columns < V)", "(columns < V + 1)"),

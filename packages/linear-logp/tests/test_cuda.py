@@ -157,7 +157,7 @@ def test_rows_that_are_skipped_change_no_bit(hopper, ignored):
 
 @pytest.mark.gpu
 def test_pieces_and_blocks_of_rows_change_no_bit(hopper, monkeypatch):
-    from rl_kernels.linear_logp import memory
+    from rl_kernels.linear_logp import backward
 
     hidden, weight, ids = drawn(300, 264, 5003)
     bias, temperature = torch.randn(5003, device="cuda").bfloat16(), torch.rand(300, device="cuda") + 0.5
@@ -165,6 +165,6 @@ def test_pieces_and_blocks_of_rows_change_no_bit(hopper, monkeypatch):
     options = {"temperature": temperature, "ignore_index": -100}
     expected = both(BACKEND, hidden, weight, ids, bias, **options)
     assert same(both(BACKEND, hidden, weight, ids, bias, memory=Memory(1), **options), expected)
-    monkeypatch.setattr(memory, "LEAST_HEIGHT", 128)
+    monkeypatch.setattr(backward, "LEAST_HEIGHT", 128)
     forget()
     assert same(both(BACKEND, hidden, weight, ids.int(), bias, memory=Memory(1), **options), expected)

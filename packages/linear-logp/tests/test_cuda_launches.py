@@ -18,7 +18,7 @@ from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.linear_logp.spec.raw import hold, hold_shards
 
 PACKAGE = "rl_kernels.linear_logp.backends.cuda_sm90"
-SHARED = tuple(f"rl_kernels.linear_logp.{name}" for name in ("vocabulary", "inputs", "sums", "backward", "memory"))
+SHARED = tuple(f"rl_kernels.linear_logp.{name}" for name in ("vocabulary", "inputs", "backward"))
 MODULES = (*SHARED, f"{PACKAGE}.tiles", f"{PACKAGE}.backward", f"{PACKAGE}.backend")
 BUGS = (
     Bug("upstream gradients exchanged", "*block[10:13], sums", "*block[10:13][::-1], sums"),
@@ -207,12 +207,12 @@ CALLS: tuple[dict[str, Any], ...] = (
 
 def hold_all() -> None:
     """Hold every call, rows and columns cut into blocks and pieces."""
-    memory = importlib.import_module("rl_kernels.linear_logp.memory")
+    backward = importlib.import_module("rl_kernels.linear_logp.backward")
     backend = importlib.import_module(f"{PACKAGE}.backend")
     widths = set()
     for call in CALLS:
         recorder = Recorder(STAND_INS, processors=PROCESSORS)
-        least = patch.multiple(memory, LEAST_PIECE=1024, LEAST_HEIGHT=128), patch.object(backend, "MOST_ROWS", 384)
+        least = patch.multiple(backward, LEAST_PIECE=1024, LEAST_HEIGHT=128), patch.object(backend, "MOST_ROWS", 384)
         with least[0], least[1], recorder.watching(*WATCHED), poisoned_empty():
             hold_shards(hold({**CALL, **call}, backend), backend)
             assert {launch.program for launch in recorder.launches} <= set(backend.programs("sm_90a"))

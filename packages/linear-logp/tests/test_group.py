@@ -115,7 +115,7 @@ def bits(group: Any, mesh: Any) -> list[Any]:
         call = drawn(**options)
         if bad := differing(call, group):
             failed.append((options, bad))
-    with patch("rl_kernels.linear_logp.shard.ROWS", 4):
+    with patch("rl_kernels.linear_logp.autograd.ROWS", 4):
         failed += differing(drawn(**CALLS[1]), group, process_group=mesh, vocab_segments=8)
     call = drawn(5000, rows=48)
     mine, part = shard(call, group), part_of(call, group)

@@ -116,7 +116,7 @@ def test_they_change_no_bit_on_a_gpu(backend: str, options: dict[str, Any]) -> N
 
 def test_nothing_is_kept_without_gradients() -> None:
     call = {**drawn((9, 8, 50), {}, torch.float32, "cpu"), "memory": Memory(saved_mib=4)}
-    saved = linear_logp(**call).grad_fn.next_functions[0][0].saved_tensors
+    saved = linear_logp(**call).grad_fn.saved_tensors
     kept = [value for value in saved if value is not None and value.shape == (9, 256)]
     assert [value.dtype for value in kept] == [torch.float32]
     with torch.no_grad():

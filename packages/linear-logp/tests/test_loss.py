@@ -19,7 +19,7 @@ from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.linear_logp import Chunk, LogpStats, Memory, linear_logp, linear_logp_loss
 from rl_kernels.linear_logp.chunks import chunks_of
 
-MODULES = tuple(f"rl_kernels.linear_logp.{name}" for name in ("autograd", "chunks", "chunked_loss", "loss"))
+MODULES = tuple(f"rl_kernels.linear_logp.{name}" for name in ("autograd", "chunks", "loss"))
 BUG = Bug("upstream gradients of the first rows", "value[here] for", "value[:count] for")
 IGNORED, SCALE, CHUNKS = -100, 0.25, (1, 50, 100, 10**6)
 LENGTHS = (5, 40, 0, 33, 70, 1, 16, 17, 200)

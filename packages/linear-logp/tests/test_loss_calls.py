@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from rl_kernels.core.testing import Draw
-from rl_kernels.linear_logp import Chunk, linear_logp_loss, memory
-from rl_kernels.linear_logp.chunks import Rows, chunks_of
+from rl_kernels.linear_logp import Chunk, linear_logp_loss
+from rl_kernels.linear_logp.backends import native
+from rl_kernels.linear_logp.chunks import chunks_of, rows_of
 
 
 def call(*leading: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -29,7 +30,7 @@ def test_chunks() -> None:
     assert [each.cu_seqlens.tolist() for each in chunks] == [[0, 5, 45, 45], [0, 33], [0, 70], [0, 1]]
     assert [each.max_seqlen for each in chunks] == [40, 33, 70, 1]
     # The gradients of rows 32 to 44 wait for the second chunk.
-    assert [Rows.of(each, 149, 16) for each in chunks] == [(0, 32, 45), (32, 64, 78), (64, 144, 148), (144, 149, 149)]
+    assert [rows_of(each, 149, 16) for each in chunks] == [(0, 32, 45), (32, 64, 78), (64, 144, 148), (144, 149, 149)]
     assert list(chunks_of([0], 50, torch.device("cpu"))) == []
     empty = chunks_of([0, 0, 70, 70, 70, 75, 75], 50, torch.device("cpu"))
     assert [each.cu_seqlens.tolist() for each in empty] == [[0, 0, 70, 70, 70], [0, 5, 5]]
@@ -37,7 +38,7 @@ def test_chunks() -> None:
 
 def test_the_logits_of_one_chunk_are_alive_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
-    empty = memory.kept_room
+    empty = native.kept_room
 
     def watched(*args: Any) -> torch.Tensor:
         assert not any(reference() is not None for reference in alive)
@@ -45,7 +46,7 @@ def test_the_logits_of_one_chunk_are_alive_at_a_time(monkeypatch: pytest.MonkeyP
         alive.append(weakref.ref(found))
         return found
 
-    monkeypatch.setattr(memory, "kept_room", watched)
+    monkeypatch.setattr(native, "kept_room", watched)
     linear_logp_loss(*call(9, 30), total, chunk_tokens=60)
     assert len(alive) > 4
 

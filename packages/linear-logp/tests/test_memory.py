@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from rl_kernels.core.testing import Draw
 from rl_kernels.linear_logp.backends import native
-from rl_kernels.linear_logp.inputs import first_kept
-from rl_kernels.linear_logp.memory import kept_room
+from rl_kernels.linear_logp.inputs import first_kept, kept_room
 
 
 class Memory(TorchDispatchMode):

@@ -15,13 +15,11 @@ from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.testing import IGNORED, Draw, bits_of
 from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.linear_logp import linear_logp, vocab_shards
+from rl_kernels.linear_logp.backward import Tree
 from rl_kernels.linear_logp.op import OPERATOR, ops
 from rl_kernels.linear_logp.spec import virtual
-from rl_kernels.linear_logp.sums import Tree
 
-MODULES = tuple(
-    f"rl_kernels.linear_logp.{name}" for name in ("inputs", "memory", "sums", "backward", "backends.native")
-)
+MODULES = tuple(f"rl_kernels.linear_logp.{name}" for name in ("inputs", "backward", "backends.native"))
 BUGS = (
     Bug("units of ranks in the opposite order", "gathered[:, :-1]", "gathered.flip(0)[:, :-1]"),
     Bug("ids counted from the shard", "target_ids, block.start + columns", "target_ids, columns"),

@@ -51,21 +51,21 @@ def _gradients(workspace_mib: int, *, main_grad: bool = False, **options: Any) -
 
 @pytest.mark.parametrize("more", [{}, {"main_grad": True}, {"join_tokens": 208}], ids=str)
 def test_pieces_and_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
-    from rl_kernels.linear_logp import memory
+    from rl_kernels.linear_logp import backward
 
     found: list[tuple[int, int]] = []
-    cut = memory.Blocks.cut
+    cut = backward.Steps.cut
 
     def watched(self: Any, *args: Any) -> tuple[int, int]:
         found.append(cut(self, *args))
         return found[-1]
 
-    monkeypatch.setattr(memory.Blocks, "cut", watched)
+    monkeypatch.setattr(backward.Steps, "cut", watched)
     forget()
     whole = _gradients(256, **more)
     for least in ({"LEAST_PIECE": 256}, {"LEAST_PIECE": 1280, "LEAST_HEIGHT": 128}):
         for name, value in least.items():
-            monkeypatch.setattr(memory, name, value)
+            monkeypatch.setattr(backward, name, value)
         forget()
         assert all(bits(one, other).passed for one, other in zip(_gradients(1, **more), whole, strict=True))
     # Of chains of 208 rows, blocks have their length, rounded up to 128; then fewer.
@@ -77,9 +77,8 @@ def test_pieces_and_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch, more: 
 @pytest.mark.parametrize("workspace_mib", [1, 64, 256, 4096])
 @pytest.mark.parametrize(("dtype", "buffers"), product((torch.float32, torch.bfloat16), (0, 2)))
 def test_cut_keeps_to_the_workspace(count: int, workspace_mib: int, dtype: torch.dtype, buffers: int) -> None:
-    from rl_kernels.linear_logp.backends.triton.backward import Steps
-    from rl_kernels.linear_logp.backends.triton.tiles import schedule_of
-    from rl_kernels.linear_logp.memory import LEAST_HEIGHT, LEAST_PIECE
+    from rl_kernels.linear_logp.backends.triton.backward import Steps, schedule_of
+    from rl_kernels.linear_logp.backward import LEAST_HEIGHT, LEAST_PIECE
 
     size, vocab = 128, 151_936
     meta = {"device": "meta", "dtype": dtype}

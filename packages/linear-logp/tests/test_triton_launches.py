@@ -23,9 +23,8 @@ from rl_kernels.linear_logp.spec.raw import hold, hold_shards
 BACKEND = "rl_kernels.linear_logp.backends.triton"
 MODULES = (
     "rl_kernels.core.triton_lib.softcap",
-    *(f"rl_kernels.linear_logp.{name}" for name in ("vocabulary", "inputs", "memory", "sums", "backward")),
-    *(f"{BACKEND}.kernels", f"{BACKEND}.tiles"),
-    *(f"{BACKEND}.backward", f"{BACKEND}.backend"),
+    *(f"rl_kernels.linear_logp.{name}" for name in ("vocabulary", "inputs", "backward")),
+    *(f"{BACKEND}.{name}" for name in ("kernels", "backward", "backend")),
 )
 BUGS = (
     Bug("dH added to uninitialized memory", "weight, out, continues=continues", "weight, out, continues=True"),
@@ -196,8 +195,8 @@ def hold_all(plant: Plant = nullcontext) -> None:
         recorder = TritonRecorder({**STAND_INS, "_matmul": matmul}, arch=call.get("arch", "sm90"))
         with recorder.pretended(), plant(), poisoned_empty():
             backend = importlib.import_module(f"{BACKEND}.backend")
-            memory = importlib.import_module("rl_kernels.linear_logp.memory")
-            with patch.multiple(memory, LEAST_PIECE=1024, LEAST_HEIGHT=128):
+            backward = importlib.import_module("rl_kernels.linear_logp.backward")
+            with patch.multiple(backward, LEAST_PIECE=1024, LEAST_HEIGHT=128):
                 held = hold({**CALL, **call}, backend)
                 # A block of rows ends at a multiple of every tile's height, or where the rows end.
                 for launch, after in pairwise(one for one in recorder.launches if one.name == "dlogits"):

@@ -135,13 +135,16 @@ def fused_logp(
         results = _FusedLogp.apply(logits, ids, scale, rows, _Settings(op, ready, ignore_index, inplace_backward))
     else:
         results = op.call(ready, logits.reshape(-1, logits.shape[-1]), ids, scale, ignore_index, rows)
-    logp = results[0].view(target_ids.shape).to(out_dtype)
+    # Views and casts that change nothing would cost host time, those of a graph in backward too.
+    if target_ids.ndim != 1:
+        results = [value.view(target_ids.shape) for value in results[: 3 if return_stats else 1]]
+    logp = results[0] if results[0].dtype == out_dtype else results[0].to(out_dtype)
     if out is not None:
         logp = _write(out, logp, rows)
     if not return_stats:
         return logp
     stats_dtype = compute_dtype(out_dtype)
-    return LogpStats(logp, *[value.view(target_ids.shape).to(stats_dtype) for value in results[1:3]])
+    return LogpStats(logp, *[value.to(stats_dtype) for value in results[1:3]])
 
 
 @remembered
@@ -198,7 +201,8 @@ def _per_row(
     count, rows = target_ids.numel(), row_indices
     if rows is not None:
         rows = rows.long().clamp(0, count - 1) if count else rows.new_empty(0, dtype=torch.int64)
-    return target_ids.reshape(-1), scalar_or_rows(temperature, count, compute_dtype(logits.dtype)), rows
+    ids = target_ids if target_ids.ndim == 1 else target_ids.reshape(-1)
+    return ids, scalar_or_rows(temperature, count, compute_dtype(logits.dtype)), rows
 
 
 def _write(out: torch.Tensor, logp: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
@@ -229,7 +233,7 @@ class _FusedLogp(torch.autograd.Function):
         settings: _Settings,
     ) -> tuple[torch.Tensor, ...]:
         op, ready, ignore_index, inplace = settings
-        rows = logits.reshape(-1, logits.shape[-1])
+        rows = logits if logits.ndim == 2 else logits.reshape(-1, logits.shape[-1])
         results = op.call(ready, rows, target_ids, temperature, ignore_index, row_indices)
         save(ctx, logits, target_ids, temperature, row_indices, results[-1], *results[2:3])
         ctx.set_materialize_grads(False)
@@ -242,7 +246,7 @@ class _FusedLogp(torch.autograd.Function):
         logits, target_ids, temperature, row_indices, norm, *entropy = ctx.saved_tensors
         grads = [*upstream, *[None] * (3 - len(upstream))]
         saved = (norm, entropy[0] if entropy else None, *grads)
-        rows = logits.reshape(-1, logits.shape[-1])
+        rows = logits if logits.ndim == 2 else logits.reshape(-1, logits.shape[-1])
         arguments = (rows, target_ids, temperature, ctx.ignore_index, row_indices, *saved, ctx.backend)
         if ctx.inplace:
             no_lost_derivatives("fused_logp", *arguments)
@@ -250,4 +254,4 @@ class _FusedLogp(torch.autograd.Function):
             grad = rows.detach()
         else:
             grad = first_order(ops["backward"], *arguments)
-        return grad.view(logits.shape), None, None, None, None
+        return grad if logits.ndim == 2 else grad.view(logits.shape), None, None, None, None

@@ -251,10 +251,9 @@ def linear_logp_from_known(
 def _finished(
     lm_head_weight: torch.Tensor, target_ids: torch.Tensor, call: Call, results: tuple[torch.Tensor, ...]
 ) -> torch.Tensor | LogpStats:
-    """Return the results in the shape of the ids."""
+    """Return the results in the shape of the ids; without a view, which costs host time, if that is theirs."""
     if call.needs_gradient and call.main_grad is not None:
         fold_grad_into_main_grad("lm_head_weight", lm_head_weight, results[0])
-    shape = target_ids.shape
-    if call.has_stats:
-        return LogpStats(results[0].view(shape), results[1].view(shape), results[2].view(shape))
-    return results[0].view(shape)
+    if target_ids.ndim != 1:
+        results = tuple([value.view(target_ids.shape) for value in results[: 3 if call.has_stats else 1]])
+    return LogpStats(*results[:3]) if call.has_stats else results[0]

@@ -14,9 +14,9 @@ from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
 from rl_kernels.core.torchlib.scalars import scalar, scalar_or_rows, scalars
-from rl_kernels.linear_logp.known import Known, validate
+from rl_kernels.linear_logp.known import Known
 from rl_kernels.linear_logp.op import OPERATOR, describe, ops
-from rl_kernels.linear_logp.shard import Shard, shard_of
+from rl_kernels.linear_logp.vocabulary import Shard, shard_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -125,13 +125,14 @@ def call_of(
         TypeError, ValueError: an argument is wrong.
     """
     hidden, weight, bias = autocast_linear(hidden, lm_head_weight, bias)
-    requires_grad = any([getattr(x, "requires_grad", False) for x in (hidden, weight, bias)])
-    needs_gradient, known = torch.is_grad_enabled() and requires_grad, options.known
-    tensors = hidden, weight, target_ids, bias, needs_gradient
-    if group is None and known is None:
-        shard, ready, scale, cap = _remembered(*tensors, *options)
-    else:
-        shard, ready, scale, cap = _prepare(*tensors, group, options)
+    needs_gradient = torch.is_grad_enabled() and (
+        getattr(hidden, "requires_grad", False)
+        or getattr(weight, "requires_grad", False)
+        or getattr(bias, "requires_grad", False)
+    )
+    known = options.known
+    prepare = _remembered if group is None and known is None else _prepare
+    shard, ready, scale, cap = prepare(hidden, weight, target_ids, bias, needs_gradient, group, *options)
     if scale is None:
         dtype, is_read = compute_dtype(hidden.dtype), bool(options.validate)
         check.temperature(options.temperature, target_ids.shape, hidden.device, dtype, values=is_read)
@@ -144,7 +145,7 @@ def call_of(
     no_lost_derivatives("linear_logp", hidden, weight, bias, scale)
     if options.return_known and needs_gradient:
         raise ValueError("linear_logp_known: expected no gradients, call it under torch.no_grad()")
-    ids, memory = target_ids.reshape(-1), options.memory or _DEFAULT
+    ids, memory = flat(target_ids), options.memory or _DEFAULT
     call = Call(
         *(ids, scale, options.ignore_index, cap, options.return_stats, memory.saved_mib if needs_gradient else 0),
         *(memory.workspace_mib, options.join_tokens, main_grad, shard, ready),
@@ -156,23 +157,12 @@ def call_of(
 
 def rows_of(hidden: torch.Tensor) -> torch.Tensor:
     """Return hidden states ``[..., D]`` as ``[N, D]``."""
-    return hidden.flatten(0, -2) if hidden.ndim > 1 else hidden[None]
+    return hidden if hidden.ndim == 2 else hidden.flatten(0, -2) if hidden.ndim > 1 else hidden[None]
 
 
-_Prepared = tuple[Shard, Ready, torch.Tensor | None, torch.Tensor | None]
-"""Shard, forward pass, temperature (None if a tensor was given) and cap."""
-
-
-@remembered
-def _remembered(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target_ids: torch.Tensor,
-    bias: torch.Tensor | None,
-    needs_gradient: bool,
-    *options: Any,
-) -> _Prepared:
-    return _prepare(hidden, weight, target_ids, bias, needs_gradient, None, Options(*options))
+def flat(target_ids: torch.Tensor) -> torch.Tensor:
+    """Return ids ``[...]`` as ``[N]``; without a call of PyTorch, which costs host time, if they are."""
+    return target_ids if target_ids.ndim == 1 else target_ids.reshape(-1)
 
 
 def _prepare(
@@ -182,23 +172,30 @@ def _prepare(
     bias: torch.Tensor | None,
     needs_gradient: bool,
     group: ProcessGroup | None,
-    options: Options,
-) -> _Prepared:
-    """Check all but the values of tensors, choose a backend, and prepare the forward pass of this process alone."""
+    *values: Any,
+) -> tuple[Shard, Ready, torch.Tensor | None, torch.Tensor | None]:
+    """Check all but the values of tensors, choose a backend, and prepare the forward pass of this process alone.
+
+    Return the shard, the forward pass, the temperature (None if it is a tensor) and the cap.
+    """
+    options = Options(*values)
     shard, dtype = checked(hidden, weight, target_ids, bias, group, options), compute_dtype(hidden.dtype)
     _check_options(options, target_ids, hidden.device, dtype)
     if options.known is not None:
-        validate(options.known, hidden, target_ids, return_stats=options.return_stats)
+        Known.validate(options.known, hidden, target_ids, return_stats=options.return_stats)
     chosen = choose(OPERATOR, describe(hidden, weight, target_ids, bias, vocab_size=shard.size), options.backend).name
     cap = _cap(options, dtype)
     scale = _scale(options, cap, target_ids.numel(), dtype)
     ready = Ready(chosen)
     if group is None and options.known is None:
         memory = options.memory or _DEFAULT
-        inputs = rows_of(hidden), weight, target_ids.reshape(-1), bias, scale, options.ignore_index, cap
+        inputs = rows_of(hidden), weight, flat(target_ids), bias, scale, options.ignore_index, cap
         op = ops["forward_stats" if options.return_stats else "forward"]
         ready = op.ready(*inputs, memory.saved_mib if needs_gradient else 0, chosen)
     return shard, ready, None if isinstance(options.temperature, torch.Tensor) else scale, cap
+
+
+_remembered = remembered(_prepare)
 
 
 def checked(

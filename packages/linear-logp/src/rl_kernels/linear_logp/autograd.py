@@ -1,7 +1,8 @@
-"""From arguments to results: agreement of ranks, the forward pass, and the autograd function."""
+"""From arguments to results: agreement of ranks, the forward pass alone and over ranks, and the autograd function."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,14 +11,17 @@ from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib.derivatives import first_order, is_asked_for
 from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.linear_logp.arguments import Call, Operands, Options, call_of
+from rl_kernels.linear_logp.inputs import slices
 from rl_kernels.linear_logp.known import Known, compare, draw, rows_to_check
 from rl_kernels.linear_logp.op import ops
-from rl_kernels.linear_logp.shard import forward_over_ranks, same_of, summed
+from rl_kernels.linear_logp.vocabulary import Shard, slots
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+ROWS = 16384
+"""Rows whose states are exchanged at once: this bounds their memory."""
 OF_ALL_RANKS = ("softcap", "logit_scale", "ignore_index", "return_stats", "check_rows", "join_tokens", "vocab_size")
 """Options that must be equal on all ranks."""
 
@@ -67,11 +71,36 @@ def agreed(
         assert found is not None
         backend = found[1].ready.backend
         compared = {"bias": "none" if bias is None else "given", **options_of_all, "backend": backend}
-        return same_of(hidden, target_ids, options.temperature, options.known, **compared)
+        return _same(hidden, target_ids, options.temperature, options.known, **compared)
 
     agree_on_kind("linear_logp", group, options.validate, kind, error, same)
     assert found is not None
     return found
+
+
+def _same(
+    hidden: torch.Tensor,
+    target_ids: torch.Tensor,
+    temperature: float | torch.Tensor,
+    known: Known | None,
+    **options: object,
+) -> dict[str, object]:
+    """Return what must be equal on all ranks: name -> value. It reads all hidden states and ids."""
+    from rl_kernels.core.distributed import fingerprint
+
+    tensors = {"hidden": hidden, "target_ids": target_ids}
+    if isinstance(temperature, torch.Tensor):
+        tensors["temperature"] = temperature
+    else:
+        options["temperature"] = temperature
+    if known is not None:
+        tensors |= {f"known.{name}": value for name, value in known._asdict().items() if value is not None}
+    is_computed = torch.is_grad_enabled() and hidden.requires_grad
+    values: dict[str, object] = {"gradient of hidden": "is computed" if is_computed else "is not computed"}
+    for name, value in tensors.items():
+        values[name] = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    values |= options
+    return values | {f"{name} (hash of its values)": fingerprint(value) for name, value in tensors.items()}
 
 
 def forward(
@@ -85,12 +114,51 @@ def forward(
     if call.known is not None:
         return call.known.results(hidden, return_stats=call.has_stats)
     if call.shard.group is not None:
-        return forward_over_ranks(hidden, weight, bias, call)
+        return _forward_over_ranks(hidden, weight, bias, call, call.shard.group)
     results: tuple[torch.Tensor, ...] = ops["forward_stats" if call.has_stats else "forward"].call(
         *(call.ready, hidden, weight, call.target_ids, bias, call.temperature, call.ignore_index, call.cap),
         call.saved_mib,
     )
     return results
+
+
+def _forward_over_ranks(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call, group: ProcessGroup
+) -> tuple[torch.Tensor, ...]:
+    """Return what ``forward`` returns, of the shards of all ranks."""
+    from rl_kernels.core.distributed import all_gather
+
+    shard, backend, saved_mib, ranks = call.shard, call.ready.backend, call.saved_mib, group.size()
+    per_slice = []
+    if saved_mib is None and hidden.shape[0] > ROWS:
+        saved_mib = 0
+    # At least one slice; only one if logits are kept, because joining those of several would copy them.
+    count, units = max(hidden.shape[0], 1), slots(shard.size, ranks)
+    for rows in slices(count, count if saved_mib or saved_mib is None else ROWS):
+        part = call.of_rows(rows, saved_mib)
+        rest = part.temperature, call.ignore_index
+        inputs = hidden[rows], weight, part.target_ids, bias, *rest, call.cap
+        packed, kept = ops["states"](*inputs, shard.start, units, call.has_stats, saved_mib, backend)
+        gathered = all_gather(packed, group).unflatten(0, (ranks, -1))
+        per_slice.append(ops["finish"](gathered, part.target_ids, *rest, shard.size, call.has_stats, backend))
+    logp, lse, entropy, norm = per_slice[0] if len(per_slice) == 1 else map(torch.cat, zip(*per_slice, strict=True))
+    return (logp, lse, entropy, norm, kept) if call.has_stats else (logp, norm, kept)
+
+
+def summed(name: str, group: ProcessGroup | None, dtype: torch.dtype) -> Callable[..., Any]:
+    """Return a raw op of the backward pass; in a group with the sum of the gradient of hidden over its ranks."""
+    op = ops[name]
+    if group is None:
+        return op
+    from rl_kernels.core.distributed import all_reduce
+
+    def call(*args: Any) -> Any:
+        partial, *gradients = op(*args)
+        needed = args[-3 if name == "backward" else -5]
+        return all_reduce(partial, group, dtype=dtype) if needed[0] else partial, *gradients
+
+    call.__name__ = op.__name__
+    return call
 
 
 @torch.no_grad()
@@ -108,6 +176,16 @@ def check_known(operands: Operands, call: Call, count: int) -> None:
     has_stats = call.known.logsumexp is not None or call.known.entropy is not None
     logp, *stats, norm, _ = forward(hidden[rows], weight, bias, call.of_rows(rows, 0)._replace(has_stats=has_stats))
     compare(call.known, rows, Known(logp, norm, *stats))
+
+
+def arguments_of_backward(
+    inputs: Sequence[Any], saved: Sequence[Any], grads: Sequence[Any], shard: Shard, limits: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Return the arguments of ``backward`` up to the backend; one or all three ``grads`` are those of results."""
+    start, size, segments, group = shard
+    if len(grads) == 1:
+        grads = *grads, None, None
+    return *inputs, *saved, *grads, start, size, segments, group is not None, *limits
 
 
 class LinearLogp(torch.autograd.Function):
@@ -132,20 +210,18 @@ class LinearLogp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of the arguments that the pass under way asks for."""
-        hidden, weight, target_ids, bias, temperature, cap, norm, entropy, kept = ctx.saved_tensors
-        inputs = (hidden, weight, target_ids, bias, temperature, ctx.ignore_index, cap)
-        saved = (norm, entropy, kept, *upstream, *[None] * (3 - len(upstream)))
-        needed = [ctx.needs_input_grad[number] and is_asked_for(ctx, number) for number in range(3)]
-        start, size, segments, group = ctx.shard
-        limits = ctx.workspace_mib, needed, ctx.join_tokens
-        arguments = (*inputs, *saved, start, size, segments, group is not None, *limits)
+        hidden, weight, target_ids, bias, temperature, cap, *saved = ctx.saved_tensors
+        inputs = hidden, weight, target_ids, bias, temperature, ctx.ignore_index, cap
+        asked = ctx.needs_input_grad
+        needed = [asked[number] and is_asked_for(ctx, number) for number in (0, 1, 2)]
+        limits, group = (ctx.workspace_mib, needed, ctx.join_tokens), ctx.shard.group
+        arguments = arguments_of_backward(inputs, saved, upstream, ctx.shard, limits)
+        dweight = None
         if needed[1] and ctx.main_grad is not None:
             op = summed("backward_main_grad", group, hidden.dtype)
             dhidden, dbias = first_order(op, *arguments, ctx.main_grad, None, ctx.backend)
-            dweight = None
         else:
-            dhidden, dweight, dbias = first_order(summed("backward", group, hidden.dtype), *arguments, ctx.backend)
-        gradients = [
-            value if is_needed else None for value, is_needed in zip((dhidden, dweight, dbias), needed, strict=True)
-        ]
-        return *gradients, None
+            op = ops["backward"] if group is None else summed("backward", group, hidden.dtype)
+            dhidden, dweight, dbias = first_order(op, *arguments, ctx.backend)
+        # What is not needed is empty.
+        return dhidden if needed[0] else None, dweight if needed[1] else None, dbias if needed[2] else None, None

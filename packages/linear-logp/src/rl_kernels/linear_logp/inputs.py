@@ -1,4 +1,14 @@
-"""The inputs of a call as the backends take them, cut into pieces of the vocabulary and blocks of rows."""
+"""The inputs of a pass as backends take them, and what passes make room for: statistics, states, kept logits.
+
+The forward pass keeps logits for the backward pass: those of the last columns, as many as fit. They are kept in the
+compute dtype, capped and before the temperature, so backward computes with the numbers that it would recompute: how
+many are kept changes no bit.
+
+Ranks exchange the softmax states of a shard and its selected logits by one collective, as one tensor
+``packed[slots k + 1, N]`` in the compute dtype: k numbers (top, total, and with entropy weighted) for each unit of the
+shard, then the logit of each row whose id is in the shard. ``slots`` is the number of units of a full shard, so it is
+the same on all ranks; what a rank does not have is 0, and is not read.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +17,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rl_kernels.linear_logp.vocabulary import BLOCK
+from rl_kernels.core.constants import UNIT
+from rl_kernels.core.rowwise.operands import compute_dtype
+from rl_kernels.linear_logp.vocabulary import BLOCK, units
+
+FEW = 64
+"""Rows of which all logits are kept by default: their products take as long as reading the weight does."""
+OF_CPU = 64
+"""MiB of logits that are kept by default on a CPU, where products take long."""
+STATE = 3
+"""Numbers of a state in the kernels' ``parts[unit, 3, N]``; the third is used only with entropy."""
 
 
 class Cap(NamedTuple):
@@ -31,7 +50,7 @@ class Inputs(NamedTuple):
     Attributes:
         temperature: ``[]`` or ``[N]``; a backend may replace the former by a number.
         norm: ``[N, 2]`` of the backward pass, as entropy and the upstream gradients, ``[N]``.
-        kept: logits of the last columns (``memory.kept_room``), or None.
+        kept: logits of the last columns (``kept_room``), or None.
         start: the shard's first column in the vocabulary; ids count from the first column of the vocabulary.
         vocab: columns of the vocabulary.
     """
@@ -59,8 +78,7 @@ class Inputs(NamedTuple):
 
     def kept_part(self, columns: slice) -> torch.Tensor | None:
         """Return the logits ``[N, n]`` of columns that are all kept, or None for columns of which none is."""
-        first = self.first_kept
-        if self.kept is None or columns.start < first:
+        if self.kept is None or columns.start < (first := self.first_kept):
             return None
         return self.kept[:, columns.start - first : columns.stop - first]
 
@@ -74,23 +92,18 @@ class Inputs(NamedTuple):
         operands = self.hidden[rows], self.weight, self.target_ids[rows], self.bias
         return Inputs._make((*operands, scale[rows] if per_row else scale, *self[5:7], *of_rows, *self[13:]))
 
-    def contiguous(self) -> Inputs:
-        """Return the inputs with ids, temperatures and upstream gradients side by side; one temperature as a number."""
-        logp, lse, entropy = self.grad_logp, self.grad_logsumexp, self.grad_entropy
-        return self._replace(
-            target_ids=self.target_ids.contiguous(),
-            temperature=number_or_rows(self.temperature),
-            grad_logp=None if logp is None else logp.contiguous(),
-            grad_logsumexp=None if lse is None else lse.contiguous(),
-            grad_entropy=None if entropy is None else entropy.contiguous(),
-        )
-
     def keep(self, value: torch.Tensor) -> torch.Tensor:
         """Return ``value[n]`` or ``value[n, k]`` with 0 at ignored positions."""
         if self.ignore_index is None:
             return value
         active = self.target_ids != self.ignore_index
         return torch.where(active if value.ndim == 1 else active[:, None], value, 0.0)
+
+
+def inputs_of(args: Any, **more: Any) -> Inputs:
+    """Return the inputs of a pass: the first 7 arguments of its raw op, of the backward pass the first 15."""
+    fields: Any = (*args[:6], cap_of(args[6]), *args[7:])
+    return Inputs(*fields, **more)
 
 
 def number_or_rows(temperature: torch.Tensor) -> Any:
@@ -117,3 +130,66 @@ def slices(count: int, width: int) -> Iterator[slice]:
     """Cut ``range(count)`` into slices of ``width``, the last one maybe shorter."""
     for start in range(0, count, width):
         yield slice(start, min(start + width, count))
+
+
+def kept_width(hidden: torch.Tensor, columns: int, saved_mib: int | None) -> int:
+    """Return how many logits of a row are kept, of a weight with ``columns`` rows: at most ``saved_mib`` of all rows.
+
+    With None all logits of at most 64 rows are kept; of more rows none, on a CPU at most 64 MiB. The first kept column
+    is a multiple of 1024; the width is a multiple of 256, and 0 if nothing is kept.
+    """
+    count, padded = hidden.shape[0], -(-columns // BLOCK) * BLOCK
+    if saved_mib is None and hidden.is_cpu and count > FEW:
+        saved_mib = OF_CPU
+    if saved_mib is None:
+        return padded if count <= FEW else 0
+    if not saved_mib:
+        return 0
+    room = (saved_mib << 20) // (max(count, 1) * compute_dtype(hidden.dtype).itemsize)
+    first = max(-(-(padded - room) // UNIT) * UNIT, 0)
+    return max(padded - first, 0)
+
+
+def kept_room(hidden: torch.Tensor, columns: int, saved_mib: int | None) -> torch.Tensor:
+    """Return room for the kept logits of a weight with ``columns`` rows: ``[N, kept_width]`` in the compute dtype."""
+    width = kept_width(hidden, columns, saved_mib)
+    return hidden.new_empty((hidden.shape[0], width), dtype=compute_dtype(hidden.dtype))
+
+
+def packed_room(hidden: torch.Tensor, slots: int, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a packed tensor of zeros for the rows of ``hidden``, and views: ``states[slots, k, N]``, ``chosen[N]``."""
+    numbers, count = STATE if entropy else STATE - 1, hidden.shape[0]
+    packed = hidden.new_zeros((slots * numbers + 1, count), dtype=compute_dtype(hidden.dtype))
+    return packed, packed[:-1].view(slots, numbers, count), packed[-1]
+
+
+def unpacked(
+    gathered: torch.Tensor, target_ids: torch.Tensor, vocab_size: int, *, entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``parts[units, 3, N]`` in the order of the vocabulary, and the logit that each row selects ``[N]``.
+
+    Args:
+        gathered: ``[ranks, slots k + 1, N]``, the packed tensors of all ranks in order.
+        target_ids: ``[N]``, any values; the logit of a row whose id is not a column is arbitrary.
+        vocab_size: columns of the whole vocabulary.
+        entropy: whether states have their third number.
+    """
+    ranks, height, count = gathered.shape
+    numbers = STATE if entropy else STATE - 1
+    slots = (height - 1) // numbers
+    states = gathered[:, :-1].unflatten(1, (slots, numbers)).flatten(0, 1)[: units(vocab_size)]
+    parts = gathered.new_empty((len(states), STATE, count))
+    parts[:, :numbers] = states
+    if ranks == 1:
+        return parts, gathered[0, -1]
+    owner = (target_ids.long() // (slots * UNIT)).clamp(0, ranks - 1)
+    return parts, gathered[:, -1].gather(0, owner[None])[0]
+
+
+def statistics(like: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return room for (logp, norm, logsumexp, entropy) of the rows of ``like``; without entropy two are not written."""
+    count = like.shape[0]
+    logp, norm = like.new_empty(count, dtype=torch.float32), like.new_empty((count, 2), dtype=torch.float32)
+    if not entropy:
+        return logp, norm, logp, logp
+    return logp, norm, like.new_empty(count, dtype=torch.float32), like.new_empty(count, dtype=torch.float32)

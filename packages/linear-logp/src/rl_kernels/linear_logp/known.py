@@ -57,6 +57,26 @@ class Known(NamedTuple):
             results += [self.logsumexp.clone(), self.entropy.clone()]
         return *results, self.norm, none_kept
 
+    @staticmethod
+    def validate(known: object, hidden: torch.Tensor, target_ids: torch.Tensor, *, return_stats: bool) -> None:
+        """Check the kinds and shapes of known statistics.
+
+        Raises:
+            TypeError, ValueError: they do not fit the call; the message names the argument.
+        """
+        if not isinstance(known, Known):
+            raise TypeError(f"known: expected what linear_logp_known returns, got {type(known).__name__}")
+        dtype, shape = compute_dtype(hidden.dtype), target_ids.shape
+        for name, value in known._asdict().items():
+            if value is None and name in ("logsumexp", "entropy"):
+                if return_stats:
+                    raise ValueError(f"known: expected {name} with return_stats=True; give it to the earlier call too")
+                continue
+            check.tensor(f"known.{name}", value, (dtype,))
+            expected = (*shape, 2) if name == "norm" else tuple(shape)
+            check.shape(f"known.{name}", value, expected, "the shape of target_ids" + " and 2" * (name == "norm"))
+            check.same_device(hidden=hidden, **{f"known.{name}": value})
+
 
 class BitsDiffer(RuntimeError):
     """Statistics that a caller called known are not those of its inputs."""
@@ -69,26 +89,6 @@ _seeds_of_groups: WeakKeyDictionary[ProcessGroup, Iterator[int]] = WeakKeyDictio
 def draw(group: ProcessGroup | None) -> int:
     """Return the next seed for the choice of rows that are recomputed: the same on all ranks of a group."""
     return next(_seeds if group is None else _seeds_of_groups.setdefault(group, itertools.count(1)))
-
-
-def validate(known: object, hidden: torch.Tensor, target_ids: torch.Tensor, *, return_stats: bool) -> None:
-    """Check the kinds and shapes of known statistics.
-
-    Raises:
-        TypeError, ValueError: they do not fit the call; the message names the argument.
-    """
-    if not isinstance(known, Known):
-        raise TypeError(f"known: expected what linear_logp_known returns, got {type(known).__name__}")
-    dtype, shape = compute_dtype(hidden.dtype), target_ids.shape
-    for name, value in known._asdict().items():
-        if value is None and name in ("logsumexp", "entropy"):
-            if return_stats:
-                raise ValueError(f"known: expected {name} with return_stats=True; give it to the earlier call too")
-            continue
-        check.tensor(f"known.{name}", value, (dtype,))
-        expected = (*shape, 2) if name == "norm" else tuple(shape)
-        check.shape(f"known.{name}", value, expected, "the shape of target_ids" + " and 2" * (name == "norm"))
-        check.same_device(hidden=hidden, **{f"known.{name}": value})
 
 
 def rows_to_check(target_ids: torch.Tensor, ignore_index: int | None, count: int, seed: int) -> torch.Tensor:

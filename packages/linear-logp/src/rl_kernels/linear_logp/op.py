@@ -8,21 +8,23 @@ the log of the sum of e^(z - max z); backward computes the gradient from these t
 gradients of hidden, weight and bias are needed; one that is not comes back empty. ``backward_main_grad`` adds the
 gradient of the weight to ``main_grad[V, D]`` and that of the bias to ``bias_total[V]``, which may be None, and returns
 the gradients of hidden and of a bias without a total. Totals have the compute dtype; their chains are continued, or
-with ``join_tokens`` chains of that many rows are added to them (``sums``).
+with ``join_tokens`` chains of that many rows are added to them (``backward``).
 
 The last result of ``forward``, ``forward_stats`` and ``states`` are logits that are kept for backward, at most
-``saved_mib`` of them (``memory.kept_room``). Backward takes them as ``kept``; it recomputes the others. Those of
+``saved_mib`` of them (``inputs.kept_room``). Backward takes them as ``kept``; it recomputes the others. Those of
 ignored rows, and of columns beyond the weight's, are not defined.
 
 ``states`` and ``finish`` are the forward pass in two parts, between which ranks exchange states: weight and bias are a
 shard that begins at column ``vocab_start`` of ``vocab_size``; ids are those of the whole vocabulary. ``states`` returns
-``packed[slots k + 1, N]`` and ``finish`` takes ``gathered[ranks, slots k + 1, N]`` (``memory``); without ``entropy``
+``packed[slots k + 1, N]`` and ``finish`` takes ``gathered[ranks, slots k + 1, N]`` (``inputs``); without ``entropy``
 two of its results are empty. Backward takes a shard too. With ``partial`` its gradient of hidden is the sum over the
 shard, in the compute dtype.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Opera
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.torchlib.ops import define
 from rl_kernels.core.triton_lib.launch import triton_backend
-from rl_kernels.linear_logp import memory
+from rl_kernels.linear_logp.inputs import kept_room, packed_room
 
 _INPUTS = (
     "Tensor hidden, Tensor weight, Tensor target_ids, Tensor? bias, Tensor temperature, int? ignore_index, Tensor? cap"
@@ -62,25 +64,29 @@ def _rows(hidden: torch.Tensor, *shape: int) -> torch.Tensor:
     return hidden.new_empty(hidden.shape[0], *shape, dtype=compute_dtype(hidden.dtype))
 
 
-def _finished(
-    gathered: torch.Tensor, target_ids: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _forward(count: int, hidden: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    kept = kept_room(hidden, weight.shape[0], rest[-1])
+    return (*[_rows(hidden) for _ in range(count)], _rows(hidden, 2), kept)
+
+
+def _states(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    *_, slots, entropy, saved_mib = rest
+    return packed_room(hidden, slots, entropy=entropy)[0], kept_room(hidden, weight.shape[0], saved_mib)
+
+
+def _finished(gathered: torch.Tensor, target_ids: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
     count, extra = len(target_ids), len(target_ids) if rest[-1] else 0
-    logp, lse, entropy, norm = (gathered.new_empty(shape) for shape in (count, extra, extra, (count, 2)))
-    return logp, lse, entropy, norm
+    return tuple(gathered.new_empty(shape) for shape in (count, extra, extra, (count, 2)))
 
 
-def _gradients(
-    hidden: torch.Tensor, weight: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    *_, partial, _, needed, _ = rest
+def _gradients(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    *_, is_partial, _, needed, _ = rest
     shapes = (hidden.shape, weight.shape, weight.shape[:1])
-    dtypes = (compute_dtype(hidden.dtype) if partial else hidden.dtype, *[hidden.dtype] * 2)
-    dhidden, dweight, dbias = (
+    dtypes = (compute_dtype(hidden.dtype) if is_partial else hidden.dtype, *[hidden.dtype] * 2)
+    return tuple(
         hidden.new_empty(shape if is_needed else 0, dtype=dtype)
         for shape, dtype, is_needed in zip(shapes, dtypes, needed, strict=True)
     )
-    return dhidden, dweight, dbias
 
 
 def _continued(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,25 +95,10 @@ def _continued(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return dhidden, dbias if bias_total is None else dbias.new_empty(0)
 
 
-def _kept(hidden: torch.Tensor, weight: torch.Tensor, saved_mib: int | None) -> torch.Tensor:
-    return memory.kept_room(hidden, weight.shape[0], saved_mib)
-
-
-FAKES = {
-    "forward": lambda hidden, weight, *rest: (
-        _rows(hidden),
-        _rows(hidden, 2),
-        _kept(hidden, weight, rest[-1]),
-    ),
-    "forward_stats": lambda hidden, weight, *rest: (
-        *(_rows(hidden) for _ in range(3)),
-        _rows(hidden, 2),
-        _kept(hidden, weight, rest[-1]),
-    ),
-    "states": lambda hidden, weight, *rest: (
-        memory.packed_room(hidden, rest[-3], entropy=rest[-2])[0],
-        _kept(hidden, weight, rest[-1]),
-    ),
+FAKES: dict[str, Callable[..., Any]] = {
+    "forward": partial(_forward, 1),
+    "forward_stats": partial(_forward, 3),
+    "states": _states,
     "finish": _finished,
     "backward": _gradients,
     "backward_main_grad": _continued,

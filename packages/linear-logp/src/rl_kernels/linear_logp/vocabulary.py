@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NamedTuple
+
+from rl_kernels.core import validate as check
 from rl_kernels.core.constants import UNIT
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 BLOCK = 256
 """Columns of a block, a tile of the kernels: the states of its rows are merged into those of a unit."""
@@ -41,3 +47,56 @@ def vocab_shards(vocab_size: int, n: int) -> tuple[tuple[int, int], ...]:
         raise ValueError(f"n: expected one of 1, 2, 4, 8, got {n!r}")
     width = slots(vocab_size, n) * UNIT
     return tuple((min(rank * width, vocab_size), min(rank * width + width, vocab_size)) for rank in range(n))
+
+
+class Shard(NamedTuple):
+    """The columns of this process, and how the gradient of hidden is summed.
+
+    Attributes:
+        start: the first column.
+        size: columns of the whole vocabulary.
+        segments: segments of the vocabulary, each a chain of its own: 1 or 8.
+        group: ranks that have the other columns; None if this process has all of them.
+    """
+
+    start: int
+    size: int
+    segments: int
+    group: ProcessGroup | None = None
+
+
+def shard_of(columns: int, group: ProcessGroup | None, vocab_size: int | None, vocab_segments: int | None) -> Shard:
+    """Return the shard of a weight with ``columns`` rows, or raise if it is not that of this rank.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit the others; the message names it.
+    """
+    for name, value in (("vocab_size", vocab_size), ("vocab_segments", vocab_segments)):
+        if value is not None:
+            check.integer(name, value)
+    if vocab_segments not in (None, 1, SEGMENTS):
+        raise ValueError(f"vocab_segments: expected 1 or {SEGMENTS}, got {vocab_segments}")
+    if group is None or group.size() == 1:
+        if columns == 0:
+            raise ValueError("lm_head_weight: expected a vocabulary (first dim) of at least 1, got 0")
+        if vocab_size not in (None, columns):
+            where = f"{columns} where this process has the whole vocabulary"
+            raise ValueError(f"vocab_size: expected {where}, got {vocab_size}; shards need process_group")
+        return Shard(0, columns, vocab_segments or (1 if group is None else SEGMENTS))
+    ranks = group.size()
+    if vocab_segments == 1:
+        raise ValueError(f"vocab_segments: expected {SEGMENTS} with a process_group of {ranks} ranks, got 1")
+    if vocab_size is None:
+        raise ValueError("vocab_size: expected the number of columns of the whole vocabulary with process_group")
+    check.integer("vocab_size", vocab_size, least=1)
+    start, stop = vocab_shards(vocab_size, ranks)[group.rank()]
+    where = f"rank {group.rank()} of vocab_shards({vocab_size}, {ranks}) has columns {start} to {stop}"
+    if columns != stop - start:
+        multiple = UNIT * SEGMENTS
+        raise ValueError(
+            f"lm_head_weight: expected {stop - start} rows, got {columns}: {where}; cut the weight by vocab_shards, or "
+            f"pad the vocabulary to a multiple of {multiple} ({-(-vocab_size // multiple) * multiple}) and cut it "
+            "evenly: leave the pad rows out of lm_head_weight, or count them in vocab_size and mask them by a bias of "
+            "-inf"
+        )
+    return Shard(start, vocab_size, SEGMENTS, group)

@@ -21,9 +21,9 @@ from rl_kernels.core.rowwise.ids import outside, select
 from rl_kernels.core.rowwise.logp_gradient import LogpUpstream, dlogits
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.rowwise.softmax import SoftmaxState, merge, per_row, softmax_state
-from rl_kernels.linear_logp import memory
+from rl_kernels.linear_logp import backward as loop
 from rl_kernels.linear_logp.backward import Backward, Dlogits, Product
-from rl_kernels.linear_logp.inputs import Inputs, cap_of, slices
+from rl_kernels.linear_logp.inputs import Inputs, inputs_of, kept_room, packed_room, slices, unpacked
 
 BLOCK = 64
 """Rows of a block are a multiple of it, so that no step of dW is cut."""
@@ -43,24 +43,12 @@ def forward_stats(*arguments: Any) -> tuple[torch.Tensor, ...]:
     return logp, lse, entropy, norm, logits
 
 
-def states(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target_ids: torch.Tensor,
-    bias: torch.Tensor | None,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    cap: torch.Tensor | None,
-    vocab_start: int,
-    slots: int,
-    entropy: bool,
-    saved_mib: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the packed states and selected logits of a shard of the vocabulary (``memory``), and its kept logits."""
-    logits = memory.kept_room(hidden, weight.shape[0], saved_mib)
-    operands = hidden, weight, target_ids, bias, temperature, ignore_index, cap_of(cap)
-    inputs = Inputs(*operands, kept=logits, start=vocab_start)
-    packed, parts, chosen = memory.packed_room(hidden, slots, entropy=entropy)
+def states(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the packed states and selected logits of a shard of the vocabulary, and its kept logits."""
+    hidden, weight, *_, vocab_start, slots, entropy, saved_mib = args
+    logits = kept_room(hidden, weight.shape[0], saved_mib)
+    inputs = inputs_of(args[:7], kept=logits, start=vocab_start)
+    packed, parts, chosen = packed_room(hidden, slots, entropy=entropy)
     for rows in _blocks(inputs):
         for unit, state in enumerate(_walk(inputs.block(rows), chosen[rows], entropy=entropy)):
             for number, value in enumerate(state):
@@ -78,7 +66,7 @@ def finish(
     entropy: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (logp, logsumexp, entropy, norm) from the packed states of all shards; two are empty if not wanted."""
-    parts, chosen = memory.unpacked(gathered, target_ids, vocab_size, entropy=entropy)
+    parts, chosen = unpacked(gathered, target_ids, vocab_size, entropy=entropy)
     scale = per_row(temperature, chosen)
     each = (SoftmaxState(top, total, weighted if entropy else None) for top, total, weighted in parts)
     inputs = Inputs(gathered, gathered, target_ids, None, temperature, ignore_index, None, vocab=vocab_size)
@@ -88,31 +76,18 @@ def finish(
 
 
 def backward(*args: Any) -> tuple[torch.Tensor, ...]:
-    """Return (dhidden, dweight, dbias), empty if not needed."""
+    """Return the gradients of hidden, weight and bias, or with totals those of hidden and bias; empty if not needed."""
     return Backward(Steps(), *args)(*args)
 
 
-def backward_main_grad(*args: Any) -> tuple[torch.Tensor, ...]:
-    """Continue the totals, the last two arguments; return (dhidden, dbias), each empty if not needed."""
-    return Backward(Steps(), *args)(*args)
+backward_main_grad = backward
 
 
-def _statistics(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target_ids: torch.Tensor,
-    bias: torch.Tensor | None,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    cap: torch.Tensor | None,
-    saved_mib: int | None,
-    *,
-    entropy: bool,
-) -> tuple[list[torch.Tensor], torch.Tensor]:
+def _statistics(*args: Any, entropy: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Return logp and norm, with entropy also logsumexp and entropy; and the logits that are kept."""
-    logits, results = memory.kept_room(hidden, weight.shape[0], saved_mib), []
-    operands = hidden, weight, target_ids, bias, temperature, ignore_index, cap_of(cap)
-    inputs = Inputs(*operands, kept=logits, vocab=len(weight))
+    hidden, weight, *_, saved_mib = args
+    logits, results = kept_room(hidden, weight.shape[0], saved_mib), []
+    inputs = inputs_of(args[:7], kept=logits, vocab=len(weight))
     for rows in _blocks(inputs):
         block = inputs.block(rows)
         scale = per_row(block.temperature, block.hidden)
@@ -172,8 +147,16 @@ def _logits(block: Inputs, columns: slice, out: torch.Tensor | None = None) -> t
     return x if block.cap is None else block.cap(x)
 
 
-class Steps:
+class Steps(loop.Steps):
     """One piece of the vocabulary for one block of rows of the backward pass; nothing is prepared."""
+
+    def begin(self, args: Any) -> Inputs:
+        """Return the inputs as they are."""
+        return inputs_of(args[:15])
+
+    def room(self, hidden: torch.Tensor, width: int) -> torch.Tensor:
+        """Return room for dz."""
+        return hidden.new_empty((hidden.shape[0], width))
 
     def cut(
         self, hidden: torch.Tensor, columns: int, workspace: int, needed: Sequence[bool], buffers: int = 0
@@ -186,14 +169,6 @@ class Steps:
         size, item = hidden.shape[1], compute_dtype(hidden.dtype).itemsize
         height = (workspace - UNIT * size * item * (2 + buffers)) // (item * (8 * UNIT + 2 * size))
         return UNIT, max(height // BLOCK, 1) * BLOCK
-
-    def begin(self, inputs: Inputs) -> Inputs:
-        """Return the inputs as they are."""
-        return inputs
-
-    def room(self, hidden: torch.Tensor, width: int) -> torch.Tensor:
-        """Return room for dz."""
-        return hidden.new_empty((hidden.shape[0], width))
 
     def dlogits(self, block: Inputs, columns: slice, dbias: torch.Tensor | None, dz: torch.Tensor) -> Dlogits:
         """Write dz, rounded, and add its row sum to dbias."""
@@ -227,7 +202,10 @@ def _dlogits(columns: slice, block: Inputs, dbias: torch.Tensor | None, dz: torc
 
 
 def _product(dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    products.matmul(dz, weight, out=out)
+    is_wide = out.dtype == compute_dtype(dz.dtype)
+    product = products.matmul(dz, weight, out=out if is_wide else None)
+    if not is_wide:
+        out.copy_(product)
 
 
 def _added_product(dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:

@@ -114,9 +114,9 @@ def _statistics(logits: torch.Tensor, *, entropy: bool) -> Launches:
         lse = logits.new_empty(count, dtype=torch.float32) if entropy else logp
         row_entropy = logits.new_empty(count, dtype=torch.float32) if entropy else logp
         parts = logits.new_empty((units, 3, count), dtype=torch.float32) if is_split else None
-        rows = per_row(target_ids.to(torch.int64), temperature, row_indices)
-        tensors = _addresses(logits, logp, norm, lse, row_entropy, parts)
-        numbers = (*_numbers(*rows, ignore_index), *tensors, *sizes)
+        ids, scale, marks = per_row(target_ids.to(torch.int64), temperature, row_indices)
+        tensors = ids, scale, marks, logits, logp, norm, lse, row_entropy, parts
+        numbers = _numbers(tensors, ignore_index, sizes)
         for start, grid, threads, shared in starts:
             start(grid, threads, shared, False, numbers)
         return (logp, lse, row_entropy, norm) if entropy else (logp, norm)
@@ -145,26 +145,24 @@ def _gradient(logits: torch.Tensor, *, entropy: bool, inplace: bool) -> Launches
     ) -> torch.Tensor | None:
         out = logits if inplace else logits.new_empty(logits.shape)
         grads = [None if grad is None else grad.contiguous() for grad in upstream]
-        rows = per_row(target_ids.to(torch.int64), temperature, row_indices)
-        tensors = _addresses(logits, out, norm, row_entropy, *grads)
+        ids, scale, marks = per_row(target_ids.to(torch.int64), temperature, row_indices)
         if count:
-            numbers = (*_numbers(*rows, ignore_index), *tensors, *sizes)
+            tensors = ids, scale, marks, logits, out, norm, row_entropy, *grads
+            numbers = _numbers(tensors, ignore_index, sizes)
             gradient.start((count * chunks, 1, 1), threads, 0, False, numbers)
         return None if inplace else out
 
     return launch
 
 
-def _numbers(
-    ids: torch.Tensor, scale: torch.Tensor | float, marks: torch.Tensor | None, ignore_index: int | None
-) -> tuple[float, ...]:
-    """Return the fields of ``struct Rows``; the caller keeps the tensors until the kernel is launched."""
-    temperatures, number = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
-    return *_addresses(ids, temperatures, marks), ignore_index or 0, number, ignore_index is not None
+def _numbers(tensors: tuple[Any, ...], ignore_index: int | None, sizes: tuple[int, ...]) -> tuple[float, ...]:
+    """Return the arguments of a kernel: the fields of ``struct Rows``, whose temperature may be a number, then others.
 
-
-def _addresses(*tensors: torch.Tensor | None) -> list[int]:
-    return [0 if x is None else x.data_ptr() for x in tensors]
+    The caller keeps the tensors until the kernel is launched.
+    """
+    places = [x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in tensors]
+    scale = 1.0 if places[1] else tensors[1]
+    return *places[:3], ignore_index or 0, scale, ignore_index is not None, *places[3:], *sizes
 
 
 def sharing(size: int) -> int:

@@ -1,17 +1,18 @@
 """The backward pass of ``cuda-sm90``: dz, and the product of core.
 
-dbias is a chain over tokens whose terms are sums of 16 tokens. Everything else is as in ``backward.py`` and
-``memory.py`` of the package.
+dbias is a chain over tokens whose terms are sums of 16 tokens. Everything else is as in ``backward.py`` of the package.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from rl_kernels.core.cuda.gemm import matmul
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.tensor_map import tensor_map
-from rl_kernels.linear_logp import memory
+from rl_kernels.linear_logp import backward
 from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
     BACKWARD,
     BLOCK,
@@ -34,17 +35,18 @@ KEPT_THREADS, KEPT_COLUMNS = 128, 512
 """Threads and columns of a block that reads kept logits; it has as many rows as are summed."""
 
 
-class Steps(memory.Blocks):
+class Steps(backward.Steps):
     """One piece of the vocabulary for one block of rows of the backward pass."""
 
     def summed(self, hidden: torch.Tensor) -> int:
         """Return how many rows are summed into one term of dbias."""
         return SUMMED
 
-    def begin(self, inputs: Inputs) -> Inputs:
+    def begin(self, args: Any) -> Inputs:
         """Return the inputs in the layouts that the kernels read."""
+        grads = [None if grad is None else grad.contiguous() for grad in args[10:13]]
         # What TMA cannot read is copied once here, not for each piece.
-        return read(inputs._replace(hidden=copyable(inputs.hidden)))
+        return read(copyable(args[0]), *args[1:10], *grads, *args[13:15])
 
     def dlogits(self, block: Inputs, columns: slice, dbias: torch.Tensor | None, dz: torch.Tensor) -> Dlogits:
         """Write dz, rounded, and add its row sum to dbias."""
@@ -54,6 +56,7 @@ class Steps(memory.Blocks):
         has_entropy, sums_bias, is_kept = block.grad_entropy is not None, dbias is not None, kept is not None
         made = program(BACKWARD, dz.dtype, cut, entropy=has_entropy, capped=block.cap is not None)
         numbers = columns.start, width, 0 if kept is None else kept.stride(0), dz.stride(0)
+        place = slice(columns.start - block.first_kept, columns.stop - block.first_kept)
         if is_kept:
             gradient, grid = kernel(made, "gradient_of_kept", form, device), (terms, -(-width // KEPT_COLUMNS), 1)
             threads, shared = KEPT_THREADS, 0
@@ -67,7 +70,7 @@ class Steps(memory.Blocks):
             hidden, norm = block.hidden, block.norm
             sums = hidden.new_empty((terms, width), dtype=torch.float32) if sums_bias else None
             members, _order = fields.of(block)
-            logits = block.kept_part(columns) if is_kept else None
+            logits = block.kept[:, place] if is_kept and block.kept is not None else None
             # The kernel reads the entropy only if it has a gradient, and then it is there.
             tensors = norm, norm if block.entropy is None else block.entropy, *block[10:13], sums, logits, dz
             arguments = *members, *[0 if x is None else x.data_ptr() for x in tensors], *numbers

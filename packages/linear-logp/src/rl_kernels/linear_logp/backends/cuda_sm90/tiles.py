@@ -17,7 +17,7 @@ from rl_kernels.core.cuda.tensor_map import TensorMap, tensor_map
 from rl_kernels.core.gpu import processors
 from rl_kernels.core.layout import ALIGNED, readable
 from rl_kernels.core.tuned import entry
-from rl_kernels.linear_logp.inputs import Inputs
+from rl_kernels.linear_logp.inputs import Inputs, cap_of, number_or_rows
 from rl_kernels.linear_logp.vocabulary import BLOCK, units
 
 PACKAGE = "rl_kernels.linear_logp.backends.cuda_sm90"
@@ -138,11 +138,12 @@ def maps_of(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[TensorMap, Tens
     )
 
 
-def read(inputs: Inputs) -> Inputs:
-    """Return inputs in the layouts that kernels read; hidden states are left as they are."""
-    bias, ids = inputs.bias, inputs.target_ids.to(torch.int64)
-    bias = None if bias is None else bias.contiguous()
-    return inputs._replace(weight=copyable(inputs.weight), target_ids=ids, bias=bias).contiguous()
+def read(*args: Any, **more: Any) -> Inputs:
+    """Return the inputs of a raw op in the layouts that kernels read; hidden states and what is saved as they are."""
+    hidden, weight, ids, bias, temperature, ignore_index, cap, *saved = args
+    ids = (ids if ids.dtype == torch.int64 else ids.to(torch.int64)).contiguous()
+    operands = hidden, copyable(weight), ids, None if bias is None else bias.contiguous(), number_or_rows(temperature)
+    return Inputs(*operands, ignore_index, cap_of(cap), *saved, **more)
 
 
 @functools.cache
@@ -154,4 +155,4 @@ def copyable(x: torch.Tensor) -> torch.Tensor:
     """Return ``x``, or a copy of it, with rows that begin at multiples of 16 bytes, as TMA requires."""
     size = x.element_size()
     fits = x.stride(1) == 1 and x.stride(0) * size % ALIGNED == 0 and x.stride(0) >= x.shape[1]
-    return readable(x, fits and x.data_ptr() % ALIGNED == 0)
+    return x if fits and x.data_ptr() % ALIGNED == 0 else readable(x, False)

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 
 from rl_kernels.core.triton_lib.ahead import empty
-from rl_kernels.linear_logp import memory
 from rl_kernels.linear_logp.backends.triton import backend
+from rl_kernels.linear_logp.inputs import packed_room
 
 SIZE, VOCAB, RAGGED = 2048, 32768, 32001
 ROWS = (16, 4096)
@@ -34,6 +34,6 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
         yield partial(backend.backward, *few, norm, None, kept, each, None, None, *gradients)
         gradients = (0, RAGGED, 1, False, 1024, [True, True, True], None)
         yield partial(backend.backward, *many, norm, each, None, each, each, each, *gradients)
-    packed = memory.packed_room(hidden, 4, entropy=True)[0]
+    packed = packed_room(hidden, 4, entropy=True)[0]
     gathered = packed.new_empty((2, *packed.shape))
     yield partial(backend.finish, gathered, ids, each, -100, RAGGED, True)

@@ -5,10 +5,13 @@ units of 1024 columns, a unit into blocks of 256. Each block gives a softmax sta
 order, then units. With many rows one program takes a whole unit, with few rows one block; both give the same bits. dH
 is a canonical chain over the vocabulary or each of its segments (for FP32 inputs in spans of 256 columns), dW one over
 the tokens; dbias adds tiles of tokens in ascending order.
+
+``op.py`` says what the functions take and return.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,64 +21,33 @@ from rl_kernels.core.gpu import device_of
 from rl_kernels.core.triton_lib import gemm
 from rl_kernels.core.triton_lib.launch import INTERPRETED, Launch, ceil_div
 from rl_kernels.core.triton_lib.schedule import processors
-from rl_kernels.linear_logp import memory
+from rl_kernels.linear_logp import inputs
 from rl_kernels.linear_logp.backends.triton import kernels
-from rl_kernels.linear_logp.backends.triton.backward import Steps
-from rl_kernels.linear_logp.backends.triton.tiles import NO_CAP, schedule_of
+from rl_kernels.linear_logp.backends.triton.backward import NO_CAP, Steps, schedule_of
 from rl_kernels.linear_logp.backward import Backward
 from rl_kernels.linear_logp.inputs import first_kept, number_or_rows
 
 
 @prepared
-def forward(*args: Any) -> Launches:
-    """Return (logp, norm, kept), ``[N]``, ``[N, 2]`` and ``[N, width]``."""
-    return _Forward(False, *args)
-
-
-@prepared
-def forward_stats(*args: Any) -> Launches:
-    """Return (logp, logsumexp, entropy, norm, kept), the first three ``[N]``, then ``[N, 2]`` and ``[N, width]``."""
-    return _Forward(True, *args)
-
-
-@prepared
 def states(*args: Any) -> Launches:
-    """Return the packed states and selected logits of a shard of the vocabulary (``memory``), and its kept logits."""
+    """Return the packed states and selected logits of a shard of the vocabulary, and its kept logits."""
     vocab_start, slots, entropy, saved_mib = args[7:]
-    return _Forward(*(entropy, *args[:7], saved_mib, vocab_start, slots))
+    return _Forward(entropy, *args[:7], saved_mib, vocab_start, slots)
 
 
 @prepared
-def backward(*args: Any) -> Launches:
-    """Return (dhidden, dweight, dbias), each empty if not needed."""
-    return Backward(Steps(), *args)
-
-
-@prepared
-def backward_main_grad(*args: Any) -> Launches:
-    """Continue the totals, the last two arguments; return (dhidden, dbias), each empty if not needed."""
-    return Backward(Steps(), *args)
-
-
-@prepared
-def finish(
-    gathered: torch.Tensor,
-    target_ids: torch.Tensor,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    vocab_size: int,
-    entropy: bool,
-) -> Launches:
+def finish(*args: Any) -> Launches:
     """Return (logp, logsumexp, entropy, norm) from the packed states of all shards; two are empty if not wanted."""
-    statistics = _statistics(len(target_ids), vocab_size, temperature, ignore_index, entropy)
+    _, target_ids, temperature, ignore_index, vocab_size, entropy = args
+    merge = _statistics(len(target_ids), vocab_size, temperature, ignore_index, entropy)
 
     def launch(gathered: torch.Tensor, target_ids: torch.Tensor, temperature: torch.Tensor, *_: Any) -> Any:
-        parts, chosen = memory.unpacked(gathered, target_ids, vocab_size, entropy=entropy)
-        logp, norm, lse, row_entropy = memory.statistics(chosen, entropy)
+        parts, chosen = inputs.unpacked(gathered, target_ids, vocab_size, entropy=entropy)
+        logp, norm, lse, row_entropy = inputs.statistics(chosen, entropy)
         if len(chosen):
             with device_of(parts):
                 ids = target_ids.contiguous()
-                statistics(parts, number_or_rows(temperature), chosen, ids, logp, norm, lse, row_entropy)
+                merge(parts, number_or_rows(temperature), chosen, ids, logp, norm, lse, row_entropy)
         return (logp, lse, row_entropy, norm) if entropy else (logp, logp.new_empty(0), logp.new_empty(0), norm)
 
     return launch
@@ -92,23 +64,11 @@ def _statistics(count: int, vocab: int, temperature: torch.Tensor, ignore_index:
 class _Forward:
     """The forward pass for inputs of one kind; with ``slots`` the states of a shard that begins at column ``start``."""
 
-    def __init__(
-        self,
-        entropy: bool,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        target_ids: torch.Tensor,
-        bias: torch.Tensor | None,
-        temperature: torch.Tensor,
-        ignore_index: int | None,
-        cap: torch.Tensor | None,
-        saved_mib: int | None,
-        start: int = 0,
-        slots: int | None = None,
-    ) -> None:
+    def __init__(self, entropy: bool, *args: Any) -> None:
+        hidden, weight, _, bias, temperature, ignore_index, cap, saved_mib, start, slots = (*args, 0, None)[:10]
         (count, size), vocab = hidden.shape, len(weight)
         self._entropy, self._slots, self._is_empty = entropy, slots, not (count and vocab)
-        self._width = stored = memory.kept_width(hidden, vocab, saved_mib)
+        self._width = stored = inputs.kept_width(hidden, vocab, saved_mib)
         if self._is_empty:
             return
         # On sm_90 the height of a tile changes no bit: each softmax state belongs to one row.
@@ -148,14 +108,14 @@ class _Forward:
         target_ids: torch.Tensor,
         bias: torch.Tensor | None,
         temperature: torch.Tensor,
-        ignore_index: int | None,
+        _: int | None,
         cap: torch.Tensor | None,
-        *_: Any,
+        *rest: Any,
     ) -> tuple[torch.Tensor, ...]:
         """Launch the kernels."""
         count, entropy, slots = len(hidden), self._entropy, self._slots
         logits = hidden.new_empty((count, self._width), dtype=torch.float32)
-        results: tuple[torch.Tensor, ...] = memory.statistics(hidden, entropy) if slots is None else ()
+        results: tuple[torch.Tensor, ...] = inputs.statistics(hidden, entropy) if slots is None else ()
         parts = chosen = hidden
         if not self._is_empty:
             ids, scale = target_ids.contiguous(), number_or_rows(temperature)
@@ -173,8 +133,14 @@ class _Forward:
                 if results:
                     self._statistics(parts, scale, chosen, ids, *results)
         if slots is not None:
-            if self._is_empty:
-                return memory.packed_room(hidden, slots, entropy=entropy)[0], logits
-            return memory.pack(hidden, slots, parts, chosen, entropy=entropy), logits
+            packed, states, selected = inputs.packed_room(hidden, slots, entropy=entropy)
+            if not self._is_empty:
+                states[: len(parts)] = parts[:, : states.shape[1]]
+                selected.copy_(chosen)
+            return packed, logits
         logp, norm, lse, row_entropy = results
         return (logp, lse, row_entropy, norm, logits) if entropy else (logp, norm, logits)
+
+
+forward, forward_stats = prepared(partial(_Forward, False)), prepared(partial(_Forward, True))
+backward = backward_main_grad = prepared(partial(Backward, Steps()))

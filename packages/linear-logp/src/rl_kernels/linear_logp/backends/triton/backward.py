@@ -1,27 +1,49 @@
-"""The backward pass of the Triton backend."""
+"""The backward pass of the Triton backend, and how rows of both passes are cut into tiles."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
 
 from rl_kernels.core.gpu import device_of
+from rl_kernels.core.operator import arch_of, tiles_change_no_bit
 from rl_kernels.core.triton_lib import gemm
-from rl_kernels.core.triton_lib.launch import Launch, ceil_div
-from rl_kernels.core.triton_lib.schedule import processors
-from rl_kernels.linear_logp import memory
+from rl_kernels.core.triton_lib.launch import INTERPRETED, Launch, ceil_div
+from rl_kernels.core.triton_lib.schedule import HALF, Schedule, processors
+from rl_kernels.core.triton_lib.targets import LEAST, shared_memory_of
+from rl_kernels.core.tuned import entry
+from rl_kernels.linear_logp import backward
 from rl_kernels.linear_logp.backends.triton import kernels
-from rl_kernels.linear_logp.backends.triton.tiles import NO_CAP, schedule_of
 from rl_kernels.linear_logp.backward import Dlogits, Product
-from rl_kernels.linear_logp.inputs import Inputs
+from rl_kernels.linear_logp.inputs import Cap, Inputs
 from rl_kernels.linear_logp.vocabulary import BLOCK
 
+NO_CAP = Cap(0.5, 0.5)
+"""Stands in for a missing cap and is not read; not 1, for which Triton would compile another kernel."""
 KEPT_ROWS = 32
 """Rows of a tile whose logits are kept: it is bound by memory, and more rows would not fit in registers."""
 
 
-class Steps(memory.Blocks):
+def schedule_of(name: str, hidden: torch.Tensor) -> Schedule:
+    """Return the schedule of the logit tiles; where it could change bits, dtype and architecture alone decide."""
+    if INTERPRETED:
+        return Schedule(64, kernels.BLOCK.value, 64, 4, 1)
+    is_small = shared_memory_of(arch_of(hidden.device.type, hidden.device.index)) == LEAST
+    if hidden.dtype not in HALF:
+        return Schedule(32, kernels.BLOCK.value, 16, 8, 1 if is_small else 3)
+    if not tiles_change_no_bit(hidden.device):
+        return Schedule(32, kernels.BLOCK.value, 32, 8, 2) if is_small else Schedule(64, kernels.BLOCK.value, 32, 8, 3)
+    return _tuned(name)
+
+
+@functools.cache
+def _tuned(name: str) -> Schedule:
+    return entry("rl_kernels.linear_logp.backends.triton", name, kind=Schedule)
+
+
+class Steps(backward.Steps):
     """One piece of the vocabulary for one block of rows of the backward pass."""
 
     def summed(self, hidden: torch.Tensor) -> int:
@@ -41,6 +63,7 @@ class Steps(memory.Blocks):
         tiles, is_kept, sums_bias = row_tiles * ceil_div(width, BLOCK), kept is not None, dbias is not None
         first, second = gemm.operand(hidden, cut.rows, cut.inner), gemm.operand(weight, BLOCK, cut.inner)
         box = gemm.box_of(dz, cut.rows, BLOCK) if gemm.described(dz) else None
+        place = slice(columns.start - block.first_kept, columns.stop - block.first_kept)
         form = Launch(
             kernels.dlogits,
             (min(tiles, processors(hidden.device)) if cut.persistent else tiles,),
@@ -70,7 +93,11 @@ class Steps(memory.Blocks):
                 form(
                     *(first.of(hidden), second.of(block.weight), hidden if block.bias is None else block.bias),
                     *(*(block.cap or NO_CAP), block.target_ids, block.temperature, norm, *saved),
-                    *(box.of(dz) if box else dz, partial, block.kept_part(columns) if is_kept else norm),
+                    *(
+                        box.of(dz) if box else dz,
+                        partial,
+                        norm if block.kept is None or not is_kept else block.kept[:, place],
+                    ),
                 )
                 if sums_bias:
                     add(partial, dbias)
