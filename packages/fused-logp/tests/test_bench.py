@@ -23,6 +23,6 @@ class TestBench(BenchConformance):
     }
 
 
-def test_the_work_is_one_read_then_a_read_and_a_write():
+def test_bytes_of_both_passes():
     forward, both = BENCH.passes(Shape((8192, 32768)), 2).values()
     assert (forward.work.bytes, both.work.bytes) == (8192 * 32768 * 2, 3 * 8192 * 32768 * 2)

@@ -16,7 +16,7 @@ def compiled():
     return torch.compile(fused_logp, fullgraph=True, backend="aot_eager")
 
 
-def test_the_very_first_call_may_be_compiled(monkeypatch):
+def test_first_call_may_be_compiled(monkeypatch):
     monkeypatch.delitem(sys.modules, "rl_kernels.fused_logp.backends.native", raising=False)
     forget()
     logits = torch.randn(3, 9, requires_grad=True)
@@ -26,7 +26,7 @@ def test_the_very_first_call_may_be_compiled(monkeypatch):
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch 2.11 compiles a graph for each value of a number")
-def test_a_temperature_that_varies_does_not_recompile_each_time():
+def test_temperature_does_not_recompile():
     call = compiled()
     logits, ids = torch.randn(3, 9), torch.tensor([0, 1, 2])
     for temperature in (0.5, 0.6):
@@ -37,7 +37,7 @@ def test_a_temperature_that_varies_does_not_recompile_each_time():
             assert bits(found, fused_logp(logits, ids, temperature=temperature)).passed
 
 
-def test_rows_that_vary_do_not_change_bits():
+def test_rows_do_not_change_bits_of_a_compiled_call():
     call = compiled()
     logits, ids = torch.randn(40, 9), torch.randint(0, 9, (40,))
     expected = fused_logp(logits, ids)
@@ -45,7 +45,7 @@ def test_rows_that_vary_do_not_change_bits():
         assert bits(call(logits[:rows], ids[:rows]), expected[:rows]).passed
 
 
-def test_a_forced_backend_is_guarded_and_a_bad_shape_raises():
+def test_forced_backend_and_shapes_are_guarded():
     call = compiled()
     logits, ids = torch.randn(3, 9), torch.tensor([0, 1, 2])
     call(logits, ids)

@@ -22,7 +22,7 @@ def test_programs_of_a_target(arch, files):
     assert {program.arch for program in programs} <= {arch}
 
 
-def test_columns_are_counted_in_32_bits(monkeypatch):
+def test_too_many_columns_are_refused(monkeypatch):
     monkeypatch.setattr(where, "missing", lambda *_: None)
     call = Call(torch.device("cuda", 0), torch.bfloat16, "sm90", {"V": 1 << 31})
     assert "2147483648" in OPERATOR.backend("cuda-generic").limits(call)
@@ -47,7 +47,7 @@ def drawn(rows, vocab, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_where_a_row_begins_changes_no_bit(dtype):
+def test_alignment_and_strides_change_no_bit(dtype):
     logits, ids = drawn(5, 9001, dtype)
     expected = results(logits, ids)
     for offset in range(9):
@@ -76,7 +76,7 @@ def test_rows_and_segments_give_the_same_bits(vocab, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_rows_that_are_left_out_are_not_read():
+def test_rows_not_in_row_indices_are_not_read():
     logits, ids = drawn(3000, 4100, torch.bfloat16)
     kept = torch.randint(3000, (700,), device="cuda")
     expected = results(logits, ids)
@@ -91,7 +91,7 @@ def test_rows_that_are_left_out_are_not_read():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", [BACKEND, "triton"])
-def test_more_elements_than_32_bits_count(backend):
+def test_offsets_beyond_32_bits(backend):
     rows, vocab = 17_000, 131_072
     logits = torch.randn(rows, vocab, device="cuda", dtype=torch.bfloat16).requires_grad_()
     ids = torch.randint(vocab, (rows,), device="cuda")

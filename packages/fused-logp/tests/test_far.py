@@ -38,7 +38,7 @@ def results(function, logits, outputs, **options):
 @pytest.mark.parametrize("outputs", [("logp",), ("logp", "entropy")], ids=" ".join)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 3.0])
-def test_values_far_from_0_keep_the_digits_of_their_differences(temperature, dtype, outputs, backend):
+def test_large_logits_keep_the_digits_of_their_differences(temperature, dtype, outputs, backend):
     rows = torch.tensor(list(ROWS.values()), device=DEVICE).to(dtype)
     found = results(fused_logp, rows, outputs, temperature=temperature, backend=backend)
     expected = results(reference, rows.double(), outputs, temperature=temperature)
@@ -50,7 +50,7 @@ def test_values_far_from_0_keep_the_digits_of_their_differences(temperature, dty
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_gradient_of_the_logsumexp_far_from_0_is_the_softmax(backend):
+def test_gradient_of_a_large_logsumexp_is_the_softmax(backend):
     # Autograd of the definition subtracts the logsumexp, which is too coarse here even in FP64.
     rows = torch.tensor(list(ROWS.values()), device=DEVICE)
     *_, grad = results(fused_logp, rows, ("logsumexp",), backend=backend)
@@ -58,7 +58,7 @@ def test_the_gradient_of_the_logsumexp_far_from_0_is_the_softmax(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_values_far_from_0_in_other_segments(backend):
+def test_large_logits_in_other_segments(backend):
     row = torch.full((5, 70_000), -3e38, device=DEVICE)
     row[0, ::9000] = 3e38
     row[1, 65_000:] = 2e38
@@ -75,7 +75,7 @@ def test_values_far_from_0_in_other_segments(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_entropy_keeps_its_digits_at_an_offset_with_a_temperature(backend):
+def test_entropy_keeps_its_digits_at_an_offset(backend):
     torch.manual_seed(0)
     # Multiples of 1/16 are exact at 1e6, so that nothing but the arithmetic loses digits.
     near = torch.randint(-160, 160, (4, 1000), device=DEVICE) / 16

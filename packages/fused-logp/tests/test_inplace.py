@@ -25,7 +25,7 @@ def draw():
     return logits.requires_grad_(), torch.arange(5)
 
 
-def test_what_others_have_saved(backend):
+def test_overwriting_a_saved_tensor_raises(backend):
     """A result of softmax that is given as logits, and ``out`` that is the saved result of exp."""
     leaf, ids = draw()
     out = torch.zeros(5, requires_grad=True).exp()
@@ -38,7 +38,7 @@ def test_what_others_have_saved(backend):
 
 @pytest.mark.parametrize("overwriting", ["first", "second", "both"])
 @pytest.mark.parametrize("turn", [1, -1])
-def test_a_second_call_on_the_same_logits(backend, overwriting, turn):
+def test_inplace_backward_beside_another_call(backend, overwriting, turn):
     leaf, ids = draw()
     logits = leaf * 1
     calls = [
@@ -58,7 +58,7 @@ def test_a_second_call_on_the_same_logits(backend, overwriting, turn):
         assert torch.equal(leaf.grad, expected)
 
 
-def test_both_in_one_graph(backend):
+def test_inplace_and_plain_backward_in_one_graph_raise(backend):
     leaf, ids = draw()
     logits = leaf * 1
     # The engine takes the younger node first.
@@ -69,7 +69,7 @@ def test_both_in_one_graph(backend):
         (plain + overwriting).sum().backward()
 
 
-def test_a_checkpoint_whose_logits_have_another_reader(backend):
+def test_checkpoint_keeps_logits_with_another_reader(backend):
     """Autograd does not see that logits changed which hooks have saved, so they stay."""
     leaf, ids = draw()
 
@@ -83,7 +83,7 @@ def test_a_checkpoint_whose_logits_have_another_reader(backend):
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_a_gradient_takes_the_place_of_the_logits_once(backend, together):
+def test_gradient_overwrites_the_logits_once(backend, together):
     logits, ids = draw()
     expected, found = (
         fused_logp(logits, ids, inplace_backward=inplace, return_stats=together, backend=backend)
@@ -98,7 +98,7 @@ def test_a_gradient_takes_the_place_of_the_logits_once(backend, together):
         loss.backward()
 
 
-def test_rows_that_share_storage_cannot_be_overwritten():
+def test_inplace_backward_of_shared_storage_raises():
     ids = torch.zeros(5, dtype=torch.long)
     for strides in ((0, 1), (3, 1), (1, 0)):
         logits = torch.randn(64).as_strided((5, 10), strides)
@@ -108,7 +108,7 @@ def test_rows_that_share_storage_cannot_be_overwritten():
         fused_logp(logits[:0], ids[:0], inplace_backward=True)
 
 
-def test_out_has_storage_of_its_own_and_no_gradient():
+def test_invalid_out_raises():
     logits, ids = torch.randn(4, 5, 10), torch.zeros(4, 5, dtype=torch.long)
     for out in (torch.zeros(1).expand(4, 5), torch.zeros(64).as_strided((4, 5), (2, 1))):
         with pytest.raises(ValueError, match=f"out: {SHARED}, got strides"):

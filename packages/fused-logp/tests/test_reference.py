@@ -27,7 +27,7 @@ def test_two_entries_by_hand():
     assert float(entropy) == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
 
 
-def test_cross_entropy_is_the_negated_log_probability():
+def test_equals_negated_cross_entropy():
     torch.manual_seed(0)
     logits, ids = torch.randn(5, 11, dtype=DOUBLE), torch.randint(0, 11, (5,))
     expected = -torch.nn.functional.cross_entropy(logits / 0.7, ids, reduction="none")

@@ -36,7 +36,7 @@ def test_whole_rows_and_segments_give_the_same_bits(vocab, dtype, monkeypatch):
         assert bits(split, whole).passed
 
 
-def test_every_place_of_a_dense_gradient_is_written():
+def test_dense_gradient_is_fully_written():
     draw = Draw(torch.float32, DEVICE, seed=6)
     for vocab in (1, 15, 16, 17, 4095, 4097):
         logits, ids = draw.normal(3, vocab).requires_grad_(), draw.ids(vocab, 3)
@@ -46,7 +46,7 @@ def test_every_place_of_a_dense_gradient_is_written():
         assert bits(other, dense).passed
 
 
-def test_a_temperature_without_dims_is_that_of_every_row():
+def test_temperature_without_dims_on_the_device():
     draw, found = Draw(torch.float32, DEVICE, seed=8), []
     logits, ids = draw.normal(20, 50).requires_grad_(), draw.ids(50, 20)
     for value in (0.7, torch.tensor(0.7, device=DEVICE)):

@@ -123,7 +123,7 @@ CALLS: tuple[dict[str, Any], ...] = (
 )
 
 
-def hold_all(plant: Plant = nullcontext) -> None:
+def check_all(plant: Plant = nullcontext) -> None:
     for call in CALLS:
         recorder = TritonRecorder(STAND_INS)
         with recorder.pretended(), plant(), poisoned_empty():
@@ -135,11 +135,11 @@ def hold_all(plant: Plant = nullcontext) -> None:
         assert names == ({"forward_rows"} if whole else {"forward_segments", "forward_merge"})
 
 
-def test_kernels_are_launched_with_what_the_shapes_imply() -> None:
-    hold_all()
+def test_launches_match_the_shapes() -> None:
+    check_all()
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_bug_planted_in_the_host_code_shows_in_the_launches(bug: Bug) -> None:
+def test_planted_host_bug_fails(bug: Bug) -> None:
     with pytest.raises((AssertionError, RuntimeError)):
-        hold_all(partial(planted, MODULES, bug))
+        check_all(partial(planted, MODULES, bug))

@@ -26,7 +26,7 @@ class TestBench(BenchConformance):
     }
 
 
-def test_the_work_is_one_product_then_three_more():
+def test_flops_of_both_passes():
     forward, both = BENCH.passes(Shape((4096, 2048, 131072)), 2).values()
     assert forward.work.flops == 2 * 4096 * 2048 * 131072
     assert both.work.flops == 8 * 4096 * 2048 * 131072

@@ -38,7 +38,7 @@ def test_programs_of_a_target():
     assert not any(backend.programs(arch) for arch in ("sm_80", "sm_90", "sm_100a"))
 
 
-def test_cubins_are_looked_for_where_the_programs_are(monkeypatch):
+def test_cubins_are_in_the_packages_of_the_programs(monkeypatch):
     asked = []
     monkeypatch.setattr(where, "missing", lambda packages, *_: asked.append(packages))
     backend = OPERATOR.backend(BACKEND)
@@ -56,7 +56,7 @@ def test_cubins_are_looked_for_where_the_programs_are(monkeypatch):
         (torch.bfloat16, None, None),
     ],
 )
-def test_what_it_refuses(monkeypatch, dtype, size, reason):
+def test_unsupported_calls_are_refused_with_a_reason(monkeypatch, dtype, size, reason):
     monkeypatch.setattr(where, "missing", lambda *_: None)
     monkeypatch.setattr(launch, "INSTALLED", False)
     # A call of any size has no traits.
@@ -65,7 +65,7 @@ def test_what_it_refuses(monkeypatch, dtype, size, reason):
     assert found is None if reason is None else reason in found
 
 
-def test_a_copy_begins_its_rows_where_the_copy_engine_can():
+def test_copied_rows_are_aligned_for_tma():
     for rows, offset in product((1, 3), (0, 1, 8)):
         x = torch.randn(5, 300).half()[:rows, offset : offset + 136]
         for value in (x, x.t().contiguous().t(), x[:1].expand(rows, 136)):
@@ -77,7 +77,7 @@ def test_a_copy_begins_its_rows_where_the_copy_engine_can():
             assert found.data_ptr() % 16 == 0
 
 
-def test_tiles_and_stages():
+def test_stages_fit_in_shared_memory():
     for (count, groups), stores in product(((1, 1), (64, 1), (65, 2), (128, 2), (129, 2)), (False, True)):
         cut = cuda_tiles.Cut.of(count)
         assert cut.groups == groups
@@ -113,7 +113,7 @@ def both(backend_name, hidden, weight, ids, bias=None, **options):
     [*((vocab, 264) for vocab in (1, 255, 257, 1025, 5500, 40000)), *((5500, size) for size in (8, 136, 520, 640))],
 )
 @pytest.mark.parametrize("dtype", HALVES)
-def test_parts_and_rows_at_a_time_change_no_bit(hopper, monkeypatch, vocab, size, dtype):
+def test_parts_and_blocks_change_no_bit(hopper, monkeypatch, vocab, size, dtype):
     hidden, weight, ids = drawn(300, size, vocab, dtype)
     bias = torch.randn(vocab, device="cuda").to(dtype)
     expected = both(BACKEND, hidden, weight, ids, bias)
@@ -138,7 +138,7 @@ def test_parts_and_rows_at_a_time_change_no_bit(hopper, monkeypatch, vocab, size
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ignored", [slice(0, 40), slice(130, 700), slice(250, 1000), slice(0, 1000)], ids=str)
-def test_rows_that_are_skipped_change_no_bit(hopper, ignored):
+def test_skipped_rows_change_no_bit(hopper, ignored):
     hidden, weight, ids = drawn(1000, 264, 5003)
     whole = both(BACKEND, hidden, weight, ids)
     ids[ignored] = -100

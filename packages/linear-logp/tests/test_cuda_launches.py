@@ -15,7 +15,7 @@ from rl_kernels.core.testing.cuda_gemm import gemm
 from rl_kernels.core.testing.launches import Box, Launch, Recorder, strided, vector
 from rl_kernels.core.testing.logp_launches import logits_gradient, merged, state, write_statistics
 from rl_kernels.core.testing.planted import Bug, planted
-from rl_kernels.linear_logp.spec.raw import hold, hold_shards
+from rl_kernels.linear_logp.spec.raw import check_case, check_shards
 
 PACKAGE = "rl_kernels.linear_logp.backends.cuda_sm90"
 SHARED = tuple(f"rl_kernels.linear_logp.{name}" for name in ("vocabulary", "inputs", "backward"))
@@ -52,7 +52,7 @@ def sort_tiles(launch: Launch) -> None:
 
 
 def logits(launch: Launch, units: int, boxes: int) -> torch.Tensor:
-    """Return the logits of the tiles that are computed, NaN elsewhere, and hold the launch to its layout."""
+    """Return the logits of the tiles that are computed, NaN elsewhere, and check the launch's layout."""
     hidden, weight, constants = launch["hidden"], launch["weight"], launch.constants
     shape = launch["rows"], launch["inner"]
     assert hidden[1:3] == ((64, 64), 128)
@@ -78,7 +78,7 @@ def logits(launch: Launch, units: int, boxes: int) -> torch.Tensor:
 
 
 def softcap_of(launch: Launch) -> float:
-    """Return the cap, and hold what goes with it to that."""
+    """Return the cap, and check the numbers derived from it."""
     cap, rate = launch["cap"], launch["rate"]
     assert launch["inverse_cap"] == pytest.approx(1 / cap)
     assert launch["steepest"] == pytest.approx(cap * rate)
@@ -205,8 +205,8 @@ CALLS: tuple[dict[str, Any], ...] = (
 )
 
 
-def hold_all() -> None:
-    """Hold every call, rows and columns cut into blocks and pieces."""
+def check_all() -> None:
+    """Check every call, with rows and columns cut into blocks and pieces."""
     backward = importlib.import_module("rl_kernels.linear_logp.backward")
     backend = importlib.import_module(f"{PACKAGE}.backend")
     widths = set()
@@ -214,7 +214,7 @@ def hold_all() -> None:
         recorder = Recorder(STAND_INS, processors=PROCESSORS)
         least = patch.multiple(backward, LEAST_PIECE=1024, LEAST_HEIGHT=128), patch.object(backend, "MOST_ROWS", 384)
         with least[0], least[1], recorder.watching(*WATCHED), poisoned_empty():
-            hold_shards(hold({**CALL, **call}, backend), backend)
+            check_shards(check_case({**CALL, **call}, backend), backend)
             assert {launch.program for launch in recorder.launches} <= set(backend.programs("sm_90a"))
         formed = [launch for launch in recorder.launches if launch.entry == "states"]
         # What is kept for each row must have a bound.
@@ -224,11 +224,11 @@ def hold_all() -> None:
 
 
 @pytest.mark.smoke
-def test_kernels_are_launched_with_what_the_shapes_imply() -> None:
-    hold_all()
+def test_launches_match_the_shapes() -> None:
+    check_all()
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_bug_planted_in_the_host_code_shows_in_the_launches(bug: Bug) -> None:
+def test_planted_host_bug_fails(bug: Bug) -> None:
     with planted(MODULES, bug), pytest.raises((AssertionError, RuntimeError)):
-        hold_all()
+        check_all()

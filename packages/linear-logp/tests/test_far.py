@@ -41,7 +41,7 @@ def of_logits(row, dtype, **options):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_values_far_from_0_keep_the_digits_of_their_differences(temperature, backend):
+def test_large_logits_keep_the_digits_of_their_differences(temperature, backend):
     for row in ROWS.values():
         stats, bias = of_logits(row, torch.float32, temperature=temperature, backend=backend)
         z = (bias.detach().double() / temperature).requires_grad_()
@@ -55,7 +55,7 @@ def test_values_far_from_0_keep_the_digits_of_their_differences(temperature, bac
 
 
 @pytest.mark.parametrize("backend", OF_HALF)
-def test_a_tie_of_bf16_at_the_top(backend):
+def test_bf16_tie_of_the_largest_logits(backend):
     stats, bias = of_logits(ROWS["a tie at the top"], torch.bfloat16, backend=backend)
     assert stats.entropy.tolist() == pytest.approx([0.6931472])
     assert bias.grad.tolist() == [0.5, -0.5, 0.0]

@@ -145,7 +145,7 @@ def test_chains_are_added_in_order(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize("ends", [(0, 48, 200), (0, 96, 144, 200)])
-def test_micro_batches_keep_their_bits(backend: str, ends: tuple[int, ...]) -> None:
+def test_micro_batches_change_no_bit(backend: str, ends: tuple[int, ...]) -> None:
     for options in OPTIONS[2:3] if few(backend) else OPTIONS:
         batch = Batch(torch.bfloat16, backend=backend, **{**options, "main_grad": True})
         whole = batch.gradients()
@@ -170,7 +170,7 @@ def test_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("backend", backends())
-def test_ignored_rows_in_front_count_and_change_no_bit(backend: str) -> None:
+def test_leading_ignored_rows_belong_to_chains(backend: str) -> None:
     options = {"backend": backend, "ignore_index": IGNORED, "main_grad": True}
     batch = Batch(torch.bfloat16, **options)
     expected = batch.gradients()
@@ -182,7 +182,7 @@ def test_ignored_rows_in_front_count_and_change_no_bit(backend: str) -> None:
     assert not torch.equal(moved.gradients()["weight"], expected["weight"])
 
 
-def test_known_statistics_and_no_gradient_of_the_weight() -> None:
+def test_joined_chains_with_known_statistics_and_single_gradients() -> None:
     batch = Batch()
     with torch.no_grad():
         known = linear_logp_known(batch.hidden, batch.weight, batch.ids, batch.bias)
@@ -195,7 +195,7 @@ def test_known_statistics_and_no_gradient_of_the_weight() -> None:
         assert torch.equal(torch.autograd.grad(logp, leaf, batch.upstream)[0], expected[name])
 
 
-def test_planted_bug_shows() -> None:
+def test_planted_bug_fails() -> None:
     batch = Batch(torch.float32, **OPTIONS[2])
     expected = batch.defined(backend="native")
     with planted(MODULES, BUG), pytest.raises(AssertionError):
@@ -203,7 +203,7 @@ def test_planted_bug_shows() -> None:
 
 
 @pytest.mark.gpu
-def test_a_long_sum_is_more_exact() -> None:
+def test_joined_chains_reduce_the_error_of_a_long_sum() -> None:
     """131,072 tokens of one sign: one chain of the weight's gradient shrinks on Hopper, chains of 4096 do not."""
     draw = Draw(torch.bfloat16, "cuda", seed=9)
     hidden = draw.uniform(0.0, 1.0, 1 << 17, 64)

@@ -74,7 +74,9 @@ def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
         assert torch.equal(bits_of(one), bits_of(other))
 
 
-def hold(shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dtype, device: str, backend: str) -> None:
+def check_case(
+    shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dtype, device: str, backend: str
+) -> None:
     options = {**options, "backend": backend}
     plain = results(drawn(shape, options, dtype, device))
     for saved_mib in (0, 1, 3, 4096):
@@ -101,20 +103,17 @@ def hold(shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dtyp
     ids=str,
 )
 def test_kept_logits_and_known_statistics_change_no_bit(options: dict[str, Any], dtype: torch.dtype) -> None:
-    hold((300, 8, 2300), options, dtype, "cpu", "native")
+    check_case((300, 8, 2300), options, dtype, "cpu", "native")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("backend", ["cuda-sm90", "triton"])
-def test_they_change_no_bit_on_a_gpu(backend: str, options: dict[str, Any]) -> None:
-    if backend == "cuda-sm90" and torch.cuda.get_device_capability(0)[0] != 9:
-        pytest.skip("needs sm_90")
+def test_kept_logits_and_known_statistics_on_a_gpu(gpu_backend: str, options: dict[str, Any]) -> None:
     for shape in SHAPES:
-        hold(shape, options, torch.bfloat16, "cuda", backend)
+        check_case(shape, options, torch.bfloat16, "cuda", gpu_backend)
 
 
-def test_nothing_is_kept_without_gradients() -> None:
+def test_logits_are_kept_for_gradients_only() -> None:
     call = {**drawn((9, 8, 50), {}, torch.float32, "cpu"), "memory": Memory(saved_mib=4)}
     saved = linear_logp(**call).grad_fn.saved_tensors
     kept = [value for value in saved if value is not None and value.shape == (9, 256)]
@@ -123,7 +122,7 @@ def test_nothing_is_kept_without_gradients() -> None:
         assert linear_logp(**call).grad_fn is None
 
 
-def test_statistics_of_a_rollout_in_inference_mode_serve_the_update() -> None:
+def test_known_statistics_from_inference_mode() -> None:
     options = {"return_stats": True, "temperature": "tensor"}
     plain = results(drawn(SHAPES[0], options, torch.float32, "cpu"))
     with torch.inference_mode():
@@ -141,7 +140,7 @@ def no_gradients(options: dict[str, Any]) -> tuple[dict[str, Any], Known]:
         return call, linear_logp_known(**call)
 
 
-def test_what_is_not_read() -> None:
+def test_ignored_rows_and_unneeded_statistics_are_not_read() -> None:
     """Ignored rows are neither read nor compared, statistics that are not asked for may be left out."""
     call, stats = no_gradients(OPTIONS[1])
     for name in Known._fields:
@@ -154,7 +153,7 @@ def test_what_is_not_read() -> None:
         assert torch.equal(found, stats.logp)
 
 
-def test_other_weights_are_found_and_not_without_the_check() -> None:
+def test_changed_weights_raise_only_if_rows_are_checked() -> None:
     call, stats = no_gradients({})
     call["lm_head_weight"] = (call["lm_head_weight"] * 1.0001).detach()
     with pytest.raises(BitsDiffer, match="and 8 of the 8 recomputed rows differ"):
@@ -164,7 +163,7 @@ def test_other_weights_are_found_and_not_without_the_check() -> None:
 
 
 @pytest.mark.smoke
-def test_one_bit_is_found() -> None:
+def test_one_changed_bit_raises() -> None:
     call, stats = no_gradients(OPTIONS[1])
     for name in Known._fields:
         wrong = getattr(stats, name).clone()
@@ -185,16 +184,18 @@ def test_one_bit_is_found() -> None:
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_planted_bugs_show(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_bug_fails(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     with planted(MODULES, bug):
         api = importlib.import_module(f"{PACKAGE}.api")
         for function in ("linear_logp", "linear_logp_known", "linear_logp_from_known"):
             monkeypatch.setitem(globals(), function, getattr(api, function))
         with pytest.raises((AssertionError, RuntimeError, pytest.fail.Exception)):
-            test_one_bit_is_found() if bug is BUGS[-1] else hold(SHAPES[1], OPTIONS[2], torch.float32, "cpu", "native")
+            test_one_changed_bit_raises() if bug is BUGS[-1] else check_case(
+                SHAPES[1], OPTIONS[2], torch.float32, "cpu", "native"
+            )
 
 
-def test_each_call_takes_other_rows_and_leaves_the_random_numbers_of_pytorch() -> None:
+def test_checked_rows_vary_and_leave_the_generator_of_pytorch() -> None:
     ids = torch.arange(100)
     ids[::2] = IGNORED
     state = torch.get_rng_state()
@@ -208,7 +209,7 @@ def test_each_call_takes_other_rows_and_leaves_the_random_numbers_of_pytorch() -
     assert known.rows_to_check(ids[:1], IGNORED, 2, 0).tolist() == [0, 0]
 
 
-def test_no_rows_and_none_that_are_active() -> None:
+def test_no_rows_and_no_active_rows() -> None:
     call, stats = no_gradients({})
     some = {**call, "hidden": call["hidden"][:0], "target_ids": call["target_ids"][:0]}
     assert linear_logp_from_known(**some, known=Known(stats.logp[:0], stats.norm[:0])).shape == (0,)
@@ -227,7 +228,7 @@ def test_ulps() -> None:
         assert bool((apart[5:] > 0).all())
 
 
-def test_arguments() -> None:
+def test_invalid_arguments_raise() -> None:
     call, stats = no_gradients({})
     for error, match, more in (
         (TypeError, "known: expected what linear_logp_known returns, got Tensor", {"known": stats.logp}),

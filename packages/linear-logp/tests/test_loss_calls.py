@@ -24,7 +24,7 @@ def total(logp: torch.Tensor, chunk: Chunk) -> torch.Tensor:
     return logp.sum(1)
 
 
-def test_chunks() -> None:
+def test_chunks_are_whole_sequences() -> None:
     chunks = list(chunks_of([0, 5, 45, 45, 78, 148, 149], 50, torch.device("cpu")))
     assert [(each.sequences.start, each.sequences.stop) for each in chunks] == [(0, 3), (3, 4), (4, 5), (5, 6)]
     assert [each.cu_seqlens.tolist() for each in chunks] == [[0, 5, 45, 45], [0, 33], [0, 70], [0, 1]]
@@ -36,7 +36,7 @@ def test_chunks() -> None:
     assert [each.cu_seqlens.tolist() for each in empty] == [[0, 0, 70, 70, 70], [0, 5, 5]]
 
 
-def test_the_logits_of_one_chunk_are_alive_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_of_one_chunk_are_alive_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
     empty = native.kept_room
 
@@ -97,7 +97,7 @@ def test_no_tokens_in_rows(rows: int, length: int) -> None:
     assert not weight.grad.any()
 
 
-def test_a_loss_of_no_gradient_gives_zeros() -> None:
+def test_constant_loss_gives_zero_gradients() -> None:
     hidden, weight, ids = call(9, 30)
     linear_logp_loss(hidden, weight, ids, lambda logp, chunk: logp.detach().sum(1)).backward()
     assert not hidden.grad.any()
@@ -105,7 +105,7 @@ def test_a_loss_of_no_gradient_gives_zeros() -> None:
 
 
 @pytest.mark.smoke
-def test_the_upstream_gradient_is_that_of_the_forward_pass() -> None:
+def test_other_upstream_gradient_raises() -> None:
     given = *call(9, 30), total
     with pytest.raises(RuntimeError, match=r"expected the upstream gradient 1, got 0\.5; give it as grad_scale"):
         (linear_logp_loss(*given) / 2).backward()
@@ -118,7 +118,7 @@ def test_the_upstream_gradient_is_that_of_the_forward_pass() -> None:
         found.backward()
 
 
-def test_losses_that_are_refused() -> None:
+def test_invalid_losses_raise() -> None:
     other, given = torch.ones(3, requires_grad=True), call(9, 30)
     returns = "loss: expected it to return a tensor of floats, got"
     wrong: tuple[tuple[Any, type[Exception], str], ...] = (
@@ -138,7 +138,7 @@ def test_losses_that_are_refused() -> None:
             linear_logp_loss(*given, loss)
 
 
-def test_arguments_are_checked_before_the_loss_is_called() -> None:
+def test_invalid_arguments_raise_before_the_loss_is_called() -> None:
     def refused(logp: torch.Tensor, chunk: Chunk) -> torch.Tensor:
         raise AssertionError("the loss was called")
 

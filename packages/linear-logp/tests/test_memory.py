@@ -42,7 +42,7 @@ class Memory(TorchDispatchMode):
 
 @pytest.mark.parametrize("join_tokens", [None, 160])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_never_held_and_workspace_bounds_the_rest(dtype: torch.dtype, join_tokens: int | None) -> None:
+def test_memory_of_both_passes_is_bounded(dtype: torch.dtype, join_tokens: int | None) -> None:
     rows, size, vocab, workspace_mib = 1000, 32, 3000, 8
     draw = Draw(dtype, seed=3)
     operands = draw.normal(rows, size), draw.normal(vocab, size, scale=size**-0.5)
@@ -58,7 +58,7 @@ def test_logits_are_never_held_and_workspace_bounds_the_rest(dtype: torch.dtype,
     assert buffer < backward.peak < sum(grad.nbytes for grad in grads) + (workspace_mib << 20)
 
 
-def test_kept_logits_are_bounded_and_fill_the_room() -> None:
+def test_kept_logits_fill_their_limit() -> None:
     rows, vocab = 500, 5003
     for dtype, saved_mib in product((torch.float32, torch.float64), (0, 1, 3, 7, 12, 40)):
         room = kept_room(torch.empty(rows, 4, dtype=dtype), vocab, saved_mib)

@@ -51,7 +51,7 @@ def test_logits_are_not_rounded_to_the_dtype_of_the_inputs(dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_gradient_of_the_logits_is_rounded_before_the_products(dtype: torch.dtype) -> None:
+def test_gradient_of_logits_is_rounded_before_the_products(dtype: torch.dtype) -> None:
     hidden, weight, ids, bias = _call(dtype)
     leaves = weight.requires_grad_(), bias.float().requires_grad_()
     logp = linear_logp(hidden, leaves[0], ids, leaves[1])

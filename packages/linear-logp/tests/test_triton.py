@@ -76,7 +76,7 @@ def test_pieces_and_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch, more: 
 @pytest.mark.parametrize("count", [1, 200, 4096, 100_000])
 @pytest.mark.parametrize("workspace_mib", [1, 64, 256, 4096])
 @pytest.mark.parametrize(("dtype", "buffers"), product((torch.float32, torch.bfloat16), (0, 2)))
-def test_cut_keeps_to_the_workspace(count: int, workspace_mib: int, dtype: torch.dtype, buffers: int) -> None:
+def test_cut_fits_the_workspace(count: int, workspace_mib: int, dtype: torch.dtype, buffers: int) -> None:
     from rl_kernels.linear_logp.backends.triton.backward import Steps, schedule_of
     from rl_kernels.linear_logp.backward import LEAST_HEIGHT, LEAST_PIECE
 

@@ -59,7 +59,7 @@ def test_backward_holds_the_gradients_and_the_workspace(workspace_mib):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
-def test_a_temperature_without_dims_is_read_on_the_device():
+def test_temperature_without_dims_does_not_sync():
     call = large(64, 257)
     temperature = torch.tensor(0.7, device="cuda")
     expected = linear_logp(*call, temperature=0.7, backend="triton")

@@ -18,7 +18,7 @@ from rl_kernels.core.testing.logp_launches import logits_gradient, merged, state
 from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.core.testing.triton_launches import Descriptor, TritonLaunch, TritonRecorder
 from rl_kernels.core.testing.triton_matmul import matmul, operand
-from rl_kernels.linear_logp.spec.raw import hold, hold_shards
+from rl_kernels.linear_logp.spec.raw import check_case, check_shards
 
 BACKEND = "rl_kernels.linear_logp.backends.triton"
 MODULES = (
@@ -188,7 +188,7 @@ CALLS: tuple[dict[str, Any], ...] = (
 )
 
 
-def hold_all(plant: Plant = nullcontext) -> None:
+def check_all(plant: Plant = nullcontext) -> None:
     widths: set[int] = set()
     elsewhere: dict[torch.dtype, set[tuple[int, int]]] = {}
     for call in CALLS:
@@ -197,11 +197,11 @@ def hold_all(plant: Plant = nullcontext) -> None:
             backend = importlib.import_module(f"{BACKEND}.backend")
             backward = importlib.import_module("rl_kernels.linear_logp.backward")
             with patch.multiple(backward, LEAST_PIECE=1024, LEAST_HEIGHT=128):
-                held = hold({**CALL, **call}, backend)
+                held = check_case({**CALL, **call}, backend)
                 # A block of rows ends at a multiple of every tile's height, or where the rows end.
                 for launch, after in pairwise(one for one in recorder.launches if one.name == "dlogits"):
                     assert launch["begin"] != after["begin"] or launch["N"] % 128 == 0
-                hold_shards(held, backend)
+                check_shards(held, backend)
         formed = [launch for launch in recorder.launches if launch.name == "states"]
         pieces = [launch for launch in recorder.launches if launch.name == "dlogits"]
         widths |= {launch["width"] for launch in formed}
@@ -219,11 +219,11 @@ def hold_all(plant: Plant = nullcontext) -> None:
     assert widths == {BLOCK, UNIT}
 
 
-def test_kernels_are_launched_with_what_the_shapes_imply() -> None:
-    hold_all()
+def test_launches_match_the_shapes() -> None:
+    check_all()
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_bug_planted_in_the_host_code_shows_in_the_launches(bug: Bug) -> None:
+def test_planted_host_bug_fails(bug: Bug) -> None:
     with pytest.raises((AssertionError, RuntimeError)):
-        hold_all(partial(planted, MODULES, bug))
+        check_all(partial(planted, MODULES, bug))

@@ -34,8 +34,8 @@ class Held(NamedTuple):
         return self.stats[3], None if self.rows.upstream[2] is None else self.stats[2]
 
 
-def hold(call: Mapping[str, Any], backend: Any) -> Held:
-    """Hold forward and backward of a call to the definition.
+def check_case(call: Mapping[str, Any], backend: Any) -> Held:
+    """Compare forward and backward of a call with the definition.
 
     ``rows``, ``vocab``, ``size``, ``dtype``; ``layout`` of hidden and weight; ``bias`` True, or "row" for a contiguous
     one; ``cap``; ``saved``: MiB of logits that are kept, and their columns; ``needed``; ``main_grad``; ``join``: tokens
@@ -62,7 +62,7 @@ def hold(call: Mapping[str, Any], backend: Any) -> Held:
     assert torch.equal(norm, stats[3])
     assert kept.shape == again.shape == (count, width)
     back(expected, rows.upstream)
-    _hold_backward(held, kept if saved_mib else None, call, backend)
+    _check_backward(held, kept if saved_mib else None, call, backend)
     return held
 
 
@@ -72,7 +72,7 @@ def _gold(held: Held, cap: tuple[float, float] | None) -> list[torch.Tensor]:
     return gold(z if cap is None else cap[0] * (z * cap[1]).tanh(), held.rows, held.rows.active)
 
 
-def _hold_backward(held: Held, kept: torch.Tensor | None, call: Mapping[str, Any], backend: Any) -> None:
+def _check_backward(held: Held, kept: torch.Tensor | None, call: Mapping[str, Any], backend: Any) -> None:
     needed = call.get("needed", [True, True, held.leaves[2] is not None])
     shard = 0, call["vocab"], 1, False, 1, needed, call.get("join")
     arguments = *held.inputs, *held.saved, kept, *held.rows.upstream, *shard
@@ -87,8 +87,8 @@ def _hold_backward(held: Held, kept: torch.Tensor | None, call: Mapping[str, Any
         close(total, continued)
 
 
-def hold_shards(held: Held, backend: Any) -> None:
-    """Hold both parts of the forward pass over shards to the whole, and backward on the shards to the definition."""
+def check_shards(held: Held, backend: Any) -> None:
+    """Compare both parts of the forward pass over shards with the whole, and backward on them with the definition."""
     hidden, weight, ids, bias, scale, ignored, cap = held.inputs
     vocab, entropy = len(weight), bias is not None
     for ranks in (2, 8):
@@ -116,7 +116,7 @@ def hold_shards(held: Held, backend: Any) -> None:
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Hold a gradient to the definition's."""
+    """Compare a gradient with the definition's."""
     assert found.shape == expected.shape
     assert not found.isnan().any()
     assert (found.double() - expected).abs().max() <= 1e-2 * expected.abs().max() + 1e-6
