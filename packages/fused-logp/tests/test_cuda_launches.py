@@ -16,14 +16,14 @@ from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.fused_logp.spec.raw import check_against_reference
 
 HOST = "rl_kernels.fused_logp.backends.cuda.backend"
-MODULES = ("rl_kernels.fused_logp.rows", HOST)
+MODULES = ("rl_kernels.core.outputs", "rl_kernels.fused_logp.rows", HOST)
 BUGS = (
     Bug("temperature missing", "1.0 if places[1] else tensors[1]", "1.0"),
     Bug("upstream gradients exchanged", "norm, row_entropy, *grads\n", "norm, row_entropy, *grads[::-1]\n"),
     Bug("last columns have no gradient", "-(-vocab // (threads * COLUMNS))", "max(vocab // (threads * COLUMNS), 1)"),
     Bug("strides in elements", "count, *(stride * logits.itemsize for", "count, *(stride for"),
     Bug("no room for the states of a row", "units * STATE)]", "STATE)]"),
-    Bug("norm in the dtype of logits", "(count, 2), dtype=torch.float32", "(count, 2), dtype=logits.dtype"),
+    Bug("norm in the dtype of logits", "(count, 2), dtype=torch.float32", "(count, 2), dtype=like.dtype"),
 )
 SEGMENT, STEP, STATE = 32768, 1024, 12
 """As in fused_logp.cuh."""

@@ -119,7 +119,8 @@ def fused_logp(
     scale = temperature if isinstance(temperature, torch.Tensor) else 1.0
     options = (out, out_dtype, return_stats, inplace_backward, backend)
     ready = _prepare(logits, target_ids, scale, ignore_index, row_indices, *options)
-    check.temperature(temperature, target_ids.shape, logits.device, compute_dtype(logits.dtype), values=validate)
+    dtype = compute_dtype(logits.dtype)
+    check.temperature(temperature, target_ids.shape, logits.device, dtype, values=validate)
     if validate:
         checked = target_ids
         if row_indices is not None:
@@ -129,7 +130,7 @@ def fused_logp(
     if out is not None:
         _check_writable(out, logits)
     no_lost_derivatives("fused_logp", logits, temperature, out)
-    ids, scale, rows = _per_row(logits, target_ids, temperature, row_indices)
+    ids, scale, rows = _per_row(dtype, target_ids, temperature, row_indices)
     op = ops["forward_stats" if return_stats else "forward"]
     if logits.requires_grad and torch.is_grad_enabled():
         results = _FusedLogp.apply(logits, ids, scale, rows, _Settings(op, ready, ignore_index, inplace_backward))
@@ -179,8 +180,9 @@ def _prepare(
         if torch.compiler.is_compiling():
             raise ValueError("inplace_backward: expected False under torch.compile")
         check.own_storage("inplace_backward: logits", logits)
-    check.temperature(temperature, target_ids.shape, logits.device, compute_dtype(logits.dtype), values=False)
-    ids, scale, rows = _per_row(logits, target_ids, temperature, row_indices)
+    dtype = compute_dtype(logits.dtype)
+    check.temperature(temperature, target_ids.shape, logits.device, dtype, values=False)
+    ids, scale, rows = _per_row(dtype, target_ids, temperature, row_indices)
     op, name = ops["forward_stats" if return_stats else "forward"], choose(OPERATOR, describe(logits), backend).name
     return op.ready(logits.reshape(-1, logits.shape[-1]), ids, scale, ignore_index, rows, name)
 
@@ -195,14 +197,14 @@ def _check_writable(out: torch.Tensor, logits: torch.Tensor) -> None:
 
 
 def _per_row(
-    logits: torch.Tensor, target_ids: torch.Tensor, temperature: float | torch.Tensor, row_indices: torch.Tensor | None
+    dtype: torch.dtype, target_ids: torch.Tensor, temperature: float | torch.Tensor, row_indices: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return ids, temperature and row indices of the raw ops; with validate=False indices may be out of range."""
     count, rows = target_ids.numel(), row_indices
     if rows is not None:
         rows = rows.long().clamp(0, count - 1) if count else rows.new_empty(0, dtype=torch.int64)
     ids = target_ids if target_ids.ndim == 1 else target_ids.reshape(-1)
-    return ids, scalar_or_rows(temperature, count, compute_dtype(logits.dtype)), rows
+    return ids, scalar_or_rows(temperature, count, dtype), rows
 
 
 def _write(out: torch.Tensor, logp: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:

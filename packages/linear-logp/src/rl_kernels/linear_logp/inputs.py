@@ -184,12 +184,3 @@ def unpacked(
         return parts, gathered[0, -1]
     owner = (target_ids.long() // (slots * UNIT)).clamp(0, ranks - 1)
     return parts, gathered[:, -1].gather(0, owner[None])[0]
-
-
-def statistics(like: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return room for (logp, norm, logsumexp, entropy) of the rows of ``like``; without entropy two are not written."""
-    count = like.shape[0]
-    logp, norm = like.new_empty(count, dtype=torch.float32), like.new_empty((count, 2), dtype=torch.float32)
-    if not entropy:
-        return logp, norm, logp, logp
-    return logp, norm, like.new_empty(count, dtype=torch.float32), like.new_empty(count, dtype=torch.float32)

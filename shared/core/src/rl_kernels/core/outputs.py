@@ -19,3 +19,17 @@ class LogpStats(NamedTuple):
     logp: torch.Tensor
     logsumexp: torch.Tensor
     entropy: torch.Tensor
+
+
+def statistics_room(
+    like: torch.Tensor, *, entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return room for (logp, norm, logsumexp, entropy) of the rows of ``like``, in FP32.
+
+    norm is ``[N, 2]``, the others ``[N]``. Without ``entropy`` logp stands in for two that a kernel does not write.
+    """
+    count = like.shape[0]
+    logp, norm = like.new_empty(count, dtype=torch.float32), like.new_empty((count, 2), dtype=torch.float32)
+    if not entropy:
+        return logp, norm, logp, logp
+    return logp, norm, like.new_empty(count, dtype=torch.float32), like.new_empty(count, dtype=torch.float32)

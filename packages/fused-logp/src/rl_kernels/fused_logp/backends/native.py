@@ -7,6 +7,7 @@ Reduction order, which is the contract of this backend: the maximum of the whole
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -20,27 +21,15 @@ BLOCK_ELEMENTS = 1 << 18
 Rows = torch.Tensor | slice
 
 
-def forward(
-    logits: torch.Tensor,
-    target_ids: torch.Tensor,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    row_indices: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
     """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
-    logp, norm = _statistics(logits, target_ids, temperature, ignore_index, row_indices, entropy=False)
+    logp, norm = _statistics(*inputs, entropy=False)
     return logp, norm
 
 
-def forward_stats(
-    logits: torch.Tensor,
-    target_ids: torch.Tensor,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    row_indices: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def forward_stats(*inputs: Any) -> tuple[torch.Tensor, ...]:
     """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
-    logp, norm, lse, entropy = _statistics(logits, target_ids, temperature, ignore_index, row_indices, entropy=True)
+    logp, norm, lse, entropy = _statistics(*inputs, entropy=True)
     return logp, lse, entropy, norm
 
 
@@ -70,33 +59,18 @@ def _statistics(
     return totals
 
 
-def backward(
-    logits: torch.Tensor,
-    target_ids: torch.Tensor,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    row_indices: torch.Tensor | None,
-    norm: torch.Tensor,
-    *upstream: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return dlogits ``[N, V]`` in the dtype of logits; ``upstream``: fields of LogpUpstream after norm."""
+def backward(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """Return dlogits ``[N, V]`` in the dtype of logits."""
     grad = logits.new_zeros(logits.shape)
-    for rows, dx in _gradients(logits, target_ids, temperature, ignore_index, row_indices, norm, *upstream):
+    for rows, dx in _gradients(logits, *rest):
         grad[rows] = dx
     return grad
 
 
-def backward_inplace(
-    logits: torch.Tensor,
-    target_ids: torch.Tensor,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    row_indices: torch.Tensor | None,
-    norm: torch.Tensor,
-    *upstream: torch.Tensor | None,
-) -> None:
+def backward_inplace(logits: torch.Tensor, *rest: Any) -> None:
     """Overwrite logits with dlogits."""
-    arguments = (target_ids, temperature, ignore_index)
+    *arguments, row_indices = rest[:4]
+    norm, *upstream = rest[4:]
     if row_indices is None:
         for rows, dx in _gradients(logits, *arguments, None, norm, *upstream):
             logits[rows] = dx

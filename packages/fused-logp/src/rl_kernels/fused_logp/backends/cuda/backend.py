@@ -1,11 +1,13 @@
 """Host side of fused_logp in CUDA C++: how rows and units are assigned to blocks, and the kernel arguments.
 
-``fused_logp.cuh`` defines the reduction order, on every architecture from sm_80.
+``fused_logp.cuh`` defines the reduction order, on every architecture from sm_80; ``op.py`` says what the functions take
+and return.
 """
 
 from __future__ import annotations
 
 import functools
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.cuda.where import target_of
 from rl_kernels.core.operator import arch_of
+from rl_kernels.core.outputs import statistics_room
 from rl_kernels.core.tuned import entry, tuned
 from rl_kernels.fused_logp.rows import per_row
 
@@ -60,31 +63,7 @@ def programs(arch: str) -> list[Program]:
     return [program(file, arch, dtype, entropy=entropy) for file in files for dtype, entropy in variants]
 
 
-@prepared
-def forward(logits: torch.Tensor, *_: Any) -> Launches:
-    """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
-    return _statistics(logits, entropy=False)
-
-
-@prepared
-def forward_stats(logits: torch.Tensor, *_: Any) -> Launches:
-    """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
-    return _statistics(logits, entropy=True)
-
-
-@prepared
-def backward(logits: torch.Tensor, *rest: Any) -> Launches:
-    """Return dlogits ``[N, V]`` in the dtype of logits."""
-    return _gradient(logits, entropy=rest[-1] is not None, inplace=False)
-
-
-@prepared
-def backward_inplace(logits: torch.Tensor, *rest: Any) -> Launches:
-    """Overwrite logits with dlogits."""
-    return _gradient(logits, entropy=rest[-1] is not None, inplace=True)
-
-
-def _statistics(logits: torch.Tensor, *, entropy: bool) -> Launches:
+def _statistics(logits: torch.Tensor, *_: Any, entropy: bool) -> Launches:
     count, vocab = logits.shape
     units = _units(vocab)
     is_split = units > MOST_UNITS or (units > 1 and count < SPLIT_BELOW)
@@ -109,10 +88,7 @@ def _statistics(logits: torch.Tensor, *, entropy: bool) -> Launches:
         ignore_index: int | None,
         row_indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        logp, norm = logits.new_empty(count, dtype=torch.float32), logits.new_empty((count, 2), dtype=torch.float32)
-        # logp stands in for what the kernel does not write.
-        lse = logits.new_empty(count, dtype=torch.float32) if entropy else logp
-        row_entropy = logits.new_empty(count, dtype=torch.float32) if entropy else logp
+        logp, norm, lse, row_entropy = statistics_room(logits, entropy=entropy)
         parts = logits.new_empty((units, 3, count), dtype=torch.float32) if is_split else None
         ids, scale, marks = per_row(target_ids.to(torch.int64), temperature, row_indices)
         tensors = ids, scale, marks, logits, logp, norm, lse, row_entropy, parts
@@ -124,8 +100,8 @@ def _statistics(logits: torch.Tensor, *, entropy: bool) -> Launches:
     return launch
 
 
-def _gradient(logits: torch.Tensor, *, entropy: bool, inplace: bool) -> Launches:
-    count, vocab = logits.shape
+def _gradient(logits: torch.Tensor, *rest: Any, inplace: bool) -> Launches:
+    (count, vocab), entropy = logits.shape, rest[-1] is not None
     threads = min(-(-vocab // (COLUMNS * WARP)) * WARP, MOST_THREADS)
     chunks = -(-vocab // (threads * COLUMNS))
     out_strides = logits.stride() if inplace else (vocab, 1)
@@ -153,6 +129,10 @@ def _gradient(logits: torch.Tensor, *, entropy: bool, inplace: bool) -> Launches
         return None if inplace else out
 
     return launch
+
+
+forward, forward_stats = prepared(partial(_statistics, entropy=False)), prepared(partial(_statistics, entropy=True))
+backward, backward_inplace = prepared(partial(_gradient, inplace=False)), prepared(partial(_gradient, inplace=True))
 
 
 def _numbers(tensors: tuple[Any, ...], ignore_index: int | None, sizes: tuple[int, ...]) -> tuple[float, ...]:

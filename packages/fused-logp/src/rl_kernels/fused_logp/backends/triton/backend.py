@@ -3,11 +3,13 @@
 Reduction order, which is the contract of this backend: a row is cut into segments of 8192 columns, a segment into
 blocks of 1024, both taken in ascending order. With many rows one program takes a whole row, with few rows one program
 takes a segment; both give the same bits. The register layout of a block depends on the alignment that the compiler may
-assume. V alone fixes that alignment; rows aligned otherwise are copied.
+assume. V alone fixes that alignment; rows aligned otherwise are copied. ``op.py`` says what the functions take and
+return.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ import torch
 from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.layout import readable
+from rl_kernels.core.outputs import statistics_room
 from rl_kernels.core.triton_lib.launch import Launch, ceil_div
 from rl_kernels.fused_logp.backends.triton import kernels
 from rl_kernels.fused_logp.rows import per_row
@@ -25,27 +28,8 @@ GRADIENT_WIDTHS = {True: 4096, False: 1024}
 """Gradient columns of one program, with and without wide loads of the rows; they change no bit."""
 
 
-@prepared
-def forward(*inputs: Any) -> Launches:
-    """Return (logp, norm), ``[N]`` and ``[N, 2]``."""
-    return _statistics(*inputs, entropy=False)
-
-
-@prepared
-def forward_stats(*inputs: Any) -> Launches:
-    """Return (logp, logsumexp, entropy, norm), the first three ``[N]``, the last ``[N, 2]``."""
-    return _statistics(*inputs, entropy=True)
-
-
-def _statistics(
-    logits: torch.Tensor,
-    _: torch.Tensor,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    row_indices: torch.Tensor | None,
-    *,
-    entropy: bool,
-) -> Launches:
+def _statistics(*inputs: Any, entropy: bool) -> Launches:
+    logits, _, temperature, ignore_index, row_indices = inputs
     count, vocab = logits.shape
     fits, flags = _is_canonical(logits), _flags(temperature, ignore_index, row_indices)
     wide = vocab % kernels.ALIGNED.value == 0
@@ -64,10 +48,7 @@ def _statistics(
         _: int | None,
         row_indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        logp, norm = logits.new_empty(count, dtype=torch.float32), logits.new_empty((count, 2), dtype=torch.float32)
-        # Tensors that a kernel does not access stand in for those that are missing.
-        lse = logits.new_empty(count, dtype=torch.float32) if entropy else logp
-        row_entropy = logits.new_empty(count, dtype=torch.float32) if entropy else logp
+        logp, norm, lse, row_entropy = statistics_room(logits, entropy=entropy)
         if count:
             with device_of(logits):
                 ids, scale, marks = per_row(target_ids, temperature, row_indices)
@@ -97,29 +78,8 @@ def _flags(
     return row_indices is not None, ignore_index is not None, temperature.ndim > 0
 
 
-@prepared
-def backward(*inputs: Any) -> Launches:
-    """Return dlogits ``[N, V]`` in the dtype of logits."""
-    return _gradient(*inputs, inplace=False)
-
-
-@prepared
-def backward_inplace(*inputs: Any) -> Launches:
-    """Overwrite logits with dlogits."""
-    return _gradient(*inputs, inplace=True)
-
-
-def _gradient(
-    logits: torch.Tensor,
-    _: torch.Tensor,
-    temperature: torch.Tensor,
-    ignore_index: int | None,
-    row_indices: torch.Tensor | None,
-    norm: torch.Tensor,
-    entropy: torch.Tensor | None,
-    *grads: torch.Tensor | None,
-    inplace: bool,
-) -> Launches:
+def _gradient(*inputs: Any, inplace: bool) -> Launches:
+    logits, _, temperature, ignore_index, row_indices, _, _, *grads = inputs
     count, vocab = logits.shape
     flags = (*_flags(temperature, ignore_index, row_indices), *[grad is not None for grad in grads])
     out_strides = logits.stride() if inplace else (vocab, 1)
@@ -148,3 +108,7 @@ def _gradient(
         return None if inplace else out
 
     return launch
+
+
+forward, forward_stats = prepared(partial(_statistics, entropy=False)), prepared(partial(_statistics, entropy=True))
+backward, backward_inplace = prepared(partial(_gradient, inplace=False)), prepared(partial(_gradient, inplace=True))

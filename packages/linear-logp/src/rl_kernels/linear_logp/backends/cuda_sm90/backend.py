@@ -17,6 +17,7 @@ from rl_kernels.core.cuda.gemm.ahead import programs_of
 from rl_kernels.core.cuda.launch import Kernel, kernel
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.cuda.tensor_map import tensor_map
+from rl_kernels.core.outputs import statistics_room
 from rl_kernels.linear_logp import inputs
 from rl_kernels.linear_logp.backends.cuda_sm90.backward import Steps
 from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
@@ -64,7 +65,7 @@ def finish(*args: Any) -> Launches:
 
     def launch(gathered: torch.Tensor, target_ids: torch.Tensor, temperature: torch.Tensor, *_: Any) -> Any:
         parts, chosen = inputs.unpacked(gathered, target_ids, vocab_size, entropy=entropy)
-        logp, norm, lse, row_entropy = inputs.statistics(chosen, entropy)
+        logp, norm, lse, row_entropy = statistics_room(chosen, entropy=entropy)
         if merge is not None:
             ids, scale = target_ids.to(torch.int64).contiguous(), number_or_rows(temperature)
             per_row = isinstance(scale, torch.Tensor)
@@ -162,7 +163,7 @@ class _Forward:
         hidden, entropy, slots = args[0], self._entropy, self._slots
         logits = hidden.new_empty((hidden.shape[0], self._width), dtype=torch.float32)
         call = read(*args[:7], kept=logits, start=self._start, vocab=self._vocab)
-        results: tuple[torch.Tensor, ...] = inputs.statistics(hidden, entropy) if slots is None else ()
+        results: tuple[torch.Tensor, ...] = statistics_room(hidden, entropy=entropy) if slots is None else ()
         packed = () if slots is None else inputs.packed_room(hidden, slots, entropy=entropy)
         for one in self._blocks:
             block = call.block(one.rows)

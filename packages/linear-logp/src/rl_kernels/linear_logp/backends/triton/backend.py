@@ -18,6 +18,7 @@ import torch
 
 from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.gpu import device_of
+from rl_kernels.core.outputs import statistics_room
 from rl_kernels.core.triton_lib import gemm
 from rl_kernels.core.triton_lib.launch import INTERPRETED, Launch, ceil_div
 from rl_kernels.core.triton_lib.schedule import processors
@@ -43,7 +44,7 @@ def finish(*args: Any) -> Launches:
 
     def launch(gathered: torch.Tensor, target_ids: torch.Tensor, temperature: torch.Tensor, *_: Any) -> Any:
         parts, chosen = inputs.unpacked(gathered, target_ids, vocab_size, entropy=entropy)
-        logp, norm, lse, row_entropy = inputs.statistics(chosen, entropy)
+        logp, norm, lse, row_entropy = statistics_room(chosen, entropy=entropy)
         if len(chosen):
             with device_of(parts):
                 ids = target_ids.contiguous()
@@ -115,7 +116,7 @@ class _Forward:
         """Launch the kernels."""
         count, entropy, slots = len(hidden), self._entropy, self._slots
         logits = hidden.new_empty((count, self._width), dtype=torch.float32)
-        results: tuple[torch.Tensor, ...] = inputs.statistics(hidden, entropy) if slots is None else ()
+        results: tuple[torch.Tensor, ...] = statistics_room(hidden, entropy=entropy) if slots is None else ()
         parts = chosen = hidden
         if not self._is_empty:
             ids, scale = target_ids.contiguous(), number_or_rows(temperature)
