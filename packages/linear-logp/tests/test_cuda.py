@@ -1,7 +1,5 @@
 """Logits in CUDA C++: what is compiled and refused; on a GPU, that bits follow no rows, parts or places."""
 
-from itertools import product
-
 import pytest
 import torch
 
@@ -63,26 +61,6 @@ def test_unsupported_calls_are_refused_with_a_reason(monkeypatch, dtype, size, r
     traits = {} if size is None else {"D": size, "V": 100}
     found = OPERATOR.backend(BACKEND).limits(Call(torch.device("cuda", 0), dtype, "sm90", traits))
     assert found is None if reason is None else reason in found
-
-
-def test_copied_rows_are_aligned_for_tma():
-    for rows, offset in product((1, 3), (0, 1, 8)):
-        x = torch.randn(5, 300).half()[:rows, offset : offset + 136]
-        for value in (x, x.t().contiguous().t(), x[:1].expand(rows, 136)):
-            found = cuda_tiles.copyable(value)
-            assert torch.equal(found, value)
-            assert found.stride(1) == 1
-            assert found.stride(0) % 8 == 0
-            assert found.stride(0) >= 136
-            assert found.data_ptr() % 16 == 0
-
-
-def test_stages_fit_in_shared_memory():
-    for (count, groups), stores in product(((1, 1), (64, 1), (65, 2), (128, 2), (129, 2)), (False, True)):
-        cut = cuda_tiles.Cut.of(count)
-        assert cut.groups == groups
-        assert cut.stages(stores=stores) >= 4
-        assert cut.shared(stores=stores) <= 227 << 10
 
 
 def drawn(rows, size, vocab, dtype=torch.bfloat16):

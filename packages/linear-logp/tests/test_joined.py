@@ -13,7 +13,7 @@ import torch
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import IGNORED, Draw, bits_of
 from rl_kernels.core.testing.planted import Bug, planted
-from rl_kernels.linear_logp import Memory, linear_logp, linear_logp_from_known, linear_logp_known
+from rl_kernels.linear_logp import Memory, linear_logp
 from rl_kernels.linear_logp.backends import native
 from rl_kernels.linear_logp.op import OPERATOR, ops
 
@@ -70,8 +70,7 @@ class Batch:
             if isinstance(options.get("temperature"), torch.Tensor):
                 options["temperature"] = options["temperature"][rows]
             leaves = {"hidden": self.hidden[rows].clone().requires_grad_(), "bias": self.bias.clone().requires_grad_()}
-            function = linear_logp_from_known if "known" in options else linear_logp
-            found = function(leaves["hidden"], weight, self.ids[rows], bias=leaves["bias"], **options)
+            found = linear_logp(leaves["hidden"], weight, self.ids[rows], bias=leaves["bias"], **options)
             found.backward(self.upstream[rows])
         total = weight.grad if self.start is None else weight.main_grad
         return {"weight": total, **{name: leaf.grad for name, leaf in leaves.items()}}
@@ -180,19 +179,6 @@ def test_leading_ignored_rows_belong_to_chains(backend: str) -> None:
     same(moved.gradients(), expected, "weight", "bias")
     moved.hidden, moved.ids, moved.upstream = (x[JOIN + 3 :] for x in (batch.hidden, batch.ids, batch.upstream))
     assert not torch.equal(moved.gradients()["weight"], expected["weight"])
-
-
-def test_joined_chains_with_known_statistics_and_single_gradients() -> None:
-    batch = Batch()
-    with torch.no_grad():
-        known = linear_logp_known(batch.hidden, batch.weight, batch.ids, batch.bias)
-    expected = batch.gradients()
-    same(batch.gradients(known=known), expected)
-    leaves = batch.hidden.clone().requires_grad_(), batch.bias.clone().requires_grad_()
-    for leaf, name in zip(leaves, ("hidden", "bias"), strict=True):
-        given = [leaf if name == "hidden" else batch.hidden, batch.weight, batch.ids]
-        logp = linear_logp(*given, leaf if name == "bias" else batch.bias, join_tokens=JOIN)
-        assert torch.equal(torch.autograd.grad(logp, leaf, batch.upstream)[0], expected[name])
 
 
 def test_planted_bug_fails() -> None:

@@ -33,7 +33,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"ignore_index": IGNORED, "return_stats": True, "temperature": "tensor", "bias": True},
     {"softcap": 15.0, "temperature": 0.7, "bias": True},
     {"bias": True, "vocab_segments": 8, "ignore_index": IGNORED, "return_stats": True, "main_grad": True},
-    {"memory": Memory(1, 1), "main_grad": True},
+    {"memory": Memory(1, 1), "main_grad": True, "join_tokens": 48},
 )
 SHAPES = ((1, 64, 300), (63, 72, 1025), (130, 128, 5003), (700, 64, 16500))
 

@@ -67,33 +67,22 @@ def test_torch_compile_breaks_the_graph() -> None:
     assert torch.equal(*grads)
 
 
-@pytest.mark.parametrize("offsets", [[0], [0, 0, 0]])
-def test_no_tokens(offsets: list[int]) -> None:
-    hidden, weight, ids = call(0)
+@pytest.mark.parametrize(
+    ("leading", "offsets"), [((0,), [0]), ((0,), [0, 0, 0]), ((0, 5), None), ((3, 0), None)], ids=str
+)
+def test_no_tokens(leading: tuple[int, ...], offsets: list[int] | None) -> None:
+    hidden, weight, ids = call(*leading)
+    sequences = leading[0] if offsets is None else len(offsets) - 1
 
     def losses(logp: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        return logp.sum() + torch.full((len(offsets) - 1,), 2.0)
+        assert logp.shape == leading
+        assert chunk.cu_seqlens.tolist() == [0] * (sequences + 1)
+        return logp.sum() + torch.full((sequences,), 2.0)
 
-    found = linear_logp_loss(hidden, weight, ids, losses, cu_seqlens=torch.tensor(offsets))
+    found = linear_logp_loss(hidden, weight, ids, losses, cu_seqlens=None if offsets is None else torch.tensor(offsets))
     found.backward()
-    assert found == 2.0 * (len(offsets) - 1)
-    assert hidden.grad.shape == (0, 8)
-    assert not weight.grad.any()
-
-
-@pytest.mark.parametrize(("rows", "length"), [(0, 5), (3, 0)])
-def test_no_tokens_in_rows(rows: int, length: int) -> None:
-    hidden, weight, ids = call(rows, length)
-    seen: list[Any] = []
-
-    def losses(logp: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-        seen.append((logp.shape, chunk.cu_seqlens.tolist()))
-        return logp.sum(1) + 2.0
-
-    found = linear_logp_loss(hidden, weight, ids, losses)
-    found.backward()
-    assert found == 2.0 * rows
-    assert seen == ([((rows, length), [0] * (rows + 1))] if rows else [])
+    assert found == 2.0 * sequences
+    assert hidden.grad.shape == (*leading, 8)
     assert not weight.grad.any()
 
 

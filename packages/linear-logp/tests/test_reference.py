@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rl_kernels.core.testing import IGNORED, Draw
+from rl_kernels.core.testing import Draw
 from rl_kernels.linear_logp.reference import linear_logp
 
 
@@ -24,21 +24,6 @@ def test_equals_cross_entropy_and_categorical(with_bias: bool, temperature: floa
     torch.testing.assert_close(stats.logp, -F.cross_entropy(logits.movedim(-1, 1), ids, reduction="none"))
     torch.testing.assert_close(stats.logsumexp, logits.exp().sum(-1).log())
     torch.testing.assert_close(stats.entropy, torch.distributions.Categorical(logits=logits).entropy())
-
-
-def test_ignored_positions_are_zero_and_never_read() -> None:
-    hidden, weight, ids, bias = _call()
-    clean = linear_logp(hidden, weight, ids, bias, return_stats=True)
-    hidden[0] = torch.nan
-    ids[0] = IGNORED
-    hidden.requires_grad_()
-    stats = linear_logp(hidden, weight, ids, bias, ignore_index=IGNORED, return_stats=True)
-    for value, expected in zip(stats, clean, strict=True):
-        assert (value[0] == 0).all()
-        assert torch.equal(value[1:], expected[1:])
-    (grad,) = torch.autograd.grad(sum(value.sum() for value in stats), hidden)
-    assert (grad[0] == 0).all()
-    assert grad.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

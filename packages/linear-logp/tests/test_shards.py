@@ -37,7 +37,8 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"vocab": 8192, "bad": True, "rows": 3},
     {"vocab": 16411, "rows": 70, "dtype": torch.bfloat16, "masked": 9000, "entropy": True},
     {"vocab": 9001, "rows": 0, "entropy": True},
-    {"vocab": 6000, "zero": True, "entropy": True},
+    {"vocab": 6000, "zero": 1e-30, "entropy": True},
+    {"vocab": 700, "zero": 1e-4, "entropy": True, "dtype": torch.float16},
     {"vocab": 16384},
     {"vocab": 9001, "rows": 40, "bias": True, "dtype": torch.bfloat16, "join": 16},
 )
@@ -64,9 +65,9 @@ def drawn(options: dict[str, Any], device: str = DEVICE) -> tuple[Any, list[torc
     weight = draw.normal(vocab, size, scale=size**-0.5)
     upstream = [draw.normal(rows, dtype=torch.float32) for _ in range(3)]
     if "zero" in options:
-        # Each chain underflows to -0, and the sum is +0 only if an empty segment is added.
-        weight = torch.full_like(weight, 1e-30)
-        upstream = [upstream[0].zero_(), torch.full_like(upstream[1], -1e-30), upstream[2].zero_()]
+        # Each chain underflows to -0, and the sum is +0 only if an empty segment is added; in FP16, before rounding.
+        weight = torch.full_like(weight, options["zero"])
+        upstream = [upstream[0].zero_(), torch.full_like(upstream[1], -options["zero"]), upstream[2].zero_()]
     scale = draw.uniform(0.5, 2.0, rows, dtype=torch.float32)
     temperature = scale if "temperature" in options else torch.tensor(0.7)
     cap = torch.tensor(options["cap"], dtype=torch.float64) if "cap" in options else None

@@ -152,8 +152,9 @@ class Backward:
         # An empty segment is +0, so a sum with it is never -0.
         self._has_zeros = segments > 1 and _are_some_empty(inputs.vocab)
         self._result = self._wide if partial else dtype
-        # A single product is rounded when it is written.
-        self._total = self._result if len(parts) == len(self._segments[0] if parts else ()) == 1 else self._wide
+        # A single product is rounded when it is written; but the +0 of an empty segment is added before rounding.
+        is_product = len(parts) == 1 == len(self._segments[0]) and not self._has_zeros
+        self._total = self._result if is_product else self._wide
 
     def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
         """Return the gradients of hidden, weight and bias in the dtype of the inputs, empty if not needed.
