@@ -64,16 +64,19 @@ PLANTED = (
         tuple(
             f"rl_kernels.grpo_loss.backends.triton.{name}"
             for name in (
-                *("groups", "terms", "tokens", "metrics", "sequence", "kernels", "reduce", "plain"),
-                *("losses", "backend"),
+                *("groups", "terms", "tokens", "sequence", "kernels", "reduce", "backend"),
             )
         ),
         (
             Bug("one reward beyond the group", "is_there = place < end", "is_there = place <= end"),
-            Bug("gradient of clipped tokens", "tl.where(is_clipped, 0.0, unclipped)", "unclipped"),
-            Bug("KL of masked tokens", "tl.where(is_active, ref_x.to(tl.float32) - x, 0.0)", "ref_x - x"),
-            Bug("beta missing in the gradient", "fma(constant(beta), -expm1, slope)", "slope - expm1"),
-            Bug("advantages of the tokens of the first sequence", "+ row * score_row +", "+"),
+            Bug("gradient of clipped tokens", "tl.where(is_flat, 0.0, slope)", "slope"),
+            Bug("KL of masked tokens", "e = tl.where(is_active, ref_x - x, 0.0)", "e = ref_x - x"),
+            Bug(
+                "beta missing in the gradient",
+                "fma(tl.full(token_slope.shape, n[2], tl.float32), token_slope, slope)",
+                "slope + token_slope",
+            ),
+            Bug("advantages of the tokens of the first sequence", "scores += start if PACKED else row * score_row", "scores += start"),
             Bug(
                 "last tokens have no gradient",
                 "(ceil_div(size, GRADIENT_BLOCK),), (size, GRADIENT_BLOCK)",

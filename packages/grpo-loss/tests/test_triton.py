@@ -200,9 +200,9 @@ def test_slope_that_a_sequence_shares_is_that_of_its_tokens(kl: str, with_ratio:
 def test_segments_of_a_sequence_share_what_it_decides(
     loss_type: str, alike: bool, monkeypatch: pytest.MonkeyPatch, prepare_anew: Callable[[], None]
 ) -> None:
-    from rl_kernels.grpo_loss.backends.triton import losses
+    from rl_kernels.grpo_loss.backends.triton import backend
 
-    monkeypatch.setattr(losses, "SEGMENT", 256)
+    monkeypatch.setattr(backend, "SEGMENT", 256)
     prepare_anew()
     call = _objective(loss_type, 300, **({"rollout_ratio": None} if alike else {}))
     call["completion_mask"][0, 256:] = False

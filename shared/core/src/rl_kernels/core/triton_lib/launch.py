@@ -132,7 +132,7 @@ class Launch:
         self,
         kernel: Any,
         grid: tuple[int, ...],
-        numbers: tuple[float | bool | None, ...],
+        numbers: tuple[float | bool | str | None, ...],
         *,
         num_warps: int,
         **options: int,

@@ -17,7 +17,7 @@ LENGTHS = (512, 4096)
 
 
 def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
-    """Yield the calls for log-probabilities of a dtype: the plain loss, and each other kind with all arguments."""
+    """Yield the calls for log-probabilities of a dtype: the default loss, and each kind with all arguments."""
     rewards, bounds = empty(BATCH), empty(BATCH // SAMPLES + 1, dtype=torch.int64)
     for kind in ESTIMATORS:
         text = Estimator(kind, nan="skip").text

@@ -18,19 +18,16 @@ from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.triton_lib.launch import Launch
-from rl_kernels.grpo_loss.call import ESTIMATORS, Estimator, LossCall
+from rl_kernels.grpo_loss.call import Estimator, LossCall
 
 LANES = 256
-"""Maximum lanes of a sum over rewards, tokens or sequences; ``losses.WIDE`` is the one exception."""
+"""Maximum lanes of a sum over rewards, tokens or sequences; ``backend.WIDE`` is the one exception."""
 LEVELS = tl.constexpr(12)
 """Upper bound of the levels of a tree."""
 NEIGHBORS = tl.constexpr(2)
 """Levels of a tree at which neighbors are added."""
 SOME_REWARDS = tl.constexpr(16)
 """Fewest lanes of a sum over a group, and the group size up to which they are enough."""
-POPULATION, LEAVE_ONE_OUT, NONE, BATCH = (
-    tl.constexpr(ESTIMATORS.index(name)) for name in ("population", "leave_one_out", "none", "batch")
-)
 BATCH_LANES = tl.constexpr(256)
 """Lanes of the sum over all rewards, whatever the size of a group."""
 WARPS = 4
@@ -46,7 +43,7 @@ class Scores(NamedTuple):
         groups: the number of groups where there are boundaries, or else the size of each group.
         lanes: lanes of the sum over a group's rewards; 0 for advantages.
         one_step: no group has more rewards than lanes.
-        formula: the estimator: its index in ``ESTIMATORS``, whether eps is added, whether NaN is skipped.
+        formula: the estimator: its kind, whether eps is added, whether NaN is skipped.
     """
 
     values: torch.Tensor
@@ -54,7 +51,7 @@ class Scores(NamedTuple):
     groups: int = 0
     lanes: int = 0
     one_step: bool = False
-    formula: tuple[int, bool, bool] = (0, False, False)
+    formula: tuple[str, bool, bool] = ("population", False, False)
 
 
 @prepared
@@ -87,7 +84,7 @@ def lanes_for(size: int, least: int, most: int = LANES) -> int:
 
 def scores_of(rewards: torch.Tensor, boundaries: torch.Tensor | None, samples: int, estimator: Estimator) -> Scores:
     """Return rewards and their groups as ``Scores``."""
-    formula = ESTIMATORS.index(estimator.kind), estimator.placement == "add", estimator.nan == "skip"
+    formula = estimator.kind, estimator.placement == "add", estimator.nan == "skip"
     if boundaries is None:
         lanes = lanes_for(samples, SOME_REWARDS.value)
         return Scores(rewards, None, samples, lanes, samples <= LANES, formula)
@@ -212,15 +209,15 @@ def _statistics(
 ):
     """Return mean, divisor, and whether all rewards are equal, for a group that is not empty."""
     size, mean, squares, equal = _moments(rewards, start, end, stride, LANES, ONE_STEP, SKIP)
-    if KIND == BATCH:
+    if KIND == "batch":
         # Over all rewards, one per sequence, again in every program.
         size, _, squares, _ = _moments(rewards, tl.zeros_like(start), count, stride, BATCH_LANES, False, SKIP)
-    if KIND == LEAVE_ONE_OUT:
+    if KIND == "leave_one_out":
         return mean, (size - 1.0) / size, equal
-    elif KIND == NONE:
+    elif KIND == "none":
         return mean, tl.full((), 1.0, tl.float64), equal
     else:
-        std = tl.sqrt(squares / (size if KIND == POPULATION else size - 1.0))
+        std = tl.sqrt(squares / (size if KIND == "population" else size - 1.0))
         least = tl.full((), eps, tl.float64)
         if ADD:
             return mean, std + least, equal

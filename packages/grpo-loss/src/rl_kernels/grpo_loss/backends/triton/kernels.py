@@ -1,7 +1,7 @@
-"""The kernel of objectives beyond the plain loss, launched by ``losses``.
+"""The kernel of all objectives: the sums of a segment of a sequence, and the slopes of its tokens.
 
 One program takes a segment of SEGMENT tokens of a sequence, LANES tokens at a time. Order of the sums, which is the
-contract (``backend``, ``losses``): token i of a segment goes to lane i mod LANES, in ascending order, and ``tree``
+contract (``backend``): token i of a segment goes to lane i mod LANES, in ascending order, and ``tree``
 adds the lanes; segments are added in ascending order.
 """
 
@@ -12,10 +12,17 @@ import triton.language as tl
 
 from rl_kernels.core.triton_lib.arithmetic import fma
 from rl_kernels.grpo_loss.backends.triton.groups import advantage_of, tree
-from rl_kernels.grpo_loss.backends.triton.metrics import add_metrics, no_metrics, store_metrics
 from rl_kernels.grpo_loss.backends.triton.sequence import extent, log_weight_of, shared_policy, slope_by_ratio, sums_of
-from rl_kernels.grpo_loss.backends.triton.terms import SAPO, VESPO, constant, exp
-from rl_kernels.grpo_loss.backends.triton.tokens import count_active, load, marked, terms_of
+from rl_kernels.grpo_loss.backends.triton.terms import constant, exp
+from rl_kernels.grpo_loss.backends.triton.tokens import (
+    add_metrics,
+    count_active,
+    load,
+    marked,
+    no_metrics,
+    store_metrics,
+    terms_of,
+)
 
 
 @triton.jit(do_not_specialize=["total", "groups"])
@@ -81,7 +88,7 @@ def terms(
     """Write the sums of a segment of a sequence, and the slope at its tokens. Grid: sequences x segments.
 
     If the objective needs it, a first pass over the whole sequence computes what its tokens share (``sequence``). The
-    main loop then computes the terms of the segment's tokens (``tokens``), with metrics on request (``metrics``).
+    main loop then computes the terms of the segment's tokens (``tokens``), with metrics on request.
     Segments of one sequence run side by side, so the first pass mostly reads from the cache. With WHOLE there is a lane
     for each token of any sequence, and nothing is read twice.
     """
@@ -96,9 +103,9 @@ def terms(
     # One advantage and one rollout ratio per sequence: its tokens differ only in their KL.
     ALIKE: tl.constexpr = not (PER_TOKEN or W_PER_TOKEN)
     # Then all tokens have the same policy term, if it is a function of the sequence's ratio.
-    SHARED: tl.constexpr = SEQ and ALIKE and KIND <= SAPO
+    SHARED: tl.constexpr = SEQ and ALIKE and (KIND == "clip" or KIND == "sapo")
     # A pass over the whole sequence comes first, and counts its tokens.
-    FIRST_PASS: tl.constexpr = SEQ or KIND == VESPO
+    FIRST_PASS: tl.constexpr = SEQ or KIND == "vespo"
     PACKED: tl.constexpr = offsets is not None
     row, segment = (tl.program_id(0) // segments).to(tl.int64), tl.program_id(0) % segments
     batch = tl.full((), batch, tl.int64)
@@ -153,7 +160,7 @@ def terms(
         if SEQ:
             ratio = exp(tl.div_rn(logs, count))
             shared_ratio = tl.broadcast_to(ratio, (LANES,))
-        log_weight = log_weight_of(weights, shared_w, n, MODE, KIND == VESPO and HAS_W and not W_PER_TOKEN)
+        log_weight = log_weight_of(weights, shared_w, n, MODE, KIND == "vespo" and HAS_W and not W_PER_TOKEN)
         slope_of_all = constant(0.0)
         if SHARED:
             policy, slope_of_all = shared_policy(

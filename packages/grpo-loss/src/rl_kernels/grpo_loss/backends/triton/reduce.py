@@ -1,4 +1,4 @@
-"""The kernel that adds the segment sums of ``kernels.terms`` over all sequences, and computes loss and metrics.
+"""The kernels after ``kernels.terms``: ``reduce`` adds its sums to loss and metrics, ``gradient`` scales its slopes.
 
 Order of the sums, which is the contract (``backend``): a sequence's segments in ascending order; sequence i goes to
 lane i mod LANES, in ascending order; ``tree`` adds the lanes.
@@ -20,6 +20,8 @@ RATIO, LEAST, MOST, SAMPLES, NONFINITE = (
     tl.constexpr(METRICS.index(name))
     for name in ("ratio_mean", "ratio_min", "ratio_max", "effective_samples", "nonfinite")
 )
+SIGN = tl.constexpr(-(1 << 31))
+"""The bits of -0, as an integer."""
 
 
 @triton.jit
@@ -155,3 +157,17 @@ def reduce(
         tl.store(policy_loss, policy_mean)
         tl.store(kl, kl_mean)
         tl.store(loss, fma(constant(beta), kl_mean, policy_mean))
+
+
+@triton.jit
+def gradient(slope, divisor, upstream, grad, size, BLOCK: tl.constexpr):
+    """Write the gradient of BLOCK tokens; ``grad`` may be the slope. Grid: blocks of tokens.
+
+    The slope marks masked tokens, so no mask is read.
+    """
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    factor = tl.div_rn(tl.load(upstream).to(tl.float32), tl.load(divisor))
+    x = tl.load(slope + places, mask=places < size, other=0.0)
+    is_masked = x.to(tl.int32, bitcast=True) == SIGN
+    value = tl.where(is_masked, 0.0, x * factor)
+    tl.store(grad + places, value.to(grad.dtype.element_ty), mask=places < size)

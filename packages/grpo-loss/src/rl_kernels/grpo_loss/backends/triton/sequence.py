@@ -13,7 +13,6 @@ from rl_kernels.grpo_loss.backends.triton.groups import tree
 from rl_kernels.grpo_loss.backends.triton.terms import (
     LOG_LEAST,
     LOG_MOST,
-    VESPO,
     bounded,
     constant,
     policy_of,
@@ -59,10 +58,10 @@ def sums_of(
 ):
     """Return sums over a sequence: active tokens of ``segment`` and of all, log-ratios, log-weights, KL of both.
 
-    Log-weights are summed for VESPO, the KL with SUM_KL; they are 0 otherwise. With WHOLE, ``token`` holds the whole
+    Log-weights are summed for ``vespo``, the KL with SUM_KL; they are 0 otherwise. With WHOLE, ``token`` holds the whole
     sequence.
     """
-    OWN_WEIGHT: tl.constexpr = W_PER_TOKEN and KIND == VESPO
+    OWN_WEIGHT: tl.constexpr = W_PER_TOKEN and KIND == "vespo"
     number, kl = tl.zeros((), tl.int32), constant(0.0)
     tokens, logs, weights, estimates = tl.zeros((), tl.int32), constant(0.0), constant(0.0), constant(0.0)
     for part in range(1 if WHOLE else tl.cdiv(size, SEGMENT)):
@@ -85,7 +84,7 @@ def sums_of(
         number = tl.where(part == segment, part_count, number)
         tokens += part_count
         logs += tree(lane_logs)
-        if KIND == VESPO:
+        if KIND == "vespo":
             weights += tree(lane_weights)
         if SUM_KL:
             estimate_of_part = tree(lane_estimates)

@@ -1,4 +1,4 @@
-"""The formulas of a token's terms of a loss, for ``kernels`` and ``plain``; element by element, so there are no sums.
+"""The formulas of a token's terms of a loss; element by element, so there are no sums.
 
 A product with an addend is an explicit ``fma``, so that all compiled variants of a kernel round alike.
 """
@@ -13,8 +13,6 @@ from rl_kernels.core.triton_lib.arithmetic import fma
 LOG2E = tl.constexpr(1.4426950408889634)
 SMALL = tl.constexpr(0.5)
 """|e| below which exp(e) - 1 and k3 are computed by a series, since the differences lose bits there."""
-CLIP, SAPO, CISPO, VESPO, REINFORCE = (tl.constexpr(i) for i in range(5))
-"""Kinds of policy terms: the first two are functions of the ratio, the others weight the log-probability."""
 LOG_LEAST, LOG_MOST = tl.constexpr(-18.420680743952367), tl.constexpr(20.0)
 """Bounds of the log-weight of a sequence in vespo."""
 
@@ -61,30 +59,30 @@ def on_policy_ratio(x, here):
 
 @triton.jit
 def rollout_weight(w, least, most, MODE: tl.constexpr):
-    """Return a rollout ratio as it is (0), truncated (1) or masked (2)."""
-    if MODE == 1:
+    """Return a rollout ratio as it is given, truncated or masked."""
+    if MODE == "truncate":
         w = bounded(w, least, most)
-    if MODE == 2:
+    if MODE == "mask":
         w = tl.where((w < least) | (w > most), 0.0, w)
     return w
 
 
 @triton.jit
 def clipped(ratio, a, n, BOUNDS: tl.constexpr):
-    """Return -min(ratio A, clamp(ratio) A) with delta (1) or a dual clip (2), and its slope; a tie is not clipped."""
+    """Return -min(ratio A, clamp(ratio) A) with delta or a dual clip, and its slope; a tie is not clipped."""
     low, high, delta, dual = n[0], n[1], n[3], n[4]
     slope = -(ratio * a)
     unclipped = slope
-    if BOUNDS == 1:
+    if BOUNDS == "delta":
         unclipped = -(tl.where(ratio > delta, delta, ratio) * a)
     limited = -(bounded(ratio, low, high) * a)
     is_limited = limited > unclipped
     term = tl.where(is_limited, limited, unclipped)
     is_flat = is_limited
-    if BOUNDS == 1:
+    if BOUNDS == "delta":
         # Between delta and the upper bound the clipped branch is the ratio itself.
         is_flat = tl.where(is_limited, (ratio < low) | (ratio > high), ratio > delta)
-    if BOUNDS == 2:
+    if BOUNDS == "dual":
         ceiling = -(dual * a)
         is_above = (a < 0.0) & (term > ceiling)
         term = tl.where(is_above, ceiling, term)
@@ -109,14 +107,14 @@ def gated(ratio, a, n):
 @triton.jit
 def policy_of(x, ratio, a, w, log_weight, n, KIND: tl.constexpr, BOUNDS: tl.constexpr, HAS_W: tl.constexpr):
     """Return the policy term and its slope: by the log of the ratio, or by x for kinds with a weight."""
-    if KIND == CLIP:
+    if KIND == "clip":
         term, slope = clipped(ratio, a, n, BOUNDS)
-    elif KIND == SAPO:
+    elif KIND == "sapo":
         term, slope = gated(ratio, a, n)
     else:
-        if KIND == CISPO:
+        if KIND == "cispo":
             weight = bounded(ratio, n[5], n[6])
-        elif KIND == VESPO:
+        elif KIND == "vespo":
             k, decay = tl.where(a >= 0.0, n[9], n[11]), tl.where(a >= 0.0, n[10], n[12])
             logs = tl.full(a.shape, 0.0, tl.float32) + log_weight
             weight = exp(fma(-decay, exp(logs), fma(k, logs, decay)))
@@ -124,7 +122,7 @@ def policy_of(x, ratio, a, w, log_weight, n, KIND: tl.constexpr, BOUNDS: tl.cons
             weight = tl.full(a.shape, 1.0, tl.float32)
         slope = -(weight * a)
         term = slope * x
-    if HAS_W and KIND != VESPO:
+    if HAS_W and KIND != "vespo":
         term, slope = term * w, slope * w
     return term, slope
 
@@ -132,10 +130,10 @@ def policy_of(x, ratio, a, w, log_weight, n, KIND: tl.constexpr, BOUNDS: tl.cons
 @triton.jit
 def kl_of(e, ratio, KL: tl.constexpr, CORRECTED: tl.constexpr, SEQ: tl.constexpr):
     """Return the KL estimate, its slope by x, and by the log of a ratio that a sequence shares."""
-    if KL == 3:
+    if KL == "k3":
         k, expm1 = k3_of(e)
         token_slope = -expm1
-    elif KL == 2:
+    elif KL == "k2":
         k, token_slope = e * (0.5 * e), -e
     else:
         k, token_slope = -e, tl.full(e.shape, 1.0, tl.float32)
@@ -144,10 +142,10 @@ def kl_of(e, ratio, KL: tl.constexpr, CORRECTED: tl.constexpr, SEQ: tl.constexpr
         if SEQ:
             token_slope = token_slope * ratio
             ratio_slope = k * ratio
-        elif KL == 3:
+        elif KL == "k3":
             # Estimate plus slope in closed form: their sum would cancel.
             token_slope = -(e * ratio)
-        elif KL == 2:
+        elif KL == "k2":
             token_slope = fma(e, 0.5 * e, -e) * ratio
         else:
             token_slope = (1.0 - e) * ratio
