@@ -63,9 +63,7 @@ PLANTED = (
         "triton",
         tuple(
             f"rl_kernels.grpo_loss.backends.triton.{name}"
-            for name in (
-                *("groups", "terms", "tokens", "sequence", "kernels", "reduce", "backend"),
-            )
+            for name in (*("groups", "terms", "tokens", "sequence", "kernels", "reduce", "backend"),)
         ),
         (
             Bug("one reward beyond the group", "is_there = place < end", "is_there = place <= end"),
@@ -76,7 +74,7 @@ PLANTED = (
                 "fma(tl.full(token_slope.shape, n[2], tl.float32), token_slope, slope)",
                 "slope + token_slope",
             ),
-            Bug("advantages of the tokens of the first sequence", "scores += start if PACKED else row * score_row", "scores += start"),
+            Bug("scores of the first tokens", "scores += start if PACKED else row * score_row", "scores += 0"),
             Bug(
                 "last tokens have no gradient",
                 "(ceil_div(size, GRADIENT_BLOCK),), (size, GRADIENT_BLOCK)",

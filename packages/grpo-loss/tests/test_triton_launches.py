@@ -155,7 +155,8 @@ def check_terms(launch: Any, given: Given, call: LossCall, slope: bool) -> None:
 
 def check_plan(launch: Any, last: Any, plan: Formula, length: int) -> None:
     """Check that every choice of the plan reaches the kernel."""
-    assert [launch[name] for name in ("KIND", "BOUNDS", "MODE", "KL")] == [plan.kind, plan.bounds, plan.rollout, plan.kl]
+    names = ("KIND", "BOUNDS", "MODE", "KL")
+    assert [launch[name] for name in names] == [plan.kind, plan.bounds, plan.rollout, plan.kl]
     assert (launch["SEQ"], launch["CORRECTED"]) == (plan.level == "sequence", plan.kl_correction == "corrected")
     assert launch["WHOLE"] == (plan.level == "sequence" and length <= launch["LANES"])
     assert plan.level == "sequence" or launch["LANES"] <= LANES

@@ -113,18 +113,16 @@ def advantages_over_ranks(
 ) -> torch.Tensor:
     """Return the advantages of this rank's rewards; ``keywords`` are the arguments of ``Estimator.of``."""
 
-    def check_here() -> tuple[tuple[Estimator, str], Sizes]:
+    def check_here(compares: bool) -> tuple[tuple[Estimator, str], Sizes, dict[str, object]]:
         check.tensor("rewards", rewards, check.FLOATS, ndim=1)
         estimator = Estimator.of(*keywords)
         check.backend_name(backend)
         no_lost_derivatives("group_advantages", rewards)
-        return (estimator, choose(OPERATOR, describe(rewards), backend).name), Sizes(len(rewards), 0)
+        chosen = choose(OPERATOR, describe(rewards), backend).name
+        shared = {"backend": chosen, "rewards": rewards.dtype, "eps": keywords[-1], **estimator._asdict()}
+        return (estimator, chosen), Sizes(len(rewards), 0), {**shared, **shared_groups(grouping)} if compares else {}
 
-    def shared(checked: tuple[Estimator, str]) -> dict[str, object]:
-        same = {"backend": checked[1], "rewards": rewards.dtype, "eps": keywords[-1], **checked[0]._asdict()}
-        return same | shared_groups(grouping)
-
-    (estimator, chosen), batch = agreed("group_advantages", process_group, check_here, shared, validate)
+    (estimator, chosen), batch = agreed("group_advantages", process_group, check_here, validate)
     return advantages_of_rank(batch, rewards.detach(), grouping, keywords[-1], estimator, validate, chosen)
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
+from rl_kernels.grpo_loss.call import UNSET, LossCall
 from rl_kernels.grpo_loss.extras import NO_EXTRAS, NO_NORMALIZER, Extras, Normalizer, value_or_default
-from rl_kernels.grpo_loss.inputs import Inputs
 from rl_kernels.grpo_loss.loss import checked_call, loss_of, loss_over_ranks
 from rl_kernels.grpo_loss.objective import Objective, with_overrides
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
@@ -161,15 +161,13 @@ def grpo_loss(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
-    extras = value_or_default("extras", extras, NO_EXTRAS)
-    normalizer = value_or_default("normalizer", normalizer, NO_NORMALIZER)
-    tensors, groups = (current_logps, old_logps, ref_logps, completion_mask), (samples_per_prompt, group_boundaries)
-    inputs = Inputs(*tensors, "rewards", rewards, *groups, *extras, cu_seqlens, max_seqlen)
-    objective_arguments = (objective, loss_type, beta, clip_eps)
-    options = (normalizer, return_metrics, validate, backend)
+    tensors = current_logps, old_logps, ref_logps, rewards, group_boundaries, samples_per_prompt, None, completion_mask
+    more = *value_or_default("extras", extras, NO_EXTRAS), None, cu_seqlens, max_seqlen
+    inputs, objective_arguments = LossCall._make((*tensors, *more, *UNSET)), (objective, loss_type, beta, clip_eps)
+    options = value_or_default("normalizer", normalizer, NO_NORMALIZER), return_metrics, validate, backend
     if process_group is not None:
         return loss_over_ranks("grpo_loss", process_group, inputs, objective_arguments, *options)
-    return loss_of(*checked_call("grpo_loss", inputs, with_overrides(*objective_arguments), *options))
+    return loss_of(*checked_call("grpo_loss", "forward", inputs, with_overrides(*objective_arguments), *options))
 
 
 @overload
@@ -262,13 +260,11 @@ def grpo_loss_from_advantages(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
-    extras = value_or_default("extras", extras, NO_EXTRAS)
-    normalizer = value_or_default("normalizer", normalizer, NO_NORMALIZER)
-    tensors = (current_logps, old_logps, ref_logps, completion_mask)
-    inputs = Inputs(*tensors, "advantages", advantages, None, None, *extras, cu_seqlens, max_seqlen)
-    objective_arguments = (objective, loss_type, beta, clip_eps)
-    options = (normalizer, return_metrics, validate, backend)
+    tensors = current_logps, old_logps, ref_logps, None, None, None, advantages, completion_mask
+    more = *value_or_default("extras", extras, NO_EXTRAS), None, cu_seqlens, max_seqlen
+    inputs, objective_arguments = LossCall._make((*tensors, *more, *UNSET)), (objective, loss_type, beta, clip_eps)
+    options = value_or_default("normalizer", normalizer, NO_NORMALIZER), return_metrics, validate, backend
     name = "grpo_loss_from_advantages"
     if process_group is not None:
         return loss_over_ranks(name, process_group, inputs, objective_arguments, *options)
-    return loss_of(*checked_call(name, inputs, with_overrides(*objective_arguments), *options))
+    return loss_of(*checked_call(name, "forward", inputs, with_overrides(*objective_arguments), *options))

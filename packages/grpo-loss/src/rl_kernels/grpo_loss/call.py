@@ -6,7 +6,7 @@ The numbers are a tensor so that one compiled graph serves all their values.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,35 +17,6 @@ CLIP_EPS = 0.2
 """Default half-width of the clipping range."""
 CISPO_CAP = 5.0
 """Default cap of the weights of cispo, from The Art of Scaling Reinforcement Learning Compute for LLMs (2510.13786)."""
-
-
-class Form(NamedTuple):
-    """The parts of a loss type.
-
-    Attributes:
-        kind: the policy term: ``clip``, ``cispo``, ``sapo``, ``vespo`` or ``reinforce``.
-        mean: how terms are averaged: ``tokens``, a mean over tokens; ``sequences``, a mean over sequences of each
-            sequence's mean; ``sums``, a mean over sequences of each sequence's sum.
-    """
-
-    kind: str
-    mean: str
-
-
-FORMS = {
-    "bnpo": Form("clip", "tokens"),
-    "grpo": Form("clip", "sequences"),
-    "dr_grpo": Form("clip", "sums"),
-    "dapo": Form("clip", "tokens"),
-    "luspo": Form("clip", "sums"),
-    "cispo": Form("cispo", "tokens"),
-    "sapo": Form("sapo", "sequences"),
-    "vespo": Form("vespo", "tokens"),
-    "gspo": Form("clip", "sequences"),
-    "ppo": Form("clip", "tokens"),
-    "reinforce": Form("reinforce", "tokens"),
-}
-"""Every loss type; ``objective.Objective`` checks what distinguishes types of one form."""
 
 
 class Numbers(NamedTuple):
@@ -75,14 +46,14 @@ class Formula(NamedTuple):
     """The formula of a loss; ``text`` writes it as a string, ``parse`` reads it back.
 
     Attributes:
-        kind: as in ``Form``.
-        mean: as in ``Form``.
+        kind: the policy term: ``clip``, ``cispo``, ``sapo``, ``vespo`` or ``reinforce``.
+        mean: how terms are averaged: ``tokens``, a mean over tokens; ``sequences``, a mean over sequences of each
+            sequence's mean; ``sums``, a mean over sequences of each sequence's sum.
         level: level of the importance ratio, ``token`` or ``sequence``.
         kl: ``k1``, ``k2`` or ``k3``.
         kl_correction: ``corrected`` if the KL is weighted by the ratio, otherwise ``plain``.
         rollout: ``truncate``, ``mask``, or ``given`` for a rollout ratio that is used unchanged.
         bounds: ``delta``, ``dual`` or ``none``: the further bound of the ratio.
-        divisor: ``counted``, or ``given`` if ``Numbers.divisor`` is read.
     """
 
     kind: str = "clip"
@@ -92,7 +63,6 @@ class Formula(NamedTuple):
     kl_correction: str = "plain"
     rollout: str = "given"
     bounds: str = "none"
-    divisor: str = "counted"
 
     @property
     def text(self) -> str:
@@ -103,6 +73,22 @@ class Formula(NamedTuple):
     def parse(cls, text: str) -> Formula:
         """Return the formula of a string from ``text``."""
         return cls(*text.split(","))
+
+
+FORMS = {
+    "bnpo": Formula("clip", "tokens"),
+    "grpo": Formula("clip", "sequences"),
+    "dr_grpo": Formula("clip", "sums"),
+    "dapo": Formula("clip", "tokens"),
+    "luspo": Formula("clip", "sums"),
+    "cispo": Formula("cispo", "tokens"),
+    "sapo": Formula("sapo", "sequences"),
+    "vespo": Formula("vespo", "tokens"),
+    "gspo": Formula("clip", "sequences", "sequence"),
+    "ppo": Formula("clip", "tokens"),
+    "reinforce": Formula("reinforce", "tokens"),
+}
+"""The formula of each loss type by default; ``objective.Objective`` checks what distinguishes types of one formula."""
 
 
 ESTIMATORS = ("population", "sample", "leave_one_out", "none", "batch")
@@ -146,8 +132,18 @@ class Estimator(NamedTuple):
         return cls(*text.split(","))
 
 
+INPUTS = 13
+"""Number of the members of a ``LossCall`` that are not options."""
+UNSET: tuple[Any, ...] = (None, "", "", False)
+"""The options until they are known."""
+
+
 class LossCall(NamedTuple):
-    """Arguments of ``forward`` and ``forward_grad`` in the order of their schema; ``op`` describes them."""
+    """Arguments of ``forward`` and ``forward_grad`` in the order of their schema; ``op`` describes them.
+
+    The public functions make one of their arguments, which ``inputs`` checks and ``loss`` completes: until then its
+    members may be of any type, and its options are ``UNSET``.
+    """
 
     current_logps: torch.Tensor
     old_logps: torch.Tensor | None

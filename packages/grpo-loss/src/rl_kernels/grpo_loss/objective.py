@@ -35,6 +35,8 @@ from rl_kernels.grpo_loss.presets import PRESETS
 KL_ESTIMATORS = ("k1", "k2", "k3")
 LEVELS = ("token", "sequence")
 ROLLOUT_MODES = ("truncate", "mask")
+ADDED = {"delta", "dual_clip", "rollout_min", "rollout_max", "divisor", "length"}
+"""Numbers that are not options of the same name, or that a call adds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,36 +149,19 @@ class Objective:
         if self.rollout_mode is not None:
             check.choice("rollout_mode", self.rollout_mode, ROLLOUT_MODES)
         form = FORMS[self.loss_type]
-        return Formula(
-            form.kind,
-            form.mean,
-            _level(self.loss_type, self.importance_level),
-            self.kl_estimator,
-            "corrected" if self.kl_correction else "plain",
-            self.rollout_mode or "given",
-            _bounds(self.loss_type, form.kind, self.delta, self.dual_clip),
+        return form._replace(
+            level=_level(self.loss_type, self.importance_level),
+            kl=self.kl_estimator,
+            kl_correction="corrected" if self.kl_correction else "plain",
+            rollout=self.rollout_mode or "given",
+            bounds=_bounds(self.loss_type, form.kind, self.delta, self.dual_clip),
         )
 
     def _numbers(self) -> Numbers:
         least, most = _rollout_range(self.rollout_mode, self.rollout_min, self.rollout_max)
-        return Numbers(
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            beta=self.beta,
-            eps=self.eps,
-            delta=math.inf if self.delta is None else self.delta,
-            dual_clip=math.inf if self.dual_clip is None else self.dual_clip,
-            cispo_floor=self.cispo_floor,
-            cispo_cap=self.cispo_cap,
-            sapo_temperature_pos=self.sapo_temperature_pos,
-            sapo_temperature_neg=self.sapo_temperature_neg,
-            vespo_k_pos=self.vespo_k_pos,
-            vespo_lambda_pos=self.vespo_lambda_pos,
-            vespo_k_neg=self.vespo_k_neg,
-            vespo_lambda_neg=self.vespo_lambda_neg,
-            rollout_min=least,
-            rollout_max=most,
-        )
+        given = {name: getattr(self, name) for name in Numbers._fields if name not in ADDED}
+        delta, dual_clip = (math.inf if value is None else value for value in (self.delta, self.dual_clip))
+        return Numbers(**given, delta=delta, dual_clip=dual_clip, rollout_min=least, rollout_max=most)
 
 
 def with_overrides(
@@ -188,9 +173,13 @@ def with_overrides(
     elif not isinstance(objective, Objective):
         got = type(objective).__name__
         raise TypeError(f"objective: expected an Objective, got {got}; Objective.preset(name) makes one")
-    plain = {type(value) for value in (loss_type, beta, clip_eps)} <= {type(None), str, float, int}
-    change = _cached_change if plain and not torch.compiler.is_compiling() else _changed
-    return change(objective, loss_type, beta, clip_eps)
+    if torch.compiler.is_compiling():
+        return _changed(objective, loss_type, beta, clip_eps)
+    try:
+        return _cached_change(objective, loss_type, beta, clip_eps)
+    except TypeError:
+        # Of a value without a hash, which is an error, the message comes from the check.
+        return _changed(objective, loss_type, beta, clip_eps)
 
 
 def _changed(objective: Objective, loss_type: str | None, beta: float | None, clip_eps: float | None) -> Objective:
@@ -205,7 +194,8 @@ def _changed(objective: Objective, loss_type: str | None, beta: float | None, cl
     return replace(objective, **changes) if changes else objective  # type: ignore[arg-type]
 
 
-_cached_change = functools.lru_cache(maxsize=256)(_changed)
+# By type too, because True == 1.
+_cached_change = functools.lru_cache(maxsize=256, typed=True)(_changed)
 
 
 def _bounds(loss_type: str, kind: str, delta: float | None, dual_clip: float | None) -> str:
@@ -227,7 +217,7 @@ def _level(loss_type: str, level: str | None) -> str:
         check.choice("importance_level", level, LEVELS)
     if loss_type == "gspo" and level == "token":
         raise ValueError("importance_level: expected 'sequence' or None with loss_type 'gspo', got 'token'")
-    return level or ("sequence" if loss_type == "gspo" else "token")
+    return level or FORMS[loss_type].level
 
 
 def _rollout_range(mode: str | None, least: float | None, most: float | None) -> tuple[float, float]:

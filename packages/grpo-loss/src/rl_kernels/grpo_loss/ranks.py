@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,6 @@ from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.extras import Normalizer
 from rl_kernels.grpo_loss.objective import Objective
 from rl_kernels.grpo_loss.op import ops
-
-if TYPE_CHECKING:
-    from rl_kernels.grpo_loss.inputs import Inputs
 
 T = TypeVar("T")
 Grouping = tuple[int | None, Sequence[int] | torch.Tensor | None]
@@ -63,8 +60,7 @@ class Batch(NamedTuple):
 def agreed(
     name: str,
     process_group: ProcessGroup | DeviceMesh | None,
-    check_here: Callable[[], tuple[T, Sizes]],
-    shared: Callable[[T], Mapping[str, object]],
+    check_here: Callable[[bool], tuple[T, Sizes, Mapping[str, object]]],
     validate: bool,
 ) -> tuple[T, Batch]:
     """Check a call on all ranks; return the result of ``check_here``, and the batch.
@@ -72,9 +68,8 @@ def agreed(
     Args:
         name: name of the public function.
         process_group: process group of the call.
-        check_here: checks this rank's arguments; returns a result and the sizes.
-        shared: takes that result; returns the values that must be equal on all ranks. Apart, because reading values of
-            tensors syncs with a GPU.
+        check_here: checks this rank's arguments; returns a result, the sizes, and the values that must be equal on all
+            ranks. These are read only if it is passed True, because reading values of tensors syncs with a GPU.
         validate: False, and graph capture, skips the exchange: sizes are taken to be equal on all ranks.
 
     Raises:
@@ -82,20 +77,15 @@ def agreed(
     """
     group = group_of(process_group, sizes=None)
     if not validate or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
-        result, sizes = check_here()
+        result, sizes, _ = check_here(False)
         return result, Batch(group, (sizes.batch,) * group_size(group), sizes.length)
     try:
-        result, sizes = check_here()
-        shared_arguments = shared(result)
+        result, sizes, shared = check_here(True)
     except Exception as error:
         agree(name, group, error, {})
         raise
-    sizes_by_rank = agree(name, group, None, shared_arguments, sizes._asdict())
-    return result, Batch(
-        group,
-        tuple(rank_sizes["batch"] for rank_sizes in sizes_by_rank),
-        max(rank_sizes["length"] for rank_sizes in sizes_by_rank),
-    )
+    by_rank = [Sizes(**one) for one in agree(name, group, None, shared, sizes._asdict())]
+    return result, Batch(group, tuple(one.batch for one in by_rank), max(one.length for one in by_rank))
 
 
 def combined(batch: Batch, sums: torch.Tensor, call: LossCall, backend: str) -> tuple[torch.Tensor, ...]:
@@ -110,13 +100,15 @@ def shared_options(objective: Objective, normalizer: Normalizer) -> dict[str, ob
     return values | {name: _shown(value) for name, value in normalizer._asdict().items()}
 
 
-def shared_kinds(inputs: Inputs) -> dict[str, object]:
+def shared_kinds(inputs: LossCall) -> dict[str, object]:
     """Return dtypes and numbers of dims: ranks that differ in them would not compute what one process does."""
     kinds: dict[str, object] = {}
     for name in ("current_logps", "old_logps", "ref_logps"):
         value = getattr(inputs, name)
         kinds[name] = "None" if value is None else value.dtype
-    kinds["rewards or advantages"] = f"{inputs.scores.dtype}, {inputs.scores.ndim} dims"
+    scores = inputs.advantages if inputs.rewards is None else inputs.rewards
+    assert scores is not None
+    kinds["rewards or advantages"] = f"{scores.dtype}, {scores.ndim} dims"
     for name in ("rollout_ratio", "entropy", "cu_seqlens"):
         value = getattr(inputs, name)
         kinds[name] = "None" if value is None else f"{value.ndim} dims"

@@ -9,9 +9,8 @@ import torch
 from rl_kernels.core.calls import Ready
 from rl_kernels.core.saved import are_hooked, save
 from rl_kernels.core.torchlib.derivatives import first_order, may_overwrite
-from rl_kernels.grpo_loss.call import LossCall
+from rl_kernels.grpo_loss.call import UNSET, LossCall
 from rl_kernels.grpo_loss.extras import NO_EXTRAS, NO_NORMALIZER, Extras, Normalizer, value_or_default
-from rl_kernels.grpo_loss.inputs import Inputs
 from rl_kernels.grpo_loss.loss import checked_call
 from rl_kernels.grpo_loss.objective import Objective, with_overrides
 from rl_kernels.grpo_loss.op import ops
@@ -69,13 +68,12 @@ def sequence_losses(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
-    extras = value_or_default("extras", extras, NO_EXTRAS)
-    normalizer = value_or_default("normalizer", normalizer, NO_NORMALIZER)
-    tensors = (current_logps, old_logps, ref_logps, completion_mask)
-    inputs = Inputs(*tensors, "advantages", advantages, None, None, *extras, cu_seqlens, max_seqlen)
+    tensors = current_logps, old_logps, ref_logps, None, None, None, advantages, completion_mask
+    more = *value_or_default("extras", extras, NO_EXTRAS), None, cu_seqlens, max_seqlen
+    inputs = LossCall._make((*tensors, *more, *UNSET))
     objective = with_overrides(objective, loss_type, beta, clip_eps)
-    options = (normalizer, False, validate, backend)
-    call, ready = checked_call("sequence_losses", inputs, objective, *options, step="sums")
+    options = value_or_default("normalizer", normalizer, NO_NORMALIZER), False, validate, backend
+    call, ready = checked_call("sequence_losses", "sums", inputs, objective, *options)
     if current_logps.requires_grad and torch.is_grad_enabled():
         losses: torch.Tensor = _SequenceLosses.apply(current_logps, tuple(call[1:]), ready)
         return losses

@@ -58,8 +58,7 @@ def sums_of(
 ):
     """Return sums over a sequence: active tokens of ``segment`` and of all, log-ratios, log-weights, KL of both.
 
-    Log-weights are summed for ``vespo``, the KL with SUM_KL; they are 0 otherwise. With WHOLE, ``token`` holds the whole
-    sequence.
+    Log-weights are summed for ``vespo``, the KL with SUM_KL; else they are 0. With WHOLE, ``token`` holds all tokens.
     """
     OWN_WEIGHT: tl.constexpr = W_PER_TOKEN and KIND == "vespo"
     number, kl = tl.zeros((), tl.int32), constant(0.0)
