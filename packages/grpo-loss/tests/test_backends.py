@@ -25,13 +25,7 @@ PLANTED = (
         (
             "rl_kernels.core.rowwise.operands",
             "rl_kernels.core.rowwise.sums",
-            *(
-                f"rl_kernels.grpo_loss.{name}"
-                for name in (
-                    *("backends.native.lanes", "backends.native.advantages", "backends.native.terms"),
-                    *("backends.native.metrics", "backends.native.backend"),
-                )
-            ),
+            *(f"rl_kernels.grpo_loss.backends.native.{name}" for name in ("advantages", "terms", "metrics", "backend")),
         ),
         (
             Bug(

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from rl_kernels.core.rowwise.sums import row_sum
-from rl_kernels.grpo_loss.backends.native import metrics, packing
+from rl_kernels.grpo_loss.backends.native import metrics
 from rl_kernels.grpo_loss.backends.native.advantages import advantages
-from rl_kernels.grpo_loss.backends.native.lanes import lanes
-from rl_kernels.grpo_loss.backends.native.terms import Block, Terms, terms_of
+from rl_kernels.grpo_loss.backends.native.terms import Block, Terms, lanes, terms_of
 from rl_kernels.grpo_loss.call import Formula, LossCall, Numbers
 
 __all__ = ["advantages", "backward", "backward_inplace", "combine", "forward", "forward_grad", "sums", "sums_grad"]
@@ -52,7 +51,7 @@ def sums_grad(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     slope = call.current_logps.new_empty((call.batch, call.length), dtype=call.dtype)
     totals = _sums(call, slope)
     if call.cu_seqlens is not None:
-        slope = packing.packed(slope, call.cu_seqlens, call.current_logps.shape[0])
+        slope = packed(slope, call.cu_seqlens, call.current_logps.shape[0])
     return totals, slope
 
 
@@ -122,7 +121,7 @@ def _inputs(call: LossCall, n: Numbers) -> Block:
     tensors = (current, call.old_logps, call.ref_logps, scores, mask, call.rollout_ratio, call.entropy)
     if call.cu_seqlens is None:
         return Block(*tensors)
-    layout = packing.Padding(call.cu_seqlens, call.max_seqlen, current.shape[0])
+    layout = Padding(call.cu_seqlens, call.max_seqlen, current.shape[0])
     padded = [None if x is None else layout.padded(x, i in (3, 5)) for i, x in enumerate(tensors)]
     inside = layout.padded(mask, False) & layout.inside
     return Block(*padded)._replace(mask=inside)  # type: ignore[arg-type]
@@ -165,3 +164,33 @@ def _mark(terms: Terms, out: torch.Tensor) -> None:
     kind = terms.active.dtype
     signs = ~terms.active & torch.iinfo(kind).min
     torch.bitwise_or(terms.slope.add_(0.0).view(kind), signs, out=out.view(kind))
+
+
+class Padding:
+    """Positions ``[B, T]`` of packed tokens ``[total]``: sequence i is ``cu_seqlens[i]:cu_seqlens[i + 1]``."""
+
+    def __init__(self, cu_seqlens: torch.Tensor, max_seqlen: int, total: int) -> None:
+        start, end = cu_seqlens[:-1].long()[:, None], cu_seqlens[1:].long()[:, None]
+        index = start + torch.arange(max_seqlen, device=cu_seqlens.device)
+        self.inside = index < end.clamp(max=total)
+        # Unchecked offsets (validate=False) must not read out of bounds.
+        self._index = index.clamp(0, max(total - 1, 0))
+        self._total = total
+
+    def padded(self, values: torch.Tensor, per_sequence: bool) -> torch.Tensor:
+        """Return per-token values as ``[B, T]``, arbitrary outside the sequences; per-sequence values unchanged."""
+        if per_sequence and values.ndim == 1:
+            return values
+        flat = values.reshape(-1)
+        return flat[self._index] if self._total else flat.new_zeros(self._index.shape)
+
+
+def packed(values: torch.Tensor, cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
+    """Return values ``[B, T]`` packed to ``[total]``."""
+    if not values.numel() or not total:
+        return values.new_full((total,), -0.0)
+    offsets = cu_seqlens.long()
+    place = torch.arange(total, device=values.device)
+    row = torch.bucketize(place, offsets[1:-1].contiguous(), right=True)
+    column = (place - offsets[row]).clamp(0, values.shape[1] - 1)
+    return values[row, column]

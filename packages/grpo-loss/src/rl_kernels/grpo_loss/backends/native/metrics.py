@@ -7,8 +7,7 @@ import math
 import torch
 
 from rl_kernels.core.rowwise.sums import row_sum
-from rl_kernels.grpo_loss.backends.native.lanes import keep, lanes
-from rl_kernels.grpo_loss.backends.native.terms import Block, Terms, _k3
+from rl_kernels.grpo_loss.backends.native.terms import Block, Terms, _k3, keep, lanes
 from rl_kernels.grpo_loss.call import Formula, Numbers
 from rl_kernels.grpo_loss.outputs import METRICS
 

@@ -1,6 +1,7 @@
 """The terms of a loss at each token and their derivatives with respect to current_logps; see ``objective``.
 
-Uses only operations whose bits do not depend on a value's position in the tensor, so no sigmoid.
+Uses only operations whose bits do not depend on a value's position in the tensor, so no sigmoid. Masks are ``lanes``:
+masked values are cleared bit by bit, without arithmetic, so NaN or inf there has no effect.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import torch
 
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.rowwise.sums import row_sum
-from rl_kernels.grpo_loss.backends.native.lanes import keep, lanes
 from rl_kernels.grpo_loss.call import Formula, Numbers
 
 SMALL = 0.06
@@ -24,6 +24,16 @@ LOG_LEAST, LOG_MOST = math.log(1e-8), 20.0
 
 Term = tuple[torch.Tensor, torch.Tensor]
 """A term of the loss at each token, and its derivative with respect to the log-ratio or current_logps."""
+
+
+def lanes(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return integers as wide as ``dtype``, with all bits set where the mask is true and none elsewhere."""
+    return mask.to(torch.int64 if dtype == torch.float64 else torch.int32).neg_()
+
+
+def keep(x: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` where the lanes are set and +0 elsewhere, even for NaN; on a CPU 10 times as fast as torch.where."""
+    return (x.view(lanes.dtype) & lanes).view(x.dtype)
 
 
 class Block(NamedTuple):
