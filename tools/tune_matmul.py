@@ -101,7 +101,12 @@ def heat() -> None:
         torch.mm(a, a)
 
 
-def microseconds(multiply: Callable[..., None], schedule: Any, k: int, tiles: int, continues: bool = False) -> float:
+def multiply(product: Callable[..., Any], a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
+    """Write ``a @ b`` to ``out`` by a class ``Product``."""
+    product(a, b, out, **options)(a, b, out)
+
+
+def microseconds(product: Callable[..., Any], schedule: Any, k: int, tiles: int, continues: bool = False) -> float:
     """Return the median time of a product of ``tiles`` tiles."""
     if schedule.swapped:
         m, n = schedule.columns, schedule.rows * tiles
@@ -115,7 +120,7 @@ def microseconds(multiply: Callable[..., None], schedule: Any, k: int, tiles: in
 
     def run() -> None:
         for weight in weights:
-            multiply(a, weight.t(), out, schedule=schedule, continues=continues)
+            multiply(product, a, weight.t(), out, schedule=schedule, continues=continues)
 
     run()
     graph = torch.cuda.CUDAGraph()
@@ -144,10 +149,10 @@ def entry(schedule: Schedule) -> dict[str, object]:
     units, counts = processors(torch.device("cuda", 0)), [length / schedule.inner for length in LENGTHS]
     steps, start = [], 0.0
     for programs in range(1, resident(schedule) + 1):
-        short, long = (microseconds(gemm.matmul, schedule, k, units * programs * WAVES) / WAVES for k in LENGTHS)
+        short, long = (microseconds(gemm.Product, schedule, k, units * programs * WAVES) / WAVES for k in LENGTHS)
         steps.append(round((long - short) / (counts[1] - counts[0]), 4))
         start = max(short - steps[-1] * counts[0], LEAST)
-    alone = round((microseconds(gemm.matmul, schedule, LENGTHS[1], units // 8) - start) / counts[1], 4)
+    alone = round((microseconds(gemm.Product, schedule, LENGTHS[1], units // 8) - start) / counts[1], 4)
     return {"schedule": named(schedule), "start": round(start, 2), "alone": alone, "steps": steps}
 
 
@@ -155,7 +160,7 @@ def cuda_entry(schedule: CudaSchedule) -> dict[str, object]:
     """Return the table entry of one schedule of the CUDA kernel."""
 
     def time(k: int, tiles: int, continues: bool = False) -> float:
-        return microseconds(cuda_matmul.matmul, schedule, k, tiles, continues)
+        return microseconds(cuda_matmul.Product, schedule, k, tiles, continues)
 
     units, (few, many) = processors(torch.device("cuda", 0)), LENGTHS
     counts = [length / schedule.inner for length in LENGTHS]
@@ -192,11 +197,11 @@ def beside(m: int, n: int, k: int, columns: bool, cuda: bool) -> tuple[float, di
     rights = [weight.t() if columns else weight for weight in weights]
     a = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-    multiply: Callable[..., None] = cuda_matmul.matmul if cuda else gemm.matmul
-    multiply(a, rights[0], out)
+    product: Callable[..., Any] = cuda_matmul.Product if cuda else gemm.Product
+    multiply(product, a, rights[0], out)
     expected = out.clone()
     clocks = {"cuBLAS": clock_of([partial(torch.mm, a, right, out=out) for right in rights])}
-    clocks[CHOSEN] = clock_of([partial(multiply, a, right, out) for right in rights])
+    clocks[CHOSEN] = clock_of([partial(multiply, product, a, right, out) for right in rights])
     weight = cuda_schedule.K_MAJOR if columns else cuda_schedule.MN_MAJOR
     for schedule in CUDA if cuda else (*LARGE, *FEW):
         if schedule.swapped != (m <= few) or (schedule.swapped and schedule.columns < m):
@@ -204,8 +209,8 @@ def beside(m: int, n: int, k: int, columns: bool, cuda: bool) -> tuple[float, di
         majors = (weight, cuda_schedule.K_MAJOR) if schedule.swapped else (cuda_schedule.K_MAJOR, weight)
         if cuda and schedule.fitted(*majors) != schedule:
             continue
-        clock = clock_of([partial(multiply, a, right, out, schedule=schedule) for right in rights])
-        multiply(a, rights[0], out, schedule=schedule)
+        clock = clock_of([partial(multiply, product, a, right, out, schedule=schedule) for right in rights])
+        multiply(product, a, rights[0], out, schedule=schedule)
         if not torch.equal(out, expected):
             raise RuntimeError(f"{schedule}: bits differ from the chosen schedule")
         clocks[" ".join(f"{name} {value}" for name, value in named(schedule).items())] = clock

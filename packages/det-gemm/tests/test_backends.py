@@ -43,8 +43,8 @@ PLANTED = (
         "triton",
         (
             "rl_kernels.core.triton_lib.schedule",
-            "rl_kernels.core.triton_lib.gemm",
-            *(f"rl_kernels.det_gemm.backends.triton.{name}" for name in ("backend",)),
+            *("rl_kernels.core.triton_lib.gemm_kernels", "rl_kernels.core.triton_lib.gemm"),
+            *("rl_kernels.det_gemm.prepared", "rl_kernels.det_gemm.backends.triton.backend"),
         ),
         (
             Bug("mask of K off by one", "(c < K)[None, :]", "(c < K - 1)[None, :]"),

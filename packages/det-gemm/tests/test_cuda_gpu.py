@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rl_kernels.core.cuda.gemm import matmul as cuda_matmul
+from rl_kernels.core.cuda.gemm.matmul import Product
 from rl_kernels.core.cuda.gemm.schedule import Schedule, candidates
 from rl_kernels.core.cuda.gemm.segmented import in_segments
 from rl_kernels.core.cuda.launch import kernel
@@ -106,7 +106,8 @@ def operands(m, n, k, dtype, layouts=("row", "column"), wide=False):
 
 def product(a, b, schedule=None, out=None, **options):
     out = a.new_full((a.shape[0], b.shape[1]), torch.nan, dtype=torch.float32) if out is None else out
-    cuda_matmul.matmul(a, b, out, schedule=schedule, **options)
+    bias = options.pop("bias", None)
+    Product(a, b, out, bias, schedule=schedule, **options)(a, b, out, bias)
     return out
 
 

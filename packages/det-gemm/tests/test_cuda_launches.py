@@ -19,7 +19,7 @@ SCHEDULE, SEGMENTED, PLAN, HOST = (
     f"rl_kernels.core.cuda.gemm.{name}" for name in ("schedule", "segmented", "plan", "matmul")
 )
 BACKEND = "rl_kernels.det_gemm.backends.cuda_sm90.backend"
-MODULES = (SCHEDULE, SEGMENTED, PLAN, HOST, BACKEND)
+MODULES = (SCHEDULE, SEGMENTED, PLAN, HOST, "rl_kernels.det_gemm.prepared", BACKEND)
 BUGS = (
     Bug("bias along the other dim of swapped tiles", "BY_ROW + BY_COLUMN - along", "along"),
     Bug("strides of the output exchanged", "strides, *left", "strides[::-1], *left"),
@@ -45,8 +45,8 @@ def watched():
     return Recorder(stand_ins, processors=PROCESSORS).watching(HOST)
 
 
-def matmul(*operands, **options):
-    return importlib.import_module(HOST).matmul(*operands, **options)
+def matmul(a, b, out, bias=None, **options):
+    importlib.import_module(HOST).Product(a, b, out, bias, **options)(a, b, out, bias)
 
 
 def laid_out(x, layout):

@@ -118,7 +118,7 @@ def test_first_thing_that_a_thread_does_on_the_gpu() -> None:
     a, b = draw.normal(64, 64), draw.normal(64, 64)
     expected, found = forced(det_gemm, a, b), torch.empty(64, 64, device="cuda", dtype=torch.bfloat16)
     # No tensor is made in it, so nothing but the product can give the thread a context.
-    thread = threading.Thread(target=gemm.matmul, args=(a, b, found))
+    thread = threading.Thread(target=lambda: gemm.Product(a, b, found)(a, b, found))
     thread.start()
     thread.join()
     assert bits(found, expected).passed
@@ -133,7 +133,7 @@ def test_no_schedule_changes_a_bit_in_fp32():
         for left in (a, a.t().contiguous().t()):
             for right in (b, b.t().contiguous().t()):
                 found.append(torch.empty(300, 130, device="cuda"))
-                gemm.matmul(left, right, found[-1], schedule=cut)
+                gemm.Product(left, right, found[-1], schedule=cut)(left, right, found[-1])
     assert all(bits(each, found[0]).passed for each in found[1:])
 
 

@@ -192,7 +192,7 @@ def check_all(plant: Plant = nullcontext) -> None:
     widths: set[int] = set()
     elsewhere: dict[torch.dtype, set[tuple[int, int]]] = {}
     for call in CALLS:
-        recorder = TritonRecorder({**STAND_INS, "_matmul": matmul}, arch=call.get("arch", "sm90"))
+        recorder = TritonRecorder({**STAND_INS, "multiply": matmul}, arch=call.get("arch", "sm90"))
         with recorder.pretended(), plant(), poisoned_empty():
             backend = importlib.import_module(f"{BACKEND}.backend")
             backward = importlib.import_module("rl_kernels.linear_logp.backward")

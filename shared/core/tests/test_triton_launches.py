@@ -18,7 +18,7 @@ from rl_kernels.core.testing.triton_launches import Descriptor, TritonRecorder
 from rl_kernels.core.testing.triton_matmul import matmul
 
 LIB = "rl_kernels.core.triton_lib"
-MODULES = tuple(f"{LIB}.{name}" for name in ("launch", "schedule", "gemm"))
+MODULES = tuple(f"{LIB}.{name}" for name in ("launch", "schedule", "gemm_kernels", "gemm"))
 FAILURES = (AssertionError, RuntimeError)
 Plant = Callable[[], AbstractContextManager[None]]
 LAYOUTS = ("row", "column", "apart", "odd")
@@ -51,7 +51,7 @@ def product(recorder: TritonRecorder, draw: Draw, shape: tuple[int, int, int], l
     gold = values[0].double() @ values[1].double()
     for kind in (draw.dtype, torch.float32):
         out = with_layout(torch.zeros(m, n, dtype=kind), out_layout)
-        gemm.matmul(a, b, out, bias=bias, span=256)
+        gemm.Product(a, b, out, bias, span=256)(a, b, out, bias)
         torch.testing.assert_close(out.double(), (gold + bias.double()), rtol=1e-2, atol=1e-2)
     out = with_layout(start.clone(), out_layout)
     continued = gemm.Product(a.t(), b, out, a_transposed=True, continues=True)
@@ -69,7 +69,7 @@ def product(recorder: TritonRecorder, draw: Draw, shape: tuple[int, int, int], l
 def hold_products(plant: Plant) -> None:
     """Every layout of operands and output, on Hopper and elsewhere."""
     for arch in ("sm90", "sm80"):
-        recorder = TritonRecorder({"_matmul": matmul}, arch=arch)
+        recorder = TritonRecorder({"multiply": matmul}, arch=arch)
         with recorder.pretended(), plant():
             for number, dtype in enumerate((torch.float16, torch.bfloat16, torch.float32)):
                 for place, shape in enumerate(SHAPES if arch == "sm90" else SHAPES[2:4]):
@@ -86,7 +86,7 @@ def expand(draw: Draw) -> None:
     right = draw.normal(64, 40)
     for a in (row, odd, draw.normal(500, 64)):
         out = torch.zeros(len(a), 40, dtype=draw.dtype)
-        gemm.matmul(a, right, out)
+        gemm.Product(a, right, out)(a, right, out)
         torch.testing.assert_close(out.double(), a.double() @ right.double(), rtol=1e-2, atol=1e-1)
     if draw.dtype == torch.float32:
         return
@@ -95,7 +95,7 @@ def expand(draw: Draw) -> None:
         a = draw.normal(8 if cut.swapped else 300, 64)
         for dtype in (draw.dtype, torch.float32):
             out, bias = torch.zeros(len(a), 40, dtype=dtype), draw.normal(40)
-            gemm.matmul(a, right, out, bias=bias, schedule=cut)
+            gemm.Product(a, right, out, bias, schedule=cut)(a, right, out, bias)
             gold = a.double() @ right.double() + bias.double()
             torch.testing.assert_close(out.double(), gold, rtol=1e-2, atol=1e-1)
 

@@ -132,14 +132,14 @@ def fixed_tile() -> Callable[..., torch.Tensor]:
     """Return core's Triton product with one persistent tile for all shapes; it needs a GPU."""
     if not torch.cuda.is_available():
         raise RuntimeError("needs a GPU")
-    from rl_kernels.core.triton_lib import gemm
+    from rl_kernels.core.triton_lib.gemm import Product
     from rl_kernels.core.triton_lib.schedule import Schedule
 
     tile = Schedule(128, 128, 64, 8, 3, persistent=True)
 
     def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         out = left.new_empty((left.shape[0], right.shape[1]))
-        gemm.matmul(left, right, out, schedule=tile)
+        Product(left, right, out, schedule=tile)(left, right, out)
         return out
 
     return products(product)

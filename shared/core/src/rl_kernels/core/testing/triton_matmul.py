@@ -1,4 +1,4 @@
-"""The stand-in for the kernel of ``core.triton_lib.gemm`` when its launches are recorded."""
+"""The stand-in for the kernel of ``core.triton_lib.gemm_kernels`` when its launches are recorded."""
 
 from __future__ import annotations
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
-from rl_kernels.core.triton_lib import gemm
 from rl_kernels.core.triton_lib.ahead import empty
+from rl_kernels.core.triton_lib.gemm import Product
 from rl_kernels.core.triton_lib.schedule import in_segments, schedules
 
 SIZE = 4096
@@ -23,11 +24,17 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
     x, bias, total = empty(SIZE, SIZE, dtype=dtype), empty(SIZE, dtype=dtype), empty(SIZE, SIZE)
     cuts = schedules(dtype, x.device)
     for cut in cuts:
-        yield partial(gemm.matmul, x, x.t(), torch.empty_like(x), bias=bias, schedule=cut)
-        yield partial(gemm.matmul, x.t(), x, total, continues=True, schedule=cut)
+        yield partial(_multiply, x, x.t(), torch.empty_like(x), bias, schedule=cut)
+        yield partial(_multiply, x.t(), x, total, continues=True, schedule=cut)
     length = SIZE // SEGMENTS
     for cut in {in_segments(cut, SEGMENTS, length, dtype): cut for cut in cuts}.values():
-        yield partial(gemm.matmul, x, x, torch.empty_like(x), schedule=cut, segments=SEGMENTS, length=length)
+        yield partial(_multiply, x, x, torch.empty_like(x), schedule=cut, segments=SEGMENTS, length=length)
     # Rows that no descriptor can describe.
     odd = empty(SIZE, SIZE + 1, dtype=dtype)[:, :SIZE]
-    yield partial(gemm.matmul, odd, odd.t(), torch.empty_like(odd), span=SPAN)
+    yield partial(_multiply, odd, odd.t(), torch.empty_like(odd), span=SPAN)
+
+
+def _multiply(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None, **options: Any
+) -> None:
+    Product(a, b, out, bias, **options)(a, b, out, bias)

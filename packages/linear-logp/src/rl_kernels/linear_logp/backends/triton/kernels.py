@@ -1,6 +1,6 @@
 """The kernels of linear_logp's Triton backend: tiles of logits end in registers as softmax states, or as dz.
 
-A program forms tiles of BLOCK_M rows x 256 columns by ``gemm.chain``; which thread holds what is Triton's choice. Order
+A program forms tiles of BLOCK_M rows x 256 columns by ``gemm_kernels.chain``; Triton places them in threads. Order
 of the sums, which is the contract (``backend``): a logit is one canonical chain over D. Each row of a tile gives a
 state, by Triton's reduction along the row; the 4 tiles of a unit are merged in ascending order, then the units.
 For dbias Triton's reduction adds the rows of a tile, and ``add_tiles`` adds the tiles in ascending order.
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from rl_kernels.core import constants
-from rl_kernels.core.triton_lib import gemm, softcap, softmax
+from rl_kernels.core.triton_lib import gemm_kernels, softcap, softmax
 from rl_kernels.linear_logp import vocabulary
 
 UNIT = tl.constexpr(constants.UNIT)
@@ -52,7 +52,7 @@ def _raw_logits(
     BLOCK_K: tl.constexpr,
 ):
     """Return a tile of logits, capped, before the temperature."""
-    x = gemm.chain(
+    x = gemm_kernels.chain(
         *(hidden, hidden_row, hidden_k, weight, weight_row, weight_k, row, first, N, V, D),
         tl.zeros((BLOCK_M, BLOCK), tl.float32),
         *(HIDDEN, WEIGHT, BLOCK_M, BLOCK, BLOCK_K),
@@ -119,7 +119,7 @@ def states(
 
     With KEEPS the logits of the columns from ``first_kept`` on are written to ``kept[N, kept_width]``.
     """
-    row_tile, part = gemm.place_of(tl.program_id(0), tl.cdiv(N, BLOCK_M), tl.cdiv(V, width), GROUP)
+    row_tile, part = gemm_kernels.place_of(tl.program_id(0), tl.cdiv(N, BLOCK_M), tl.cdiv(V, width), GROUP)
     row = row_tile * BLOCK_M
     rows = row + tl.arange(0, BLOCK_M)
     here = rows < N
@@ -177,7 +177,7 @@ def selected(
         at = (k + inner).to(tl.int64)[None, :]
         x = tl.load(left + at * hidden_k, mask=(rows < N)[:, None] & (at < D), other=0.0)
         y = tl.load(right + at * weight_k, mask=(column >= 0)[:, None] & (at < D), other=0.0)
-        acc = gemm.step(x, y, acc)
+        acc = gemm_kernels.step(x, y, acc)
     lanes = tl.arange(0, SELECTED)
     value = tl.sum(tl.where(lanes[:, None] == lanes[None, :], acc, 0.0), 1)
     if HAS_BIAS:
@@ -287,7 +287,7 @@ def dlogits(
     last = tiles_m * tiles_n if PERSISTENT else tl.program_id(0) + 1
     operands = (hidden, hidden_row, hidden_k, weight, weight_row, weight_k, bias, bias_stride, cap, rate)
     for index in tl.range(tl.program_id(0), last, tl.num_programs(0), flatten=PERSISTENT):
-        tile_m, tile_n = gemm.place_of(index, tiles_m, tiles_n, GROUP)
+        tile_m, tile_n = gemm_kernels.place_of(index, tiles_m, tiles_n, GROUP)
         row, first = tile_m * BLOCK_M, tile_n * BLOCK
         rows, columns = row + tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK)
         here = rows < N

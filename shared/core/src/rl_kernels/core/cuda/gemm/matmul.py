@@ -23,25 +23,10 @@ MOST_MAPS = 1 << 14
 
 
 class Product:
-    """Write ``a[M, K] @ b[K, N] + bias[N]`` to ``out[M, N]``, prepared for tensors like those it is made with.
+    """Write ``a[M, K] @ b[K, N] + bias[N]`` to ``out[M, N]``: ``triton_lib.gemm.Product`` for BF16 and FP16 operands.
 
-    The rows of a matrix may have several dims, as in ``a[..., K]``; rows that no stride describes are copied.
-
-    The tensors of a call have the shapes, strides, dtypes, device and alignment to 16 bytes of those tensors; ``out``
-    may be on meta, which stands for an aligned one. Operands have one 16-bit dtype and any strides; ``out`` has FP32
-    or a 16-bit dtype, and any strides. The bias has the dtype of the operands.
-
-    Args:
-        a: the left operand.
-        b: the right operand.
-        out: what is written.
-        bias: added to each row, or None.
-        a_transposed: ``a`` is passed as ``a^T[K, M]``.
-        continues: continue the FP32 chain in ``out``.
-        schedule: the tiling; None: the sizes choose one.
-        segments: 2, 4 or 8: K is cut into as many segments, each a chain from 0, which a tree merges. Operands that
-            TMA does not read are then copied in each call.
-        length: terms of a segment, a multiple of 16.
+    Its other arguments are the same, but for ``span``, which there is none of. ``out`` has FP32 or a 16-bit dtype, the
+    bias has the dtype of the operands. With segments, operands that TMA does not read are copied in each call.
     """
 
     def __init__(
@@ -119,22 +104,6 @@ class Product:
                 NO_MAP if box is None else known.get(address) or known.remember(address, _map_of(box, flat_rows(x)))
             )
         return tuple(maps)
-
-
-def matmul(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    continues: bool = False,
-    schedule: Schedule | None = None,
-    segments: int = 1,
-    length: int = 0,
-) -> None:
-    """Write ``a[M, K] @ b[K, N] + bias[N]`` to ``out[M, N]`` once; the options are those of ``Product``."""
-    product = Product(a, b, out, bias, continues=continues, schedule=schedule, segments=segments, length=length)
-    product(a, b, out, bias)
 
 
 class _Maps(dict[int, Any]):
