@@ -29,7 +29,7 @@ class TestBench(BenchConformance):
     dtypes = ("fp32",)
 
 
-def test_the_floor_is_13_bytes_a_token_and_25_with_the_gradient_and_9_without_a_kl():
+def test_bytes_per_token():
     with_kl, without = (BENCH.with_options(Shape((512, 16, 4096)), {"beta": beta}) for beta in (0.1, 0.0))
     work = [each.work.bytes for shape in (with_kl, without) for each in BENCH.passes(shape, 4).values()]
     assert [count / (512 * 16 * 4096) for count in work] == [13, 25, 9, 21]

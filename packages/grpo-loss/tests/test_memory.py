@@ -1,4 +1,4 @@
-"""Where a gradient is written, when the slope that forward saved may be overwritten; and elements far apart."""
+"""When the gradient overwrites the slope that forward saved; offsets of elements beyond 32 bits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def places_of(loss: torch.Tensor) -> set[int]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", LOSSES)
-def test_last_pass_alone_writes_into_the_slope(kind: str, backend: str) -> None:
+def test_only_the_last_pass_overwrites_the_slope(kind: str, backend: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         call = given(dtype)
         loss = LOSSES[kind](*call, backend=backend)
@@ -66,7 +66,7 @@ def test_last_pass_alone_writes_into_the_slope(kind: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", LOSSES)
-def test_passes_that_share_a_slope_have_the_same_gradient(kind: str, backend: str) -> None:
+def test_passes_that_share_a_slope(kind: str, backend: str) -> None:
     """Batched gradients, both passes of a checkpoint, and two losses that a hook gives one tensor."""
     current, *others = given()
 
@@ -109,7 +109,7 @@ def results(backend, plain, current, old, ref, mask, ratio, entropy, rewards):
 
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "objective"])
 @pytest.mark.parametrize("backend", [pytest.param(x, marks=[pytest.mark.gpu] * (DEVICE == "cuda")) for x in BACKENDS])
-def test_elements_beyond_an_offset_of_32_bits(backend, plain):
+def test_offsets_beyond_32_bits(backend, plain):
     torch.manual_seed(0)
     for batch in (2, 3):
         current, old, ref, ratio, entropy = torch.rand(5, batch, 5, device=DEVICE).half()

@@ -77,7 +77,7 @@ def _agree(call: dict[str, Any], backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("loss_type", "level"), LEVELS)
-def test_what_is_not_finite_at_an_active_token_makes_the_loss_nan(loss_type: str, level: str, backend: str) -> None:
+def test_nonfinite_active_token_makes_the_loss_nan(loss_type: str, level: str, backend: str) -> None:
     for options, value in product(OPTIONS.values(), (math.nan, math.inf, -math.inf)):
         # Off-policy an infinity of the current log-probabilities is an infinite ratio.
         call = _call(loss_type, level, options, on_policy=True)
@@ -89,7 +89,7 @@ def test_what_is_not_finite_at_an_active_token_makes_the_loss_nan(loss_type: str
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("loss_type", "level"), [("bnpo", "token"), ("ppo", "sequence")])
-def test_where_the_advantage_is_0_nothing_counts(loss_type: str, level: str, backend: str) -> None:
+def test_tokens_with_advantage_0_have_no_effect(loss_type: str, level: str, backend: str) -> None:
     for name, value in product(("plain", "corrected kl without a reference"), (math.nan, math.inf)):
         call = _call(loss_type, level, OPTIONS[name], on_policy=True)
         call["advantages"][1] = 0.0
@@ -148,7 +148,7 @@ def test_no_active_token_and_a_count_of_0_give_0(loss_type: str, backend: str) -
 
 
 @pytest.mark.parametrize("wrong", [-5, math.nan, math.inf, 0])
-def test_wrong_counts_are_refused_and_without_validate_not_read(wrong: float) -> None:
+def test_wrong_counts_raise_unless_unchecked(wrong: float) -> None:
     given = (torch.zeros(2, 3), None, None, torch.ones(2), torch.tensor([[True, False, False]] * 2))
     count = Normalizer(num_tokens=torch.tensor(wrong))
     for function in (api.grpo_loss_from_advantages, sequence_losses):
@@ -157,7 +157,7 @@ def test_wrong_counts_are_refused_and_without_validate_not_read(wrong: float) ->
         function(*given, normalizer=count, validate=False)
 
 
-def test_a_share_of_the_tokens_may_be_below_1_as_number_and_tensor() -> None:
+def test_count_below_1() -> None:
     # One token, of two ranks: TRL divides by the tokens of a rank on average.
     given = (torch.zeros(1, 1), None, None, torch.ones(1), torch.ones(1, 1, dtype=torch.bool))
     for half in (0.5, torch.tensor(0.5)):

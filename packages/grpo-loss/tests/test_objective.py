@@ -1,4 +1,4 @@
-"""``Objective``, ``Extras`` and ``Normalizer``: checked when they are made, frozen, and what a call makes of them."""
+"""``Objective``: its checks, equality, presets, and the keywords that override it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_kernels.core.testing import Draw
+from rl_kernels.core.testing import Case, Draw, spec_of
 from rl_kernels.grpo_loss import (
     Normalizer,
     Objective,
@@ -17,24 +17,22 @@ from rl_kernels.grpo_loss import (
     grpo_loss,
     grpo_loss_from_advantages,
 )
+from rl_kernels.grpo_loss.op import OPERATOR
 from rl_kernels.grpo_loss.presets import PRESETS
 
 
 def _call(**options: Any) -> dict[str, Any]:
-    draw = Draw(torch.float32, seed=5)
-    current = draw.uniform(1e-3, 1.0, 6, 9).log()
-    old, ref = ((current + draw.normal(6, 9, scale=0.4)).clamp(max=0) for _ in range(2))
-    call = {"current_logps": current, "old_logps": old, "ref_logps": ref, "rewards": draw.normal(6)}
-    return {**call, "completion_mask": draw.mask(0.7, 6, 9), "samples_per_prompt": 3, **options}
+    case = Case("call", {"prompts": 2, "samples": 3, "completion": 9}, {"density": 0.7, "noise": 0.4})
+    return {**spec_of(OPERATOR).inputs(case, Draw(torch.float32, seed=5)), **options}
 
 
-def test_at_most_sixteen_parameters_besides_layout_and_ranks() -> None:
+def test_number_of_parameters() -> None:
     for function in (grpo_loss, grpo_loss_from_advantages, group_advantages):
         names = inspect.signature(function).parameters.keys()
         assert len(names - {"cu_seqlens", "max_seqlen", "process_group"}) <= 16
 
 
-def test_an_objective_is_equal_by_its_options_and_another_one_with_others() -> None:
+def test_objectives_are_equal_by_their_options() -> None:
     assert len({Objective(loss_type="dapo", clip_high=0.28), Objective.preset("dapo"), Objective()}) == 2
     assert "plan" not in repr(Objective())
     made = Objective.preset("verl:vanilla")
@@ -43,7 +41,7 @@ def test_an_objective_is_equal_by_its_options_and_another_one_with_others() -> N
         dataclasses.replace(made, loss_type="grpo")
 
 
-def test_presets_say_their_options_and_unknown_ones_are_refused() -> None:
+def test_presets() -> None:
     for name, options in PRESETS.items():
         made = Objective.preset(name)
         assert {option: getattr(made, option) for option in options} == options
@@ -52,7 +50,7 @@ def test_presets_say_their_options_and_unknown_ones_are_refused() -> None:
         Objective.preset("ppo2")
 
 
-def test_what_is_given_beside_an_objective_replaces_it() -> None:
+def test_keywords_override_the_objective() -> None:
     made = Objective(loss_type="dapo", clip_low=0.1, clip_high=0.3, kl_estimator="k2", beta=0.5)
     found = grpo_loss(**_call(), objective=made, loss_type="grpo", beta=0.2, clip_eps=0.15)
     whole = Objective(loss_type="grpo", clip_low=0.15, clip_high=0.15, kl_estimator="k2", beta=0.2)
@@ -85,7 +83,7 @@ def test_advantages_of_trl_in_a_group_of_nearly_equal_rewards() -> None:
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_advantages_are_those_of_the_objective() -> None:
+def test_advantage_options_of_the_objective_are_used() -> None:
     call = _call()
     estimated: dict[str, Any] = {"advantage_estimator": "sample", "eps_placement": "add", "eps": 1e-4}
     found = grpo_loss(**call, objective=Objective(**estimated))
@@ -95,7 +93,7 @@ def test_advantages_are_those_of_the_objective() -> None:
     assert found == grpo_loss_from_advantages(**call, advantages=advantages, objective=Objective(eps=0.5))
 
 
-def test_numbers_of_a_later_call_of_the_same_kind_are_read() -> None:
+def test_numbers_are_read_in_each_call() -> None:
     call = _call()
     one, *others = (grpo_loss(**call, normalizer=Normalizer(num_tokens=count)).loss for count in (1, 2, 4.0))
     assert [one / 2, one / 4] == others

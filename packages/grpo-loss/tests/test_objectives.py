@@ -82,18 +82,18 @@ def _agree(call: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("loss_type", "level"), LEVELS)
-def test_value_and_gradient_are_those_of_the_definition(loss_type: str, level: str) -> None:
+def test_loss_and_gradient_match_the_definition(loss_type: str, level: str) -> None:
     for options in OPTIONS:
         _agree(_call(loss_type, {"importance_level": level, **options}))
 
 
 @pytest.mark.smoke
-def test_options_of_a_type() -> None:
+def test_options_of_one_loss_type() -> None:
     for loss_type, options in EXTRA:
         _agree(_call(loss_type, options))
 
 
-def test_preset_is_its_formula_and_both_functions_take_it() -> None:
+def test_presets_match_the_definition() -> None:
     for made in PRESETS.values():
         assert {"clip_low", "clip_high", "loss_type"} <= made.keys()
         call = {**_call(made["loss_type"], {"beta": 0.1}), **made}
@@ -103,7 +103,7 @@ def test_preset_is_its_formula_and_both_functions_take_it() -> None:
 
 
 @pytest.mark.parametrize("loss_type", FORMS)
-def test_micro_batches_add_up_to_the_whole(loss_type: str) -> None:
+def test_micro_batches_add_up(loss_type: str) -> None:
     call = _call(loss_type, {"beta": 0.1}, torch.float32)
     loss, grad = _found(grpo_loss_from_advantages, call)
     count, rows = call["completion_mask"].sum(), [name for name, x in call.items() if isinstance(x, torch.Tensor)]
@@ -137,7 +137,7 @@ def test_metrics_worked_out_by_hand() -> None:
     assert dict(zip(METRICS, found.tolist(), strict=True)) == pytest.approx(mean, rel=1e-6)
 
 
-def test_metrics_count_active_tokens_that_are_not_finite() -> None:
+def test_metrics_count_nonfinite_active_tokens() -> None:
     current = torch.tensor([[-1.0, torch.nan, -1.0, -torch.inf]])
     old = torch.tensor([[torch.inf, -1.0, -1.0, -1.0]])
     mask = torch.tensor([[True, True, True, False]])
@@ -163,7 +163,7 @@ def test_advantages_worked_out_by_hand() -> None:
 
 
 @pytest.mark.smoke
-def test_masked_positions_are_never_read_by_the_definition() -> None:
+def test_definition_does_not_read_masked_positions() -> None:
     ref = CURRENT + 0.2 * LOG_RATIO
     tensors = (CURRENT, CURRENT - LOG_RATIO, ref)
     clean = reference.grpo_loss(*tensors, REWARDS, MASK, samples_per_prompt=2, beta=0.1)

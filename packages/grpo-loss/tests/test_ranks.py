@@ -193,7 +193,7 @@ def test_ranks_may_be_padded_to_other_lengths_or_empty(backend: str) -> None:
     assert not differing(call, (0, 0), (0,), backend=backend, return_metrics=True)
 
 
-def test_the_longest_rank_gives_the_length_that_divides() -> None:
+def test_longest_rank_is_the_length_of_dr_grpo() -> None:
     """To which one process pads."""
     call, group = CALLS["dr_grpo"], Group(2)
     expected, *_ = results({**call, **{name: F.pad(call[name], (0, 4)) for name in TOKENS}})
@@ -201,6 +201,6 @@ def test_the_longest_rank_gives_the_length_that_divides() -> None:
         assert same(loss, expected)
 
 
-def test_a_planted_bug_is_found() -> None:
+def test_planted_bug_is_caught() -> None:
     with planted(COPIED, BUG), pytest.raises((RuntimeError, ValueError, AssertionError)):
         assert not any(differing(CALLS[name], (1, 6, 0, 5), (0,)) for name in ("grpo", "batch"))

@@ -41,7 +41,7 @@ def drawn(device: str, packed: bool, dtype: torch.dtype = torch.float32) -> tupl
 
 @pytest.mark.parametrize("options", OBJECTIVES, ids=str)
 @pytest.mark.parametrize(("device", "backend"), BACKENDS)
-def test_sum_and_gradients_are_those_of_the_loss(device: str, backend: str, options: dict[str, Any]) -> None:
+def test_sum_and_gradients_match_the_loss(device: str, backend: str, options: dict[str, Any]) -> None:
     for packed in (False, True):
         call, where = drawn(device, packed)
         options = {**options, **where, "backend": backend}
@@ -60,7 +60,7 @@ def test_sum_and_gradients_are_those_of_the_loss(device: str, backend: str, opti
 
 @pytest.mark.parametrize("options", OBJECTIVES[:-1], ids=str)
 @pytest.mark.parametrize(("device", "backend"), BACKENDS)
-def test_a_sequence_depends_on_itself_alone(device: str, backend: str, options: dict[str, Any]) -> None:
+def test_sequences_are_independent(device: str, backend: str, options: dict[str, Any]) -> None:
     call, _ = drawn(device, packed=False)
     options, upstream = {**options, "backend": backend}, torch.linspace(-2.0, 3.0, B, device=device)
 
@@ -75,7 +75,7 @@ def test_a_sequence_depends_on_itself_alone(device: str, backend: str, options: 
         assert all(torch.equal(part, value[rows]) for part, value in zip(results(rows), whole, strict=True)), rows
 
 
-def test_masked_tokens_get_zero_whatever_the_upstream_gradient_is() -> None:
+def test_masked_gradient_is_zero_for_any_upstream() -> None:
     call, _ = drawn("cpu", packed=False)
     call[0].requires_grad_()
     call[1][~call[4]] = torch.nan
