@@ -1,4 +1,4 @@
-"""Every backend of det_gemm that runs here, held to the rules of all operators; and what is special to det_gemm."""
+"""The rules of all operators, for each backend of det_gemm that runs here, and rules of det_gemm alone."""
 
 from itertools import product
 
@@ -89,7 +89,7 @@ def same(found, expected):
 
 
 @pytest.mark.smoke
-def test_gradients_are_the_public_products():
+def test_gradients_equal_public_products():
     draw = Draw(torch.bfloat16, seed=3)
     x, weight = draw.normal(2, 17, 30).requires_grad_(), draw.normal(20, 30).requires_grad_()
     bias, upstream = draw.normal(20).requires_grad_(), draw.normal(2, 17, 20)
@@ -100,7 +100,7 @@ def test_gradients_are_the_public_products():
     assert torch.equal(dbias, det_gemm_dw(rows.new_ones(34, 1), dc)[0])
 
 
-def test_out_dtype_is_the_one_rounding_and_that_of_an_upstream_gradient_comes_first():
+def test_out_dtype_rounds_once():
     for dtype, wanted in product(DTYPES, DTYPES):
         draw = Draw(dtype, seed=5)
         a, b, upstream = draw.normal(17, 40), draw.normal(40, 17), draw.normal(17, 17, dtype=torch.float32).to(wanted)
@@ -127,7 +127,7 @@ def test_empty_shapes():
         assert torch.equal(det_linear(x, b.detach().t(), bias), torch.full((2, m, n), k + 7.0))
 
 
-def test_only_the_products_that_are_needed_run():
+def test_only_needed_products_run():
     draw = Draw(torch.float32, seed=8)
     operands = draw.normal(5, 6), draw.normal(4, 6), draw.normal(4)
     for place, name in enumerate(("forward", "weight_gradient", "weight_gradient")):
@@ -139,7 +139,7 @@ def test_only_the_products_that_are_needed_run():
         assert leaves[place].grad.shape == operands[place].shape
 
 
-def test_no_graph_without_need():
+def test_no_graph_without_requires_grad():
     a, b = torch.ones(2, 3), torch.ones(3, 2, requires_grad=True)
     assert not det_gemm(a, b.detach()).requires_grad
     with torch.no_grad():
@@ -148,7 +148,7 @@ def test_no_graph_without_need():
         assert torch.equal(det_gemm_dw(a, b.view(2, 3)), a.t() @ b.view(2, 3))
 
 
-def test_autocast_is_part_of_what_is_remembered():
+def test_autocast_dtypes_alternate():
     x, weight = torch.ones(2, 8), torch.ones(3, 8, dtype=torch.bfloat16)
     for _ in range(2):
         for dtype in DTYPES[1:]:
@@ -160,7 +160,7 @@ def test_autocast_is_part_of_what_is_remembered():
         det_gemm(x, weight.t())
 
 
-def test_autocast_casts_back_and_finds_main_grad_on_the_parameter():
+def test_autocast_gradients_and_main_grad():
     draw = Draw(torch.float32, seed=10)
     x, upstream = draw.normal(20, 40).requires_grad_(), draw.normal(20, 8, dtype=torch.bfloat16)
     weight, bias = torch.nn.Parameter(draw.normal(8, 40)), draw.normal(8, dtype=torch.bfloat16).requires_grad_()
@@ -175,7 +175,7 @@ def test_autocast_casts_back_and_finds_main_grad_on_the_parameter():
     assert torch.equal(weight.main_grad, det_gemm_dw(x.detach().bfloat16(), upstream, out_dtype=torch.float32).t())
 
 
-def test_double_backward_raises_for_every_gradient():
+def test_double_backward_raises():
     draw = Draw(torch.float32, seed=11)
     leaves = [value.requires_grad_() for value in (draw.normal(5, 40), draw.normal(24, 40), draw.normal(24))]
     for segments, leaf in product((1, 2), leaves):
@@ -204,7 +204,7 @@ FAR = [
 
 
 @pytest.mark.parametrize(("backend", "sizes"), FAR)
-def test_elements_beyond_an_offset_of_32_bits(backend, sizes):
+def test_offsets_beyond_32_bits(backend, sizes):
     draw, (m, k, n) = Draw(torch.float16, DEVICE), sizes
     operands = [draw.normal(*shape) for shape in ((m, k), (n, k), (n,), (m, n))] + [torch.ones(n, k, device=DEVICE)]
     expected = results(backend, *(x.clone() for x in operands))

@@ -21,7 +21,7 @@ class TestBench(BenchConformance):
     modules = {"batch_invariant_ops": {"matmul_persistent": torch.matmul}}
 
 
-def test_the_three_products_are_those_of_a_linear_layer():
+def test_benchmark_times_the_products_of_a_linear_layer():
     """Forward NT, dA NN, dW TN, as autograd takes them of ``F.linear``."""
     m, n, k = 6, 5, 4
     forward, da, dw = (
@@ -33,7 +33,7 @@ def test_the_three_products_are_those_of_a_linear_layer():
     assert da["b"].is_contiguous()
 
 
-def test_settings_without_split_k_are_put_back(monkeypatch):
+def test_settings_without_split_k_are_restored(monkeypatch):
     matmul, library = torch.backends.cuda.matmul, ["cublas"]
     ends = product(("bf16", "fp16"), ("", "_split_k"))
     names = [f"allow_{dtype}_reduced_precision_reduction{end}" for dtype, end in ends]
@@ -56,7 +56,7 @@ def test_settings_without_split_k_are_put_back(monkeypatch):
     assert (allowed(), prefer()) == (before, "cublas")
 
 
-def test_tf32_is_on_for_its_peer_alone():
+def test_only_the_tf32_peer_uses_tf32():
     with tf32():
         assert torch.backends.cuda.matmul.allow_tf32
     assert not torch.backends.cuda.matmul.allow_tf32

@@ -1,4 +1,4 @@
-"""What det_gemm's canary sees, and that a compiled call leaves it to the next eager one."""
+"""The canary of det_gemm: its digest depends on the order of sums, and it runs in the first eager call."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from rl_kernels.det_gemm import DetLinear, canary, det_gemm
 CPU = torch.device("cpu")
 
 
-def test_a_digest_follows_the_order_of_the_sum(monkeypatch):
+def test_digest_depends_on_the_order_of_the_sum(monkeypatch):
     """What the canary is for: the same terms in another order, or with the digits of TF32, have another digest."""
     found = set()
     for change in (lambda x: x, lambda x: x.flip(-1)):
@@ -27,7 +27,7 @@ def test_a_digest_follows_the_order_of_the_sum(monkeypatch):
     assert len(found) == 6
 
 
-def test_deferred_under_compile(monkeypatch):
+def test_canary_runs_after_a_compiled_call(monkeypatch):
     monkeypatch.setattr(canaries, "records_of", lambda package: {"cpu": {"native": {"fp32": {"forward": "0" * 64}}}})
     monkeypatch.setattr(canaries, "_passed", set())
     torch.compiler.reset()

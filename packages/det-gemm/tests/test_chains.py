@@ -56,7 +56,7 @@ def test_joined_chains_are_added_in_order(device, dtype):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_main_grad_of_micro_batches_has_the_bits_of_the_whole(device, dtype):
+def test_main_grad_of_micro_batches(device, dtype):
     x, upstream = rows(200, dtype, device)
 
     def main_grad(*ends):
@@ -75,7 +75,7 @@ def test_main_grad_of_micro_batches_has_the_bits_of_the_whole(device, dtype):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_gradients_without_a_buffer_are_rounded_once(device, dtype):
+def test_joined_gradients_without_main_grad(device, dtype):
     x, upstream = rows(200, dtype, device)
     layer = DetLinear(K, N, device=device, dtype=dtype, dx_segments=2, join_tokens=JOIN)
     plain = DetLinear.from_linear(layer, dx_segments=2)
@@ -96,7 +96,7 @@ def test_gradients_without_a_buffer_are_rounded_once(device, dtype):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_does_not_continue_a_sum_twice(use_reentrant):
+def test_checkpoint_around_accumulation_raises(use_reentrant):
     buffer = torch.zeros(K, N)
 
     def step(x, dc):
@@ -109,7 +109,7 @@ def test_a_checkpoint_does_not_continue_a_sum_twice(use_reentrant):
 
 
 @pytest.mark.gpu
-def test_a_long_sum_is_more_exact_in_joined_chains():
+def test_joined_chains_are_more_exact():
     """131,072 rows of one sign: one chain shrinks by 8e-4, chains of 4096 by 1.4e-5 (tools/chain_error.py)."""
     a, dc = (torch.rand(1 << 17, 64, device="cuda").bfloat16() for _ in range(2))
     exact = a.double().t() @ dc.double()

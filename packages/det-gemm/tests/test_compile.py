@@ -1,4 +1,4 @@
-"""What torch.compile sees of det_gemm beyond the cases: the module, buffers in place, autocast, changing row counts."""
+"""torch.compile with the module, buffers, autocast and other row counts; the cases compile the plain calls."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_autocast():
     assert torch.equal(found, expected)
 
 
-def test_a_changing_number_of_rows_compiles_twice_at_most():
+def test_few_graphs_for_all_row_counts():
     counter = CompileCounter()
     layer, draw = DetLinear(24, 10), Draw(torch.float32, seed=5)
     run = torch.compile(layer, fullgraph=True, backend=counter)

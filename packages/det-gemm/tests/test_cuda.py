@@ -1,4 +1,4 @@
-"""The host side of the CUDA C++ backend: what is compiled, which schedule is chosen."""
+"""The host code of the CUDA C++ backend: its programs and schedules."""
 
 from itertools import product
 
@@ -32,7 +32,7 @@ RARE = ((256, 28472, 13856), (8192, 1088, 5496))
 SHARED = (227 << 10) - 1024
 
 
-def test_programs_of_a_target():
+def test_programs_of_each_target():
     backend = OPERATOR.backend("cuda-sm90").load()
     programs = backend.programs("sm_90a")
     assert len(set(programs)) == len(programs) > 2 * 4 * sum(not one.schedule.swapped for one in candidates())
@@ -41,7 +41,7 @@ def test_programs_of_a_target():
 
 
 @pytest.mark.parametrize("segments", [1, 2, 4, 8])
-def test_what_the_passes_of_a_layer_launch_is_compiled_ahead(segments):
+def test_programs_of_a_layer_are_compiled_ahead(segments):
     programs = set(OPERATOR.backend("cuda-sm90").load().programs("sm_90a"))
 
     def compiled(dtype, m, n, k, right, out=None, left="rows", continues=False):
@@ -63,7 +63,7 @@ def test_what_the_passes_of_a_layer_launch_is_compiled_ahead(segments):
             assert all(compiled(dtype, m, n, k, "rows", torch.float32, "columns", more) for more in (False, True))
 
 
-def test_cubins_are_looked_for_where_the_programs_are(monkeypatch):
+def test_cubins_are_searched_in_the_packages_of_the_programs(monkeypatch):
     asked = []
     monkeypatch.setattr(where, "missing", lambda packages, *_: asked.append(packages))
     backend = OPERATOR.backend("cuda-sm90")
@@ -71,7 +71,7 @@ def test_cubins_are_looked_for_where_the_programs_are(monkeypatch):
     assert set(asked[0]) == {program.package for program in backend.load().programs("sm_90a")}
 
 
-def test_what_is_left_to_triton(monkeypatch):
+def test_limits_of_cuda_sm90(monkeypatch):
     monkeypatch.setattr(where, "missing", lambda *_: None)
     limits = OPERATOR.backend("cuda-sm90").limits
     for dtype, k, n, reason in (
@@ -83,7 +83,7 @@ def test_what_is_left_to_triton(monkeypatch):
     assert limits(Call(torch.device("cuda", 0), torch.float16, "sm90", {"K": 64, "N": 72})) is None
 
 
-def test_schedules_fit_on_a_multiprocessor_for_operands_of_each_major():
+def test_schedules_fit_into_shared_memory():
     for cut, majors in product(TABLE, MAJORS):
         fitted = cut.fitted(*majors)
         assert fitted.shared(majors[1]) <= SHARED
@@ -96,7 +96,7 @@ def test_schedules_fit_on_a_multiprocessor_for_operands_of_each_major():
         assert fitted.rows >= 64 or majors[0] == K_MAJOR
 
 
-def test_few_rows_take_a_swapped_schedule_with_no_more_columns_than_needed():
+def test_schedules_of_few_rows_are_swapped():
     for majors, (m, n, k) in product(MAJORS, SHAPES):
         cut = schedule_for(m, n, k, majors, 132)
         assert cut.swapped == (m <= FEW)
@@ -110,14 +110,14 @@ def test_few_rows_take_a_swapped_schedule_with_no_more_columns_than_needed():
         assert cut in TABLE or majors not in ALIGNED
 
 
-def test_expected_time_counts_rounds_stages_and_what_is_continued():
+def test_expected_time():
     one = Candidate(Schedule(128, 128, 128), start=1.0, tile=2.0, stage=0.5, alone=0.25, continued=4.0)
     times = [one.time(128 * tiles, 128, 300, 2) for tiles in (1, 2, 3)]
     assert times == [1.0 + 2.0 + 1.5, 1.0 + 2.0 + 1.5, 1.0 + 2 * 3.5]
     assert one.time(128, 128, 300, 2, True) == times[0] + 4.0
 
 
-def test_a_last_round_of_few_tiles_that_wait_for_their_operands_takes_less():
+def test_expected_time_of_a_partial_last_round():
     for schedule, m, n in ((Schedule(64, 128), 64, 128), (Schedule(16, 8, 64, swapped=True), 8, 16)):
         few = Candidate(schedule, start=1.0, tile=0.0, stage=1.0, alone=0.25, continued=0.0)
         # Half of the multiprocessors share the memory, so each has twice as much of it.
@@ -125,7 +125,7 @@ def test_a_last_round_of_few_tiles_that_wait_for_their_operands_takes_less():
         assert times == [1.25, 1.5, 2.0, 2.25, 2.75]
 
 
-def test_schedules_with_segments_have_room_for_their_sums():
+def test_segmented_schedules_fit_into_registers_and_shared_memory():
     for cut in SEGMENTED:
         in_registers = cut.segments.bit_length() - 1 - cut.near - cut.far
         assert min(in_registers, cut.near + cut.far) >= 0
@@ -142,7 +142,7 @@ def test_schedules_with_segments_have_room_for_their_sums():
 
 
 @pytest.mark.parametrize("segments", [2, 4, 8])
-def test_a_schedule_for_segments_has_as_many_and_is_deep_enough(segments):
+def test_segmented_schedules_are_valid(segments):
     for majors, (m, n, k), processors in product(ALIGNED, SHAPES, (16, 132)):
         cut = schedule_of_segments(m, n, k, majors, processors, segments, segment_length(k, segments))
         left, right = majors[::-1] if cut.swapped else majors
@@ -154,7 +154,7 @@ def test_a_schedule_for_segments_has_as_many_and_is_deep_enough(segments):
         assert processors > 16 or cut.cluster == 1
 
 
-def test_a_schedule_for_segments_may_keep_sums_in_global_memory_or_have_three_stages():
+def test_rare_segmented_schedules():
     (*first, k), (*second, longer) = RARE
     layouts = [(K_MAJOR, right) for right in (K_MAJOR, MN_MAJOR)]
     assert any(schedule_of_segments(*first, k, pair, 132, 8, segment_length(k, 8)).far for pair in layouts)
@@ -162,13 +162,13 @@ def test_a_schedule_for_segments_may_keep_sums_in_global_memory_or_have_three_st
     assert any(cut.depth(pair[1]) == 3 for cut, pair in cuts)
 
 
-def test_few_columns_of_a_tile_need_no_whole_box_where_operands_are_swapped():
+def test_swapped_segmented_schedule_with_few_columns_fits():
     # The padded operand of a swapped tile would be the weight, which is then the left one.
     cut = next(one.schedule for one in in_segments(2) if one.schedule.swapped and one.schedule.columns < 64)
     assert fits(cut, (MN_MAJOR, K_MAJOR))
 
 
-def test_segments_of_few_tiles_are_spread_over_a_cluster():
+def test_few_tiles_use_a_cluster():
     for m, n, k in ((128, 1280, 8192), (1024, 1280, 8192)):
         assert schedule_of_segments(m, n, k, (K_MAJOR, K_MAJOR), 132, 8, k // 8).cluster > 1
     # Loads bound the time of a product of few rows, and many rows fill the processors anyway.
@@ -176,7 +176,7 @@ def test_segments_of_few_tiles_are_spread_over_a_cluster():
         assert schedule_of_segments(m, n, k, (K_MAJOR, K_MAJOR), 132, 8, k // 8).cluster == 1
 
 
-def test_a_gradient_of_128_rows_takes_tiles_that_fill_the_processors():
+def test_schedules_of_128_rows_fill_the_processors():
     # Seen beside cuBLAS: tiles of 64 x 192 in turns, on 22 processors, took 1.3 to 1.5 times as long.
     assert schedule_for(128, 4096, 4096, (K_MAJOR, MN_MAJOR), 132) == Schedule(64, 64, 128)
     assert schedule_for(128, 8192, 8192, (K_MAJOR, MN_MAJOR), 132) == Schedule(64, 128)

@@ -113,7 +113,7 @@ def product(a, b, schedule=None, out=None, **options):
 
 @pytest.mark.parametrize("layouts", ALIGNED, ids=str)
 @pytest.mark.parametrize("cut", TABLE, ids=str)
-def test_every_tile_has_the_bits_of_the_plain_chain(chained, cut, layouts):
+def test_tiles_match_the_plain_chain(chained, cut, layouts):
     for m, n, k in ((200, 328, 520), (72, 2600, 72)):
         m = min(m, cut.columns) if cut.swapped else m
         a, b = operands(m, n, k, torch.bfloat16, layouts, wide=k > 100)
@@ -122,7 +122,7 @@ def test_every_tile_has_the_bits_of_the_plain_chain(chained, cut, layouts):
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("layouts", [(a, b) for a in LAYOUTS for b in LAYOUTS], ids=str)
-def test_operands_that_lie_anyhow_have_the_bits_of_the_plain_chain(chained, layouts, dtype):
+def test_layouts_match_the_plain_chain(chained, layouts, dtype):
     for m, n, k in ((7, 13, 37), (65, 200, 72), (1, 136, 4104)):
         a, b = operands(m, n, k, dtype, layouts)
         assert bits(product(a, b), chained(a, b)).passed
@@ -161,7 +161,7 @@ def test_dependent_launches_wait_for_what_they_read():
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("layout", ["row", "column", "apart"])
-def test_weight_gradients_in_parts_are_the_plain_chain(chained, layout, parts):
+def test_continued_weight_gradients_match_the_plain_chain(chained, layout, parts):
     for k, n, tokens in ((512, 768, 1024), (136, 2056, 1024 + 7)):
         x, dc = operands(k, n, tokens, torch.bfloat16, ("column", "row"))
         start = torch.randn(k, n, device="cuda")
@@ -173,7 +173,7 @@ def test_weight_gradients_in_parts_are_the_plain_chain(chained, layout, parts):
 
 
 @pytest.mark.parametrize("cut", [Schedule(128, 128), Schedule(64, 256, turns=True)], ids=str)
-def test_signs_of_zeros_are_those_of_the_plain_chain(chained, cut):
+def test_signs_of_zeros_match_the_plain_chain(chained, cut):
     a, b = operands(136, 264, 80, torch.bfloat16)
     a[::2], b[:, ::3] = 0.0, -0.0
     start = torch.randn(136, 264, device="cuda")
@@ -193,7 +193,7 @@ def segmented(chained, a, b, bias, out_dtype, segments):
 
 @pytest.mark.parametrize("segments", [2, 4, 8])
 @pytest.mark.parametrize("layouts", [("row", "column"), ("row", "row")], ids=str)
-def test_every_tile_has_the_bits_of_the_tree_of_its_segments(chained, layouts, segments):
+def test_segmented_tiles_match_the_tree_of_chains(chained, layouts, segments):
     for candidate in in_segments(segments):
         cut = candidate.schedule
         for m, n, k in ((200, 328, 1040), (72, 1288, 2056)):
@@ -211,7 +211,7 @@ def test_every_tile_has_the_bits_of_the_tree_of_its_segments(chained, layouts, s
 @pytest.mark.parametrize("segments", [2, 8])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("layouts", [(a, b) for a in LAYOUTS for b in LAYOUTS], ids=str)
-def test_segments_of_operands_that_lie_anyhow(chained, layouts, dtype, segments):
+def test_segmented_layouts_match_the_tree_of_chains(chained, layouts, dtype, segments):
     for m, n, k in ((7, 136, 1000), (65, 200, 72), (1, 136, 4104), (130, 264, 24)):
         a, b = operands(m, n, k, dtype, layouts)
         bias = Draw(dtype, "cuda", seed=6).normal(n)

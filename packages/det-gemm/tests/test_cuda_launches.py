@@ -149,7 +149,7 @@ def check_weight_gradients():
 
 
 def check_other_addresses():
-    """What is prepared once serves other tensors of that kind; tensor maps are found by address, and are bounded."""
+    """Prepared launches serve other tensors of their kind; tensor maps are found by address, and bounded in number."""
     host, draw, kept, counts = importlib.import_module(HOST), Draw(torch.bfloat16, seed=5), [], []
     weight, bias = draw.normal(40, 64), draw.normal(80)[::2]
     with watched(), patch.object(host, "MOST_MAPS", 5):
@@ -171,7 +171,7 @@ OTHERS = (check_other_addresses, check_dependent_launches, check_weight_gradient
 
 
 @pytest.mark.parametrize("left", sorted({left for left, _ in PAIRS}))
-def test_operands_are_launched_in_their_layouts(left):
+def test_launches_of_each_layout(left):
     """Half of the shapes for each pair of layouts and layout of the output."""
     for number, ((first, right), out) in enumerate(product(PAIRS, OUT_LAYOUTS)):
         if first == left:
@@ -192,6 +192,6 @@ def check_all():
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_bug_planted_in_the_host_code_shows_in_the_launches(bug):
+def test_planted_bug_is_caught(bug):
     with planted(MODULES, bug), pytest.raises((AssertionError, RuntimeError)):
         check_all()

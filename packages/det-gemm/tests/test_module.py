@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from rl_kernels.core.testing import Draw
-from rl_kernels.det_gemm import DetLinear, det_gemm_dw, det_linear
+from rl_kernels.det_gemm import DetLinear, det_linear
 
 
-def test_constructor_initialization_and_state_dict_are_those_of_nn_linear():
+def test_initialization_and_state_dict_match_nn_linear():
     torch.manual_seed(0)
     plain = nn.Linear(12, 7, bias=True, dtype=torch.bfloat16)
     torch.manual_seed(0)
@@ -23,7 +23,7 @@ def test_constructor_initialization_and_state_dict_are_those_of_nn_linear():
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_from_linear_shares_the_parameters_and_leaves_hooks_of_the_module(bias):
+def test_from_linear_shares_parameters_but_no_module_hooks(bias):
     plain = nn.Linear(12, 7, bias=bias, dtype=torch.bfloat16).eval().requires_grad_(False)
     plain.weight.main_grad = torch.zeros(7, 12)
     plain.register_forward_hook(lambda *_: pytest.fail("a hook of the other module was called"))
@@ -37,7 +37,7 @@ def test_from_linear_shares_the_parameters_and_leaves_hooks_of_the_module(bias):
     assert torch.equal(layer(x), det_linear(x, plain.weight, plain.bias))
 
 
-def test_from_linear_refuses_what_it_cannot_share():
+def test_from_linear_raises():
     with pytest.raises(TypeError, match=r"module: expected an nn\.Linear, got Conv1d"):
         DetLinear.from_linear(nn.Conv1d(1, 1, 1))
     parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
@@ -45,7 +45,7 @@ def test_from_linear_refuses_what_it_cannot_share():
         DetLinear.from_linear(parametrized)
 
 
-def test_options_survive_copies_and_are_shown():
+def test_options_in_copies_and_repr():
     plain, x = nn.Linear(40, 24), Draw(torch.float32).normal(3, 40)
     layer = DetLinear.from_linear(plain, k_segments=8, dx_segments=2, join_tokens=64)
     for twin in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
@@ -60,7 +60,7 @@ def test_options_survive_copies_and_are_shown():
     assert (made.bias, made.weight.dtype, made.k_segments, made.dx_segments) == (None, torch.bfloat16, 2, 1)
 
 
-def test_wrong_options_are_refused():
+def test_wrong_options_raise():
     bad = [("join_tokens", 24, ValueError)]
     for name in ("k_segments", "dx_segments"):
         bad += [(name, 3, ValueError), (name, 0, ValueError), (name, 2.0, TypeError), (name, True, TypeError)]
@@ -71,22 +71,7 @@ def test_wrong_options_are_refused():
             DetLinear.from_linear(nn.Linear(4, 2), **{name: value})
 
 
-def test_main_grad_is_continued_and_the_weight_gets_no_grad():
-    draw = Draw(torch.bfloat16, seed=9)
-    layer = DetLinear(12, 7, dtype=torch.bfloat16)
-    x, upstream = draw.normal(4, 16, 12), draw.normal(4, 16, 7)
-    whole = det_gemm_dw(x.view(-1, 12), upstream.view(-1, 7), out_dtype=torch.float32).t()
-    for buffer in (torch.zeros(7, 12), torch.zeros(12, 7).t()):
-        layer.weight.main_grad = buffer
-        for tokens in (slice(1), slice(1, 4)):
-            layer(x[tokens]).backward(upstream[tokens])
-        assert layer.weight.main_grad is buffer
-        assert torch.equal(buffer, whole)
-    assert layer.weight.grad is None
-    assert layer.bias.grad.dtype == torch.bfloat16
-
-
-def test_main_grad_changes_only_when_the_weight_gradient_is_asked_for():
+def test_main_grad_changes_only_with_the_weight_gradient():
     """``needs_input_grad`` says which gradients may be asked for; the running pass may want fewer."""
     layer, x = DetLinear(12, 7), Draw(torch.float32).normal(3, 12).requires_grad_()
     layer.weight.main_grad = torch.zeros(7, 12)
@@ -103,7 +88,7 @@ def test_main_grad_changes_only_when_the_weight_gradient_is_asked_for():
     assert torch.equal(layer.weight.main_grad, 2 * once)
 
 
-def test_one_weight_in_two_layers_continues_one_main_grad():
+def test_shared_weight_has_one_main_grad():
     draw = Draw(torch.float32, seed=10)
     first = DetLinear(8, 8, bias=False)
     second = DetLinear.from_linear(first)
@@ -121,7 +106,7 @@ class DTensor(torch.Tensor):
 DTensor.__module__ = "torch.distributed.tensor"
 
 
-def test_error_on_a_dtensor_names_the_public_function():
+def test_dtensor_raises():
     x = torch.zeros(4, 16).as_subclass(DTensor)
     with pytest.raises(TypeError, match="x: expected a local tensor for det_linear, got a DTensor"):
         det_linear(x, torch.zeros(8, 16))

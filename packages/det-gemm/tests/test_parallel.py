@@ -188,7 +188,7 @@ def test_no_double_backward():
     out.add_(1)
 
 
-def test_bad_arguments_name_themselves():
+def test_wrong_arguments_raise():
     x, weight, _, _ = operands(torch.float32)
     with pytest.raises(TypeError, match="process_group: expected a ProcessGroup or a DeviceMesh with one dim, got str"):
         row_parallel_linear(x, weight, process_group="tp")

@@ -1,4 +1,4 @@
-"""The definition against sums written out, so that everything else may lean on it."""
+"""The definition beside sums that are written out."""
 
 import math
 
@@ -23,7 +23,7 @@ def written_out(a, b):
     return torch.tensor(sums, dtype=torch.float64)
 
 
-def test_weight_gradient_is_what_autograd_gives_and_a_buffer_is_left():
+def test_weight_gradient_matches_autograd():
     b = B.clone().requires_grad_()
     (expected,) = torch.autograd.grad(reference.det_gemm(A, b), b, DC)
     torch.testing.assert_close(reference.det_gemm_dw(A, DC), expected)
@@ -33,7 +33,7 @@ def test_weight_gradient_is_what_autograd_gives_and_a_buffer_is_left():
 
 
 @pytest.mark.parametrize("terms", [0, 5, 3 * STEP + 1, 6 * STEP])
-def test_partial_sums_are_those_after_each_step(terms):
+def test_partial_sums(terms):
     """As many rows at a time as fit into ``piece``, and as many steps of all; the last time fewer."""
     draw = Draw(torch.float64, seed=5)
     a, b = draw.normal(3, terms), draw.normal(terms, 2)
@@ -56,7 +56,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-def test_partial_sums_are_formed_a_piece_at_a_time():
+def test_partial_sums_are_computed_in_pieces():
     a, b = torch.ones(6, 10 * STEP), torch.ones(10 * STEP, 4)
     for piece, most in ((1, 4), (8, 8), (24, 24), (50, 48), (1 << 20, 240)):
         with Largest() as largest:
@@ -64,7 +64,7 @@ def test_partial_sums_are_formed_a_piece_at_a_time():
         assert largest.numel == most
 
 
-def test_the_budget_of_a_gpu_holds_the_truncation_of_each_step(monkeypatch):
+def test_budget_on_a_gpu_includes_truncation(monkeypatch):
     draw = Draw(torch.float64, seed=6)
     a, b, start = draw.normal(3, 40), draw.normal(40, 2), draw.normal(3, 2)
     terms = start.abs() + a.abs() @ b.abs()

@@ -12,7 +12,7 @@ from rl_kernels.det_gemm.segments import bounds, segment_length
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def test_segments_are_equal_multiples_of_16_and_hold_all_terms():
+def test_bounds_of_segments():
     for segments in (1, 2, 4, 8):
         for size in (0, 1, 16, 17, 30, 128, 200, 1000):
             length = segment_length(size, segments)
@@ -25,7 +25,7 @@ def test_segments_are_equal_multiples_of_16_and_hold_all_terms():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("segments", [2, 4, 8])
-def test_the_parts_of_ranks_have_the_bits_of_one_process(segments, dtype):
+def test_parts_of_ranks_match_one_process(segments, dtype):
     """With one segment on each rank, a part is a plain product."""
     for size in (30, 264, 1000):
         draw = Draw(dtype, seed=2)
@@ -46,7 +46,7 @@ def test_the_parts_of_ranks_have_the_bits_of_one_process(segments, dtype):
             assert torch.equal(tree_sum(parts), whole), (size, ranks)
 
 
-def test_a_gradient_of_the_input_is_a_product_in_segments_of_n():
+def test_dx_segments():
     draw = Draw(torch.bfloat16, seed=3)
     a, weight, upstream = draw.normal(18, 40).requires_grad_(), draw.normal(200, 40), draw.normal(18, 200)
     x, leaf = a.detach().view(2, 9, 40).requires_grad_(), weight.clone().requires_grad_()
@@ -63,7 +63,7 @@ def test_a_gradient_of_the_input_is_a_product_in_segments_of_n():
     assert not torch.equal(da, det_gemm(upstream, weight, k_segments=4))
 
 
-def test_main_grad_and_autocast_are_as_without_segments():
+def test_segments_with_main_grad_and_autocast():
     draw = Draw(torch.float32, seed=5)
     x, weight, upstream = draw.normal(32, 40), draw.normal(24, 40).requires_grad_(), draw.normal(32, 24)
     weight.main_grad = torch.zeros(24, 40)
@@ -75,7 +75,7 @@ def test_main_grad_and_autocast_are_as_without_segments():
     assert torch.equal(found, det_linear(x.bfloat16(), weight.bfloat16(), k_segments=4))
 
 
-def test_compiled_with_numbers_of_segments_that_change():
+def test_compiled_with_other_numbers_of_segments():
     torch.compiler.reset()
     draw = Draw(torch.bfloat16, seed=6)
     x, weight = draw.normal(5, 200).requires_grad_(), draw.normal(40, 200)

@@ -41,7 +41,7 @@ def forced(function, *args, **options):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_micro_batches_at_multiples_of_16_continue_the_chain(dtype):
+def test_micro_batches_continue_the_chain(dtype):
     cuts = [[*range(0, 1024, 1024 // parts), TOKENS] for parts in (2, 4, 8)]
     cuts += [(0, 16, 48, 304, 1024, TOKENS), (0, 1008, TOKENS), (0, *range(16, TOKENS, 16), TOKENS)]
     for (k, n), ends in product(((1024, 768), (129, 100)), cuts):
@@ -85,7 +85,7 @@ SHAPES = [(1, 129, 4104), (33, 129, 4104), (65, 200, 72), (7, 13, 37), (300, 517
 
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_bits_are_those_of_the_plain_chain(dtype, m, n, k):
+def test_products_match_the_plain_chain(dtype, m, n, k):
     draw = Draw(dtype, "cuda", seed=3)
     a, b = draw.normal(m, k), draw.normal(k, n)
     expected = chained(a, b)
@@ -103,7 +103,7 @@ def test_bits_are_those_of_the_plain_chain(dtype, m, n, k):
     assert bits(forced(det_gemm, a, b, out_dtype=torch.float32), chained(a, b)).passed
 
 
-def test_expanded_and_overlapping_rows_have_the_bits_of_their_copies() -> None:
+def test_expanded_and_overlapping_rows_match_copies() -> None:
     draw = Draw(torch.bfloat16, "cuda", seed=9)
     b = draw.normal(256, 128)
     for a in (draw.normal(1, 256).expand(300, 256), draw.normal(4096).unfold(0, 256, 8)):
@@ -113,7 +113,7 @@ def test_expanded_and_overlapping_rows_have_the_bits_of_their_copies() -> None:
         assert bits(*found).passed
 
 
-def test_first_thing_that_a_thread_does_on_the_gpu() -> None:
+def test_product_in_a_thread_without_a_context() -> None:
     draw = Draw(torch.bfloat16, "cuda", seed=8)
     a, b = draw.normal(64, 64), draw.normal(64, 64)
     expected, found = forced(det_gemm, a, b), torch.empty(64, 64, device="cuda", dtype=torch.bfloat16)
@@ -124,7 +124,7 @@ def test_first_thing_that_a_thread_does_on_the_gpu() -> None:
     assert bits(found, expected).passed
 
 
-def test_no_schedule_changes_a_bit_in_fp32():
+def test_fp32_schedules_change_no_bit():
     draw = Draw(torch.float32, "cuda", seed=6)
     a, b = ((draw.normal(*shape, dtype=torch.float64) ** 5).float() for shape in ((300, 1001), (1001, 130)))
     schedules = [schedule.ANYWHERE[torch.float32], schedule.FP32_SMALL, schedule.FP32_LARGE]
@@ -137,7 +137,7 @@ def test_no_schedule_changes_a_bit_in_fp32():
     assert all(bits(each, found[0]).passed for each in found[1:])
 
 
-def test_fp32_products_are_those_of_ieee():
+def test_fp32_products_use_ieee_arithmetic():
     draw = Draw(torch.float32, "cuda", seed=5)
     x, y = draw.normal(100, 1), draw.normal(1, 70)
     assert bits(forced(det_gemm, x, y), (x.double() @ y.double()).float()).passed
@@ -147,7 +147,7 @@ def test_fp32_products_are_those_of_ieee():
     assert bool((error <= 1e-6 * (a.double().abs() @ b.double().abs())).all())
 
 
-def test_bits_are_those_of_cublaslt_without_split_k():
+def test_bits_match_cublaslt_without_split_k():
     if not hasattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction_split_k"):
         pytest.skip("this torch cannot forbid split-K")
     command = [sys.executable, __file__]
