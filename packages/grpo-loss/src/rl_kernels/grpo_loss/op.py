@@ -29,6 +29,7 @@ the order of the batch; ``combine`` then adds them as ``forward`` does. Its ``le
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,33 +68,16 @@ SUMS = 3
 """Rows of ``sums`` without metrics."""
 
 
-def _results(*arguments: Any) -> tuple[torch.Tensor, ...]:
+def _loss(*arguments: Any, has_slope: bool, has_total: bool) -> Any:
     call = LossCall(*arguments)
-    current = call.current_logps
-    loss, policy_loss, kl = (current.new_empty((), dtype=call.dtype) for _ in range(3))
-    metrics = current.new_empty((len(METRICS) if call.with_metrics else 0,), dtype=torch.float32)
-    return loss, policy_loss, kl, metrics
-
-
-def _results_and_slope(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    call = LossCall(*arguments)
-    current = call.current_logps
-    return (
-        *_results(*arguments),
-        current.new_empty((), dtype=call.dtype),
-        current.new_empty(current.shape, dtype=call.dtype),
-    )
-
-
-def _sums(*arguments: Any) -> torch.Tensor:
-    call = LossCall(*arguments)
-    quantities = SUMS + (len(METRICS) if call.with_metrics else 0)
-    return call.current_logps.new_empty((quantities, call.batch), dtype=call.dtype)
-
-
-def _sums_and_slope(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    call = LossCall(*arguments)
-    return _sums(*arguments), call.current_logps.new_empty(call.current_logps.shape, dtype=call.dtype)
+    current, count = call.current_logps, len(METRICS) if call.with_metrics else 0
+    slope = current.new_empty(current.shape, dtype=call.dtype)
+    if not has_total:
+        sums = current.new_empty((SUMS + count, call.batch), dtype=call.dtype)
+        return (sums, slope) if has_slope else sums
+    loss, policy_loss, kl, divisor = (current.new_empty((), dtype=call.dtype) for _ in range(4))
+    results = loss, policy_loss, kl, current.new_empty((count,), dtype=torch.float32)
+    return (*results, divisor, slope) if has_slope else results
 
 
 def _combined(sums: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
@@ -103,10 +87,10 @@ def _combined(sums: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
 
 FAKES: dict[str, Callable[..., Any]] = {
     "advantages": lambda rewards, *_: rewards.new_empty(rewards.shape, dtype=compute_dtype(rewards.dtype)),
-    "forward": _results,
-    "forward_grad": _results_and_slope,
-    "sums": _sums,
-    "sums_grad": _sums_and_slope,
+    "forward": partial(_loss, has_slope=False, has_total=True),
+    "forward_grad": partial(_loss, has_slope=True, has_total=True),
+    "sums": partial(_loss, has_slope=False, has_total=False),
+    "sums_grad": partial(_loss, has_slope=True, has_total=False),
     "combine": _combined,
     "backward": lambda current_logps, *_: current_logps.new_empty(current_logps.shape),
     "backward_inplace": lambda slope, divisor, upstream: None,

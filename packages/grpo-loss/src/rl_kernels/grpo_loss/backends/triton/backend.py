@@ -17,6 +17,7 @@ the ratio of the sequence is multiplied by it after the sum.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,30 +54,6 @@ SCORES = len(TOKENS)
 ROWS = SCORES + 3
 """Number of the operands that have a stride of rows: they come first."""
 NUMBERS, NORMALIZER = LossCall._fields.index("numbers"), LossCall._fields.index("normalizer")
-
-
-@prepared
-def forward(*arguments: Any) -> Launches:
-    """Return (loss, policy_loss, kl, metrics); the first three are scalars."""
-    return _prepare_loss(LossCall(*arguments), has_slope=False, has_total=True)
-
-
-@prepared
-def forward_grad(*arguments: Any) -> Launches:
-    """Return (loss, policy_loss, kl, metrics, divisor, slope); slope has the shape of current_logps."""
-    return _prepare_loss(LossCall(*arguments), has_slope=True, has_total=True)
-
-
-@prepared
-def sums(*arguments: Any) -> Launches:
-    """Return the sums of each sequence, ``[3, B]``, or ``[14, B]`` with metrics."""
-    return _prepare_loss(LossCall(*arguments), has_slope=False, has_total=False)
-
-
-@prepared
-def sums_grad(*arguments: Any) -> Launches:
-    """Return (sums, slope); slope has the shape of current_logps."""
-    return _prepare_loss(LossCall(*arguments), has_slope=True, has_total=False)
 
 
 @prepared
@@ -132,12 +109,13 @@ def _scale(slope: torch.Tensor) -> Launch:
     return Launch(gradient, (ceil_div(size, GRADIENT_BLOCK),), (size, GRADIENT_BLOCK), num_warps=GRADIENT_WARPS)
 
 
-def _prepare_loss(call: LossCall, *, has_slope: bool, has_total: bool) -> Launches:
+def _prepare_loss(*arguments: Any, has_slope: bool, has_total: bool) -> Launches:
     """Return the launches of a loss.
 
     Their result is (loss, policy_loss, kl, metrics, divisor, slope), without the last two unless ``has_slope``; or,
     unless ``has_total``, the sums of each sequence ``[3 or 14, B]``, with the slope if ``has_slope``.
     """
+    call = LossCall(*arguments)
     scores, segments = scores_of_call(call), max(ceil_div(call.length, SEGMENT), 1)
     places, copied, strides = _operands(call, scores)
     shape = segments, SUMS + (len(METRICS) if call.with_metrics else 0), call.batch
@@ -166,6 +144,12 @@ def _prepare_loss(call: LossCall, *, has_slope: bool, has_total: bool) -> Launch
             return (added, slope) if has_slope else added
 
     return launch
+
+
+forward = prepared(partial(_prepare_loss, has_slope=False, has_total=True))
+forward_grad = prepared(partial(_prepare_loss, has_slope=True, has_total=True))
+sums = prepared(partial(_prepare_loss, has_slope=False, has_total=False))
+sums_grad = prepared(partial(_prepare_loss, has_slope=True, has_total=False))
 
 
 def _operands(call: LossCall, scores: Scores) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

@@ -177,7 +177,7 @@ def terms(
     if SEQ and not ALIKE and slope is not None:
         ratio_slope = slope_by_ratio(
             token, current, old, ref, mask, scores, w, a, weight, size, shared_ratio, log_weight, n,
-            SEGMENT, LANES, KIND, SEQ, BOUNDS, MODE, KL, CORRECTED, PER_TOKEN, W_PER_TOKEN, WHOLE,
+            SEGMENT, LANES, KIND, BOUNDS, MODE, KL, CORRECTED, PER_TOKEN, W_PER_TOKEN, WHOLE,
         )  # fmt: skip
         shared_slope += tl.div_rn(ratio_slope, count)
     scale = tl.zeros((LANES,), tl.float32) + tl.div_rn(constant(1.0), count)

@@ -143,7 +143,6 @@ def slope_by_ratio(
     SEGMENT: tl.constexpr,
     LANES: tl.constexpr,
     KIND: tl.constexpr,
-    SEQ: tl.constexpr,
     BOUNDS: tl.constexpr,
     MODE: tl.constexpr,
     KL: tl.constexpr,
@@ -167,8 +166,9 @@ def slope_by_ratio(
                     current, old, ref, mask, scores, w, columns, columns < size, a, weight, PER_TOKEN, W_PER_TOKEN
                 )
             _, _, _, shared, _, _ = terms_of(
-                step_token, shared_ratio, log_weight, n, KIND, SEQ, BOUNDS, MODE, KL, CORRECTED, HAS_OLD, HAS_REF, HAS_W
-            )
+                step_token, shared_ratio, log_weight, n,
+                KIND, True, BOUNDS, MODE, KL, CORRECTED, HAS_OLD, HAS_REF, HAS_W,
+            )  # fmt: skip
             lane_slopes += shared
         ratio_slope += tree(lane_slopes)
     return ratio_slope
