@@ -77,14 +77,14 @@ def layer(rows: int, outputs: int, inputs: int) -> tuple[dict[str, Callable[[], 
         def part(rank: int, own: int = own, size: int = size) -> torch.Tensor:
             mine = slice(rank * inputs // size, (rank + 1) * inputs // size)
             a, b = x[:, mine].contiguous(), weight[:, mine].contiguous()
-            partial: torch.Tensor = products.ops["segmented"](a, b.t(), None, torch.float32, own, length, backend)
+            partial: torch.Tensor = products.ops["segmented"](a, b, None, torch.float32, own, length, backend)
             return partial
 
         parts = torch.stack([part(rank) for rank in range(size)])
         differing += different(total(parts, "tree", dtype=x.dtype), expected)
         a, b = (value[:, : inputs // size].contiguous() for value in (x, weight))
         calls[f"{size} ranks, product"] = lambda a=a, b=b, own=own: products.ops["segmented"](
-            a, b.t(), None, torch.float32, own, length, backend
+            a, b, None, torch.float32, own, length, backend
         )
         # A rank adds its slice of the rows.
         piece = parts[:, : max(rows // size, 1)].contiguous()

@@ -28,7 +28,7 @@ BUGS = (
     Bug("every launch begins early", "plan.shared, plan.pdl", "plan.shared, True"),
     Bug("alignment not looked at", "x.data_ptr() % ALIGNED == 0", "True"),
     Bug("maps of all operands in one", "box, x.shape, x.stride(), x", "x"),
-    Bug("transposed operand mapped as it is", "if box and a_transposed", "if False"),
+    Bug("transposed operand mapped as it is", "if box and is_turned", "if False"),
 )
 FEW, PROCESSORS = 64, 4
 LAYOUTS = ("row", "column", "apart", "odd", "shifted", "expanded")
@@ -109,7 +109,7 @@ def check_segments():
             bias, length = draw.normal(2 * n)[::2], segment_length(k, 4)
             expected = cuda_gemm.product(a, b, 4, length) + bias.float()
             for dtype in (draw.dtype, torch.float32):
-                assert torch.equal(backend.segmented(a, b, bias, dtype, 4, length), expected.to(dtype))
+                assert torch.equal(backend.segmented(a, b.t(), bias, dtype, 4, length), expected.to(dtype))
         draw = Draw(torch.bfloat16, seed=1)
         for segments in (2, 4, 8):
             for cut in [one.schedule for one in importlib.import_module(SEGMENTED).in_segments(segments)]:
@@ -141,7 +141,7 @@ def check_weight_gradients():
         continued = total.clone()
         backend.weight_gradient_into(a, dc, continued)
         assert torch.equal(continued, (gold + total).float())
-        assert torch.equal(backend.forward(a.t(), dc, dc[0], torch.float16), (gold + dc[0].double()).half())
+        assert torch.equal(backend.forward(a.t(), dc.t(), dc[0], torch.float16), (gold + dc[0].double()).half())
         joined = total.clone()
         backend.joined_into(a, dc, joined, 32)
         parts = [a[rows].double().t() @ dc[rows].double() for rows in (slice(32), slice(32, 50))]

@@ -114,7 +114,7 @@ def det_linear(
         settings = Settings(ready, operand.dtype, k_segments, dx_segments, join_tokens, main_grad)
         out = Product.apply(operand, matrix, bias, settings)
     else:
-        op, args = raw_product(operand, matrix.t(), bias, operand.dtype, k_segments)
+        op, args = raw_product(operand, matrix, bias, operand.dtype, k_segments)
         out = op.call(ready, *args)
     if main_grad is not None and weight.requires_grad:
         fold_grad_into_main_grad("weight", weight, out)

@@ -31,7 +31,7 @@ def prepare_gemm(
     _validate_options(out_dtype, backend)
     segments.validate(k_segments=k_segments, dx_segments=dx_segments)
     name = choose(OPERATOR, describe(a, b), backend).name
-    op, args = raw_product(a, b, None, out_dtype or a.dtype, k_segments)
+    op, args = raw_product(a, b.t(), None, out_dtype or a.dtype, k_segments)
     return op.ready(*args, name)
 
 
@@ -47,7 +47,7 @@ def prepare_linear(
 ) -> Ready:
     """Check the arguments of ``det_linear``, choose a backend, and prepare the forward pass."""
     name = choose_for_linear(x, weight, bias, backend, k_segments, dx_segments, join_tokens)
-    op, args = raw_product(x, weight.t(), bias, x.dtype, k_segments)
+    op, args = raw_product(x, weight, bias, x.dtype, k_segments)
     return op.ready(*args, name)
 
 

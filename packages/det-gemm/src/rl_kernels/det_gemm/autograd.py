@@ -49,19 +49,19 @@ def needs_graph(*tensors: torch.Tensor | None) -> bool:
 
 def output(x: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, settings: Settings) -> torch.Tensor:
     """Return ``x[..., K] @ b[K, N] + bias``, without a gradient."""
-    b = right.t() if settings.is_linear else right
-    op, args = raw_product(x, b, bias, settings.out_dtype, settings.k_segments)
+    weight = right if settings.is_linear else right.t()
+    op, args = raw_product(x, weight, bias, settings.out_dtype, settings.k_segments)
     out: torch.Tensor = op.call(settings.ready, *args)
     return out
 
 
 def raw_product(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, segments: int
+    a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, segments: int
 ) -> tuple[Op, tuple[Any, ...]]:
-    """Return the raw op of ``a @ b + bias``, and its arguments but for the backend."""
+    """Return the raw op of ``a @ weight^T + bias``, and its arguments but for the backend."""
     if segments == 1:
-        return ops["forward"], (a, b, bias, out_dtype)
-    return ops["segmented"], (a, b, bias, out_dtype, segments, segment_length(a.shape[-1], segments))
+        return ops["forward"], (a, weight, bias, out_dtype)
+    return ops["segmented"], (a, weight, bias, out_dtype, segments, segment_length(a.shape[-1], segments))
 
 
 def raw_sum(
@@ -99,10 +99,7 @@ class Product(torch.autograd.Function):
         save(ctx, x, right)
         # main_grad is not saved for backward: it is meant to change in place between this call and its backward pass.
         ctx.settings = settings
-        b = right.t() if settings.is_linear else right
-        op, args = raw_product(x, b, bias, settings.out_dtype, settings.k_segments)
-        out: torch.Tensor = op.call(settings.ready, *args)
-        return out
+        return output(x, right, bias, settings)
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -111,7 +108,7 @@ class Product(torch.autograd.Function):
         (backend, _), _, _, dx_segments, join_tokens, main_grad, is_linear = ctx.settings
         dc, dx, dright, dbias = upstream if upstream.dtype == x.dtype else upstream.to(x.dtype), None, None, None
         if ctx.needs_input_grad[0] and is_asked_for(ctx, 0):
-            op, args = raw_product(dc, right if is_linear else right.t(), None, dc.dtype, dx_segments)
+            op, args = raw_product(dc, right.t() if is_linear else right, None, dc.dtype, dx_segments)
             dx = first_order(op, *args, backend)
         if ctx.needs_input_grad[1] and is_asked_for(ctx, 1):
             a, b = (dc, x) if is_linear else (x, dc)

@@ -31,17 +31,17 @@ class Cut(NamedTuple):
     scatter_dim: int | None
 
     def product(
-        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, ...], backend: str
+        self, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shape: tuple[int, ...], backend: str
     ) -> torch.Tensor:
-        """Return ``a @ b + bias`` in the dtype of ``a`` and in ``shape``, summed over ranks, or this rank's slice."""
+        """Return ``a @ weight^T + bias`` in the dtype of ``a`` and in ``shape``: summed over ranks, or a slice."""
         if self.group is None:
-            out: torch.Tensor = ops["segmented"](a, b, bias, a.dtype, self.segments, self.length, backend)
+            out: torch.Tensor = ops["segmented"](a, weight, bias, a.dtype, self.segments, self.length, backend)
             return out
 
         rows = flat_rows(a)
 
         def write(part: torch.Tensor, first: int, end: int) -> None:
-            ops["segmented_into"](rows[first:end], b, part, self.segments, self.length, backend)
+            ops["segmented_into"](rows[first:end], weight, part, self.segments, self.length, backend)
 
         options: dict[str, Any] = {"scatter_dim": self.scatter_dim, "bias": bias, "dtype": a.dtype}
         return reduce_product(write, shape, a, self.group, **options)
@@ -95,7 +95,7 @@ def _column_input_gradient(
     dc: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, cut: Cut, backend: str
 ) -> torch.Tensor:
     """Return the gradient of x, or zeros around this rank's slice of it."""
-    part = cut.product(dc, weight, None, x.shape, backend)
+    part = cut.product(dc, weight.t(), None, x.shape, backend)
     if cut.scatter_dim is None or cut.group is None:
         return part
     whole = part.new_zeros(x.shape)
@@ -120,7 +120,7 @@ class _Row(torch.autograd.Function):
     ) -> torch.Tensor:
         """Return the sum over ranks."""
         shape = (*x.shape[:-1], weight.shape[0])
-        total = cut.product(x, weight.t(), bias, shape, settings.ready.backend)
+        total = cut.product(x, weight, bias, shape, settings.ready.backend)
         # Not a view: autograd would forbid in-place changes of a view.
         return torch.ops.aten._unsafe_view.default(total, tuple(total.shape)) if total._is_view() else total
 
@@ -133,7 +133,7 @@ class _Row(torch.autograd.Function):
             dc = first_order(all_gather, dc, cut.group, cut.scatter_dim)
         dx = None
         if _is_needed(ctx, 0):
-            op, args = raw_product(dc, weight, None, dc.dtype, 1)
+            op, args = raw_product(dc, weight.t(), None, dc.dtype, 1)
             dx = first_order(op, *args, ctx.settings.ready.backend)
         return dx, *_gradients_of_parameters(ctx, dc, x), None, None
 

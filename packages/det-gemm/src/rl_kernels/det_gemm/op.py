@@ -1,7 +1,7 @@
 """The registration of det_gemm with the registry and torch: schemas, fake kernels, backends, their promises.
 
 In the raw ops all operands share one dtype and may have any strides. Rows may have several dims, which results keep, as
-in ``a[..., K]``, but for the ops that write to a buffer. ``forward`` is ``a[M, K] @ b[K, N] + bias[N]``,
+in ``a[..., K]``, but for the ops that write to a buffer. ``forward`` is ``a[M, K] @ weight[N, K]^T + bias[N]``,
 ``segmented`` is the same with K cut into ``segments`` segments of ``length`` terms, a multiple of 16 (the last ones are
 shorter or empty), each a sum of its own, merged by a balanced tree before the bias; their number is a power of two up
 to 8, and they hold all of K. ``weight_gradient`` is ``a[M, K]^T @ dc[M, N]``, and ``weight_gradient_into`` continues
@@ -24,22 +24,21 @@ from rl_kernels.core.triton_lib.launch import triton_backend
 PER_CHUNK = 8
 """16-bit numbers in 16 bytes."""
 SCHEMAS = {
-    "forward": "(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype, str backend) -> Tensor",
+    "forward": "(Tensor a, Tensor weight, Tensor? bias, ScalarType out_dtype, str backend) -> Tensor",
     "segmented": (
-        "(Tensor a, Tensor b, Tensor? bias, ScalarType out_dtype, int segments, SymInt length, str backend) -> Tensor"
+        "(Tensor a, Tensor weight, Tensor? bias, ScalarType out_dtype, int segments, SymInt length, str backend)"
+        " -> Tensor"
     ),
-    "segmented_into": "(Tensor a, Tensor b, Tensor(a!) out, int segments, int length, str backend) -> ()",
+    "segmented_into": "(Tensor a, Tensor weight, Tensor(a!) out, int segments, int length, str backend) -> ()",
     "weight_gradient": "(Tensor a, Tensor dc, ScalarType out_dtype, str backend) -> Tensor",
     "weight_gradient_into": "(Tensor a, Tensor dc, Tensor(a!) out, str backend) -> ()",
     "joined_into": "(Tensor a, Tensor dc, Tensor(a!) out, int join_tokens, str backend) -> ()",
 }
 
 FAKES: dict[str, Callable[..., Any]] = {
-    "forward": lambda a, b, bias, out_dtype: a.new_empty((*a.shape[:-1], b.shape[1]), dtype=out_dtype),
-    "segmented": lambda a, b, bias, out_dtype, segments, length: a.new_empty(
-        (*a.shape[:-1], b.shape[1]), dtype=out_dtype
-    ),
-    "segmented_into": lambda a, b, out, segments, length: None,
+    "forward": lambda a, weight, bias, out_dtype, *_: a.new_empty((*a.shape[:-1], weight.shape[0]), dtype=out_dtype),
+    "segmented": lambda a, weight, bias, out_dtype, *_: a.new_empty((*a.shape[:-1], weight.shape[0]), dtype=out_dtype),
+    "segmented_into": lambda a, weight, out, segments, length: None,
     "weight_gradient": lambda a, dc, out_dtype: a.new_empty((a.shape[-1], dc.shape[-1]), dtype=out_dtype),
     "weight_gradient_into": lambda a, dc, out: None,
     "joined_into": lambda a, dc, out, join_tokens: None,

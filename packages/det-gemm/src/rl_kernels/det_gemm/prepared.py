@@ -18,39 +18,39 @@ def raw_ops(product: Any) -> tuple[prepared, ...]:
 
 
 def _forward(
-    product: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+    product: Any, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> Launches:
-    """Return ``a[M, K] @ b[K, N] + bias[N]`` in ``out_dtype``."""
-    return _segmented(product, a, b, bias, out_dtype, 1, 0)
+    """Return ``a[M, K] @ weight[N, K]^T + bias[N]`` in ``out_dtype``."""
+    return _segmented(product, a, weight, bias, out_dtype, 1, 0)
 
 
 def _segmented(
     product: Any,
     a: torch.Tensor,
-    b: torch.Tensor,
+    weight: torch.Tensor,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     segments: int,
     length: int,
 ) -> Launches:
-    """Return ``a[M, K] @ b[K, N] + bias[N]`` in ``out_dtype``, K in segments whose chains a tree merges."""
-    shape = *a.shape[:-1], b.shape[1]
-    multiply = product(a, b, a.new_empty(shape, dtype=out_dtype), bias, segments=segments, length=length)
+    """Return the product of ``_forward``, K in segments whose chains a tree merges."""
+    shape, cut = (*a.shape[:-1], weight.shape[0]), {"segments": segments, "length": length}
+    multiply = product(a, weight, a.new_empty(shape, dtype=out_dtype), bias, b_transposed=True, **cut)
 
-    def launch(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, *_: Any) -> torch.Tensor:
+    def launch(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *_: Any) -> torch.Tensor:
         out = a.new_empty(shape, dtype=out_dtype)
-        multiply(a, b, out, bias)
+        multiply(a, weight, out, bias)
         return out
 
     return launch
 
 
 def _segmented_into(
-    product: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, segments: int, length: int
+    product: Any, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, segments: int, length: int
 ) -> Launches:
     """Write the FP32 sum of ``_segmented`` to ``out[M, N]``."""
-    multiply = product(a, b, out, segments=segments, length=length)
-    return lambda a, b, out, *_: multiply(a, b, out)
+    multiply = product(a, weight, out, b_transposed=True, segments=segments, length=length)
+    return lambda a, weight, out, *_: multiply(a, weight, out)
 
 
 def _weight_gradient(product: Any, a: torch.Tensor, dc: torch.Tensor, out_dtype: torch.dtype) -> Launches:

@@ -17,19 +17,24 @@ from rl_kernels.det_gemm.chains import add_chains
 from rl_kernels.det_gemm.segments import bounds, merge_segments
 
 
-def forward(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
-    """Return ``a[M, K] @ b[K, N] + bias[N]`` in ``out_dtype``."""
-    return _shaped(products.matmul(flat_rows(a), b, bias, out_dtype), a)
+def forward(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """Return ``a[M, K] @ weight[N, K]^T + bias[N]`` in ``out_dtype``."""
+    return _shaped(products.matmul(flat_rows(a), weight.t(), bias, out_dtype), a)
 
 
 def segmented(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype, segments: int, length: int
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    segments: int,
+    length: int,
 ) -> torch.Tensor:
-    """Return ``a[M, K] @ b[K, N] + bias[N]`` in ``out_dtype``, K in segments whose sums a tree merges."""
+    """Return the product of ``forward``, K in segments whose sums a tree merges."""
     if segments == 1:
-        return forward(a, b, bias, out_dtype)
+        return forward(a, weight, bias, out_dtype)
     cuts = bounds(a.shape[-1], segments, length)
-    return _shaped(merge_segments(flat_rows(a), b, bias, out_dtype, cuts, products.matmul), a)
+    return _shaped(merge_segments(flat_rows(a), weight.t(), bias, out_dtype, cuts, products.matmul), a)
 
 
 def _shaped(out: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
@@ -54,6 +59,6 @@ def joined_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor, join_token
     add_chains(a, dc, out, join_tokens, weight_gradient)
 
 
-def segmented_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, segments: int, length: int) -> None:
+def segmented_into(a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, segments: int, length: int) -> None:
     """Write the FP32 sum of ``segmented`` to ``out[M, N]``."""
-    out.copy_(segmented(a, b, None, torch.float32, segments, length))
+    out.copy_(segmented(a, weight, None, torch.float32, segments, length))

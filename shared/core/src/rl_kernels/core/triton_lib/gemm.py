@@ -92,6 +92,7 @@ class Product:
         out: what is written.
         bias: added to each row, or None.
         a_transposed: ``a`` is passed as ``a^T[K, M]``.
+        b_transposed: ``b`` is passed as ``b^T[N, K]``.
         continues: the FP32 chain starts from ``out``.
         span: a multiple of 16, for FP32 operands: every ``span`` terms are summed from zero in a chain of their own,
             and then added. Short spans lose digits if K is long; a chain that is to be continued must end at a whole
@@ -109,6 +110,7 @@ class Product:
         bias: torch.Tensor | None = None,
         *,
         a_transposed: bool = False,
+        b_transposed: bool = False,
         continues: bool = False,
         span: int = STEP.value,
         schedule: Schedule | None = None,
@@ -120,12 +122,12 @@ class Product:
             return
         self._fits = has_flat_rows(a), has_flat_rows(b)
         a, b, out = flat_rows(a), flat_rows(b), flat_rows(out)
-        (m, n), k = out.shape, b.shape[0]
+        rows_of_a, columns_of_b = a.t() if a_transposed else a, b if b_transposed else b.t()
+        (m, n), k = out.shape, columns_of_b.shape[1]
         cut = schedule or schedule_for(m, n, k, a.dtype, a.device, spans=span > STEP.value)
         if segments > 1:
             cut = in_segments(cut, segments, length, a.dtype)
-        rows_of_a = a.t() if a_transposed else a
-        left, right, target = (b.t(), rows_of_a, out.t()) if cut.swapped else (rows_of_a, b.t(), out)
+        left, right, target = (columns_of_b, rows_of_a, out.t()) if cut.swapped else (rows_of_a, columns_of_b, out)
         is_stored = described(target)
         if not is_stored and out.dtype == torch.float32:
             # The shared memory to store such a tile does not fit beside the loads of the next tile.

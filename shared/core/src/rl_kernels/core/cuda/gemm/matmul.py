@@ -37,6 +37,7 @@ class Product:
         bias: torch.Tensor | None = None,
         *,
         a_transposed: bool = False,
+        b_transposed: bool = False,
         continues: bool = False,
         schedule: Schedule | None = None,
         segments: int = 1,
@@ -55,7 +56,8 @@ class Product:
         a, b, out = flat_rows(readable(a, fits_a)), flat_rows(readable(b, fits_b)), flat_rows(out)
         left, right = MatrixLayout.of(a), MatrixLayout.of(b)
         plan = self._plan = plan_of(
-            *(left.t() if a_transposed else left, right, MatrixLayout.of(out), processors(a.get_device())),
+            *(left.t() if a_transposed else left, right.t() if b_transposed else right),
+            *(MatrixLayout.of(out), processors(a.get_device())),
             continues=continues,
             schedule=schedule,
             segments=segments,
@@ -63,11 +65,12 @@ class Product:
         )
         self._kernel = kernel(plan.program, "gemm", SIGNATURE, a.device)
         self._numbers = *plan.strides, *plan.sizes, 0 if bias is None else plan.along, plan.length
-        self._boxes = list(plan.boxes)
-        place_of_a, box = int(plan.flipped), plan.boxes[plan.flipped]
-        self._boxes[place_of_a] = box.turned() if box and a_transposed else box
-        operands = (b, a, out) if plan.flipped else (a, b, out)
-        self._maps = [_maps_of(box, x) for box, x in zip(self._boxes, operands, strict=True)]
+        operands = [(a, a_transposed), (b, b_transposed), (out, False)]
+        if plan.flipped:
+            operands[:2] = operands[1::-1]
+        pairs = list(zip(plan.boxes, operands, strict=True))
+        self._boxes = [box.turned() if box and is_turned else box for box, (_, is_turned) in pairs]
+        self._maps = [_maps_of(box, x) for box, (_, (x, _)) in zip(self._boxes, pairs, strict=True)]
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """Launch it."""
