@@ -1,4 +1,4 @@
 """The canonical chain on Hopper: a matrix product in CUDA C++ whose order of sums depends on K alone.
 
-``gemm_sm90.cu`` states the order, which ``triton_lib/gemm.py`` has too.
+``gemm_sm90.cu`` states the order, which ``triton_lib/gemm_kernels.py`` has too.
 """
