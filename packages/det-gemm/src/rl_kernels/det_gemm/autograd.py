@@ -99,7 +99,10 @@ class Product(torch.autograd.Function):
         save(ctx, x, right)
         # main_grad is not saved for backward: it is meant to change in place between this call and its backward pass.
         ctx.settings = settings
-        return output(x, right, bias, settings)
+        weight = right if settings.is_linear else right.t()
+        op, args = raw_product(x, weight, bias, settings.out_dtype, settings.k_segments)
+        out: torch.Tensor = op.call(settings.ready, *args)
+        return out
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -66,8 +66,10 @@ def combine(
     def launch(
         sums: torch.Tensor, normalizer: torch.Tensor | None, length: int, numbers: torch.Tensor, plan: str
     ) -> tuple[torch.Tensor, ...]:
+        results, arguments = total.prepare(readable(sums, fits), normalizer, numbers.tolist())
         with device_of(sums):
-            return total(readable(sums, fits), normalizer, numbers.tolist())
+            total.launch(*arguments)
+        return results
 
     return launch
 
@@ -138,7 +140,8 @@ def _prepare_loss(*arguments: Any, has_slope: bool, has_total: bool) -> Launches
             if shape[2]:
                 segment_terms(*tensors, sums, slope, *sizes, 1 - low, 1 + high, beta, *bounds, eps)
             if has_total:
-                results = total(sums, arguments[NORMALIZER], numbers)
+                results, totalled = total.prepare(sums, arguments[NORMALIZER], numbers)
+                total.launch(*totalled)
                 return (*results, slope) if has_slope else results[:-1]
             added = _add_segments(sums)
             return (added, slope) if has_slope else added
@@ -210,11 +213,12 @@ class _Total:
         self._divisor = 0.0 if formula.mean == "tokens" else float(max(batch, 1))
         self._length = float(max(length, 1)) if formula.mean == "sums" else 0.0
         constants = (formula.mean == "sequences", quantities, LANES)
-        self._launch = Launch(reduce, (1 + self._metrics,), constants, num_warps=WARPS)
+        self.launch = Launch(reduce, (1 + self._metrics,), constants, num_warps=WARPS)
 
-    def __call__(
+    def prepare(
         self, sums: torch.Tensor, normalizer: torch.Tensor | None, numbers: list[float]
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
+        """Return the results, which ``launch`` writes, and its arguments."""
         _, _, beta, *_, divisor, length = numbers
         loss = sums.new_empty(())
         # Faster than new_empty.
@@ -222,8 +226,8 @@ class _Total:
         metrics = sums.new_empty(self._metrics)
         out = loss, policy_loss, kl, metrics if self._metrics else None, count
         factor = (length or self._length) if self._length else 1.0
-        self._launch(sums, *out, normalizer, *self._sizes, beta, divisor or self._divisor, factor)
-        return loss, policy_loss, kl, metrics, count
+        arguments = sums, *out, normalizer, *self._sizes, beta, divisor or self._divisor, factor
+        return (loss, policy_loss, kl, metrics, count), arguments
 
 
 def _add_segments(sums: torch.Tensor) -> torch.Tensor:
