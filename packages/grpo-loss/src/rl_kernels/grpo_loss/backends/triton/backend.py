@@ -140,8 +140,8 @@ def _prepare_loss(*arguments: Any, has_slope: bool, has_total: bool) -> Launches
             if shape[2]:
                 segment_terms(*tensors, sums, slope, *sizes, 1 - low, 1 + high, beta, *bounds, eps)
             if has_total:
-                results, totalled = total.prepare(sums, arguments[NORMALIZER], numbers)
-                total.launch(*totalled)
+                results, last = total.prepare(sums, arguments[NORMALIZER], numbers)
+                total.launch(*last)
                 return (*results, slope) if has_slope else results[:-1]
             added = _add_segments(sums)
             return (added, slope) if has_slope else added
