@@ -1,0 +1,86 @@
+"""The differentiable experts: one autograd Function on the raw ops."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from rl_kernels.core.calls import Ready
+from rl_kernels.core.saved import save
+from rl_kernels.core.torchlib.derivatives import first_order, is_asked_for, no_lost_derivatives
+from rl_kernels.moe.op import ops
+
+
+class Settings(NamedTuple):
+    """What experts compute with besides tensors; one tuple, because autograd inspects every argument.
+
+    Attributes:
+        ready: the backend, and its launches of the forward pass.
+        activation: its name.
+        interleaved: whether rows of gate and up alternate.
+        recompute: whether backward computes the first product again.
+        main_grads: FP32 buffers of gate_up and down to which backward adds their gradients, or None.
+    """
+
+    ready: Ready
+    activation: str
+    interleaved: bool
+    recompute: bool
+    main_grads: tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+class Experts(torch.autograd.Function):
+    """Experts of a mixture; saves hidden, and unless ``recompute`` the outputs of the first product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up_bias: torch.Tensor | None,
+        down_bias: torch.Tensor | None,
+        shared: torch.Tensor | None,
+        ids: torch.Tensor,
+        settings: Settings,
+    ) -> torch.Tensor:
+        """Return the output ``[T, D]``."""
+        form = (gate_up_bias, down_bias, shared, settings.activation, settings.interleaved)
+        op = ops["forward" if settings.recompute else "forward_kept"]
+        results = op.call(settings.ready, hidden, gate_up, down, ids, weights, *form)
+        out, z, order = (results, None, None) if settings.recompute else results
+        save(ctx, hidden, gate_up, down, ids, weights, gate_up_bias, down_bias, z, order)
+        ctx.settings = settings
+        # Autograd counts only the tensors.
+        present = [x is not None for x in (hidden, gate_up, down, weights, gate_up_bias, down_bias)]
+        ctx.places = [sum(present[:number]) for number in range(len(present))]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients; those of weights that were added to ``main_grad`` are None."""
+        settings = ctx.settings
+        inputs = zip(ctx.needs_input_grad, ctx.places, strict=False)
+        asked = [is_needed and is_asked_for(ctx, place) for is_needed, place in inputs]
+        hidden, gate_up, down, weights, gate_up_bias, down_bias = asked
+        needs = [hidden, weights, gate_up, down, gate_up_bias, down_bias]
+        arguments = (grad, *ctx.saved_tensors, settings.activation, settings.interleaved)
+        if any(buffer is not None for buffer in settings.main_grads):
+            no_lost_derivatives("experts", *arguments)
+            buffers = [
+                buffer if is_needed else None
+                for buffer, is_needed in zip(settings.main_grads, (gate_up, down), strict=True)
+            ]
+            needs[2:4] = [
+                is_needed and buffer is None for is_needed, buffer in zip(needs[2:4], buffers, strict=True)
+            ]
+            results = ops["backward_into"](*arguments, *buffers, needs, settings.ready.backend)
+        else:
+            results = first_order(ops["backward"], *arguments, needs, settings.ready.backend)
+        dhidden, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias = (
+            result if is_needed else None for result, is_needed in zip(results, needs, strict=True)
+        )
+        dshared = grad if ctx.needs_input_grad[6] else None
+        return dhidden, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias, dshared, None, None

@@ -1,0 +1,1 @@
+"""The backends of experts, one module or folder each; they never import each other."""

@@ -1,0 +1,174 @@
+"""experts in PyTorch: for each expert the products of its routes, by ``rl_kernels.core.products``.
+
+The reduction order is the contract of this backend. A route's products are those of ``det_linear`` of its row with its
+expert's weight; a bias is added in FP32 before they are rounded. A token's output, and its gradient, are FP32 sums over
+its slots in ascending order, then ``shared``, rounded once. The gradient of a weight is a chain of FP32 additions, one
+for each 16 routes of the expert in token order; that of a bias likewise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rl_kernels.core import products
+from rl_kernels.core.rowwise.sums import row_sum
+from rl_kernels.moe.activations import activate, activate_backward
+from rl_kernels.moe.op import gradients
+from rl_kernels.moe.reference import split
+
+
+def forward(hidden: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Return the output ``[T, D]``."""
+    return forward_kept(hidden, *arguments)[0]
+
+
+def forward_kept(
+    hidden: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    shared: torch.Tensor | None,
+    activation: str,
+    interleaved: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the output, ``z[T k, 2F]`` and the order."""
+    order = sort_routes(ids, gate_up.shape[0])
+    z = first_product(hidden, gate_up, ids, gate_up_bias, order)
+    y = hidden.new_zeros((ids.numel(), hidden.shape[1]))
+    for expert, first, end in spans(order, ids, gate_up):
+        h = activate(*split(z[first:end], interleaved), activation)
+        bias = None if down_bias is None else down_bias[expert]
+        y[order[first:end]] = products.matmul(h, down[expert].t(), bias, hidden.dtype)
+    return combine(y, ids, weights, shared, gate_up.shape[0]), z, order
+
+
+def sort_routes(ids: torch.Tensor, experts: int) -> torch.Tensor:
+    """Return the order of the routes, as ``op`` describes it; ids that are no expert's come last."""
+    keys = torch.where((ids >= 0) & (ids < experts), ids, experts).flatten()
+    places = torch.sort(keys, stable=True)
+    bounds = torch.searchsorted(places.values, torch.arange(experts + 1, dtype=keys.dtype, device=keys.device))
+    return torch.cat((places.indices, bounds)).int()
+
+
+def spans(order: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Return (expert, position of its first route, end) of each expert that has routes."""
+    bounds = order[ids.numel() :].tolist()
+    every = [(expert, bounds[expert], bounds[expert + 1]) for expert in range(gate_up.shape[0])]
+    return [span for span in every if span[1] < span[2]]
+
+
+def first_product(
+    hidden: torch.Tensor,
+    gate_up: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    order: torch.Tensor,
+) -> torch.Tensor:
+    """Return ``z[T k, 2F]``; 0 for routes without an expert."""
+    z = hidden.new_zeros((ids.numel(), gate_up.shape[1]))
+    for expert, first, end in spans(order, ids, gate_up):
+        bias = None if gate_up_bias is None else gate_up_bias[expert]
+        rows = hidden[order[first:end] // ids.shape[1]]
+        z[first:end] = products.matmul(rows, gate_up[expert].t(), bias, hidden.dtype)
+    return z
+
+
+def combine(
+    y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None, shared: torch.Tensor | None, experts: int
+) -> torch.Tensor:
+    """Return the sum of ``weights[t, s] y[t k + s]`` over s, plus ``shared[t]``; NaN for ids outside [0, E]."""
+    tokens, slots = ids.shape
+    y = y.view(tokens, slots, y.shape[1])
+    total = y.new_zeros((tokens, y.shape[2]), dtype=torch.float32)
+    for slot in range(slots):
+        term = y[:, slot].float()
+        term = term if weights is None else weights[:, slot, None].float() * term
+        total = torch.where((ids[:, slot] == experts)[:, None], total, total + term)
+    total = total if shared is None else total + shared.float()
+    is_bad = ((ids < 0) | (ids > experts)).any(1)
+    return total.masked_fill(is_bad[:, None], torch.nan).to(y.dtype)
+
+
+def backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of hidden, weights, gate_up, down, gate_up_bias and down_bias."""
+    *rest, needs = arguments
+    return backward_into(*rest, None, None, needs)
+
+
+def backward_into(
+    grad: torch.Tensor,
+    hidden: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    z: torch.Tensor | None,
+    order: torch.Tensor | None,
+    activation: str,
+    interleaved: bool,
+    gate_up_grad: torch.Tensor | None,
+    down_grad: torch.Tensor | None,
+    needs: list[bool],
+) -> tuple[torch.Tensor, ...]:
+    """Return the same, and add the gradients of gate_up and down to FP32 buffers where they are given."""
+    if order is None or z is None:
+        order = sort_routes(ids, gate_up.shape[0])
+        z = first_product(hidden, gate_up, ids, gate_up_bias, order)
+    results = gradients(needs, hidden, weights, gate_up, down, gate_up_bias, down_bias)
+    dhidden, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias = results
+    dx = hidden.new_zeros((ids.numel(), hidden.shape[1]))
+    route_weights, dots = weights.float().flatten(), dx.new_zeros(ids.numel(), dtype=torch.float32)
+    for each in (dgate_up, ddown, dgate_up_bias, ddown_bias):
+        each.zero_()
+    for expert, first, end in spans(order, ids, gate_up):
+        routes = order[first:end]
+        tokens = routes // ids.shape[1]
+        rows, scale = grad[tokens], route_weights[routes][:, None]
+        gate, up = split(z[first:end], interleaved)
+        h = activate(gate, up, activation).float()
+        # The weight of a route is left out of the product, so that its own gradient needs no second one.
+        dh = products.matmul(rows, down[expert], None, hidden.dtype).float()
+        dot = row_sum(dh * h)
+        dots[routes] = dot if down_bias is None else dot + row_sum(rows.float() * down_bias[expert].float())
+        dz = torch.empty_like(z[first:end])
+        for part, value in zip(split(dz, interleaved), activate_backward(scale * dh, gate, up, activation), strict=True):
+            part.copy_(value)
+        if needs[0]:
+            dx[routes] = products.matmul(dz, gate_up[expert], None, hidden.dtype)
+        if needs[2]:
+            _add(dz, hidden[tokens], dgate_up, gate_up_grad, expert)
+        if needs[3]:
+            _add(rows, (scale * h).to(hidden.dtype), ddown, down_grad, expert)
+        if needs[4]:
+            dgate_up_bias[expert] = _sum(dz)
+        if needs[5]:
+            ddown_bias[expert] = _sum(scale * rows.float())
+    if needs[0]:
+        dhidden.copy_(combine(dx, ids, None, None, gate_up.shape[0]))
+    if needs[1]:
+        dweights.copy_(dots.view(ids.shape))
+    return tuple(results)
+
+
+def _add(
+    rows: torch.Tensor, columns: torch.Tensor, out: torch.Tensor, buffer: torch.Tensor | None, expert: int
+) -> None:
+    """Write ``rows^T @ columns`` to ``out[expert]``, or add it to ``buffer[expert]``."""
+    if buffer is not None:
+        products.chain_dw(rows, columns, buffer[expert])
+        return
+    total = out.new_zeros(out.shape[1:], dtype=torch.float32)
+    out[expert] = products.chain_dw(rows, columns, total)
+
+
+def _sum(rows: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the rows of ``rows[M, N]``, a chain of 16 rows per step."""
+    total = rows.new_zeros((1, rows.shape[1]), dtype=torch.float32)
+    return products.chain_dw(rows.new_ones((len(rows), 1)), rows, total)[0]

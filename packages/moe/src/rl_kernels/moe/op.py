@@ -1,0 +1,113 @@
+"""The registration of experts with the registry and torch: schemas, fake kernels, backends, their promises.
+
+In the raw ops ``gate_up[E, 2F, D]`` and ``down[E, D, F]`` may have any strides; the two rows of ``gate_up`` for one
+column of the activation are F apart, or neighbors if ``interleaved``. A route is a token's slot, ``ids[T, k]``; an id
+outside ``[0, E)`` has no expert. ``order[T k + E + 1]`` is int32: the routes ``t k + s`` sorted by (expert, token,
+slot), then for each expert the position of its first route, and the end of the last one's. ``z[T k, 2F]`` are the
+outputs of the first product in that order. ``forward`` returns the output alone, ``forward_kept`` also z and the order.
+
+``backward`` returns the gradients of hidden, weights, gate_up, down, gate_up_bias and down_bias; those that ``needs``
+leaves out are empty. ``backward_into`` adds those of gate_up and down to FP32 buffers, where one is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
+from rl_kernels.core.torchlib.ops import define
+from rl_kernels.core.triton_lib.launch import triton_backend
+
+_WEIGHTS = "Tensor gate_up, Tensor down"
+_BIASES = "Tensor? gate_up_bias, Tensor? down_bias"
+_FORM = "str activation, bool interleaved"
+_FORWARD = f"Tensor hidden, {_WEIGHTS}, Tensor ids, Tensor weights, {_BIASES}, Tensor? shared, {_FORM}"
+_BACKWARD = (
+    f"Tensor grad, Tensor hidden, {_WEIGHTS}, Tensor ids, Tensor weights, {_BIASES}, Tensor? z, Tensor? order, {_FORM}"
+)
+SCHEMAS = {
+    "forward": f"({_FORWARD}, str backend) -> Tensor",
+    "forward_kept": f"({_FORWARD}, str backend) -> (Tensor, Tensor, Tensor)",
+    "backward": (
+        f"({_BACKWARD}, bool[] needs, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "backward_into": (
+        f"({_BACKWARD}, Tensor(a!)? gate_up_grad, Tensor(b!)? down_grad, bool[] needs, str backend)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+}
+
+
+def order_size(ids: torch.Tensor, experts: int) -> int:
+    """Return the number of elements of ``order``."""
+    return ids.numel() + experts + 1
+
+
+def _fake_forward(hidden: torch.Tensor, *_: Any) -> torch.Tensor:
+    return hidden.new_empty(hidden.shape)
+
+
+def _fake_forward_kept(
+    hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, ...]:
+    order = ids.new_empty(order_size(ids, gate_up.shape[0]), dtype=torch.int32)
+    return hidden.new_empty(hidden.shape), hidden.new_empty((ids.numel(), gate_up.shape[1])), order
+
+
+def gradients(needs: list[bool], *shaped_like: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Return an empty tensor for each gradient of ``backward``: with the argument's shape if it is needed."""
+    first = next(x for x in shaped_like if x is not None)
+    return [
+        x.new_empty(x.shape) if x is not None and is_needed else first.new_empty(0)
+        for x, is_needed in zip(shaped_like, needs, strict=True)
+    ]
+
+
+def _fake_backward(
+    grad: torch.Tensor,
+    hidden: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    *rest: Any,
+) -> tuple[Any, ...]:
+    return tuple(gradients(rest[-1], hidden, weights, gate_up, down, gate_up_bias, down_bias))
+
+
+FAKES: dict[str, Callable[..., Any]] = {
+    "forward": _fake_forward,
+    "forward_kept": _fake_forward_kept,
+    "backward": _fake_backward,
+    "backward_into": _fake_backward,
+}
+
+
+def describe(
+    hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, *_: object, **__: object
+) -> Call:
+    """Describe a call to the dispatcher, with weights as the raw ops take them."""
+    return Call.of(hidden, D=hidden.shape[1], F=down.shape[2], E=gate_up.shape[0], K=ids.shape[1])
+
+
+OPERATOR = Operator(
+    name="experts",
+    package="rl_kernels.moe",
+    summary="the experts of a mixture and their weighted sum; a token depends on itself and its experts alone",
+    shape=("T", "D", "F", "E", "K"),
+    rows=frozenset({"T"}),
+    schemas=SCHEMAS,
+    fakes=FAKES,
+    backends=(
+        triton_backend("rl_kernels.moe.backends.triton.backend"),
+        Backend("native", "rl_kernels.moe.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
+    ),
+    describe=describe,
+)
+
+ops = define(OPERATOR)
