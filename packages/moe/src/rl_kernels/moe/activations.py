@@ -13,7 +13,8 @@ import torch
 from rl_kernels.moe.reference import LIMIT, SLOPE
 
 NAMES = ("silu", "gelu_tanh", "clamped_swiglu")
-_CUBIC, _SCALE = 0.044715, math.sqrt(2 / math.pi)
+CUBIC, TWICE = 0.044715, 2 * math.sqrt(2 / math.pi)
+"""Constants of the tanh form of GELU, https://arxiv.org/abs/1606.08415; the second one doubled."""
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -39,26 +40,27 @@ def activate_backward(
     """Return the gradients of gate and up in FP32, from that of the activation, ``dh``, in FP32."""
     gate, up = gate.float(), up.float()
     if activation == "clamped_swiglu":
-        bounded, other = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
-        inner = sigmoid(bounded * SLOPE)
-        slope = inner + SLOPE * bounded * inner * (1 - inner)
-        dgate = torch.where(gate <= LIMIT, dh * (other + 1) * slope, 0.0)
-        return dgate, torch.where(up.abs() <= LIMIT, dh * (bounded * inner), 0.0)
+        bounded, other = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT) + 1
+        dgate = torch.where(gate <= LIMIT, dh * other * _slope(bounded, activation), 0.0)
+        return dgate, torch.where(up.abs() <= LIMIT, dh * _act(bounded, activation), 0.0)
     return dh * up * _slope(gate, activation), dh * _act(gate, activation)
 
 
 def _act(x: torch.Tensor, activation: str) -> torch.Tensor:
-    return x * sigmoid(x) if activation == "silu" else 0.5 * x * (1 + _tanh(x))
+    return x * sigmoid(_argument(x, activation))
 
 
 def _slope(x: torch.Tensor, activation: str) -> torch.Tensor:
     """Return the derivative of ``_act``."""
-    if activation == "silu":
-        inner = sigmoid(x)
-        return inner * (1 + x * (1 - inner))
-    tanh = _tanh(x)
-    return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * _SCALE * (1 + 3 * _CUBIC * x * x)
+    inner = sigmoid(_argument(x, activation))
+    factor: torch.Tensor | float = SLOPE if activation == "clamped_swiglu" else 1.0
+    if activation == "gelu_tanh":
+        factor = TWICE * (1 + 3 * CUBIC * (x * x))
+    return inner + x * factor * inner * (1 - inner)
 
 
-def _tanh(x: torch.Tensor) -> torch.Tensor:
-    return (_SCALE * (x + _CUBIC * x * x * x)).tanh()
+def _argument(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return the a of ``x sigmoid(a)``, which each activation is; ``1 + tanh(b) = 2 sigmoid(2b)``."""
+    if activation == "gelu_tanh":
+        return TWICE * (x + CUBIC * (x * x * x))
+    return x * SLOPE if activation == "clamped_swiglu" else x

@@ -17,6 +17,7 @@ from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.moe.activations import activate, activate_backward
 from rl_kernels.moe.op import gradients
 from rl_kernels.moe.reference import split
+from rl_kernels.moe.routes import sort_routes
 
 
 def forward(hidden: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -45,14 +46,6 @@ def forward_kept(
         bias = None if down_bias is None else down_bias[expert]
         y[order[first:end]] = products.matmul(h, down[expert].t(), bias, hidden.dtype)
     return combine(y, ids, weights, shared, gate_up.shape[0]), z, order
-
-
-def sort_routes(ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """Return the order of the routes, as ``op`` describes it; ids that are no expert's come last."""
-    keys = torch.where((ids >= 0) & (ids < experts), ids, experts).flatten()
-    places = torch.sort(keys, stable=True)
-    bounds = torch.searchsorted(places.values, torch.arange(experts + 1, dtype=keys.dtype, device=keys.device))
-    return torch.cat((places.indices, bounds)).int()
 
 
 def spans(order: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor) -> list[tuple[int, int, int]]:

@@ -1,0 +1,177 @@
+"""experts in Triton: two products of sorted routes, the activation between them, and the sums over slots.
+
+The kernels are in ``products`` and ``rows``, with the orders of their sums. No launch depends on how many tokens an
+expert gets: grids follow from T, k and E, and programs without a tile end at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rl_kernels.core.calls import Launches, prepared
+from rl_kernels.core.gpu import device_of
+from rl_kernels.core.layout import readable
+from rl_kernels.core.triton_lib.launch import Launch, ceil_div, next_power_of_2
+from rl_kernels.moe.activations import NAMES
+from rl_kernels.moe.backends.triton import rows
+from rl_kernels.moe.backends.triton.grouped import Product, WeightGradient
+from rl_kernels.moe.op import gradients
+from rl_kernels.moe.routes import sort_routes
+
+WIDEST, WARPS = 1024, 4
+"""Largest number of columns that a program of a row kernel holds at once, and its warps."""
+BIAS_COLUMNS = 64
+"""Columns of a program that sums the gradient of a bias."""
+
+
+@prepared
+def forward(*arguments: Any) -> Launches:
+    """Return the output ``[T, D]``."""
+    run = forward_kept.prepare(*arguments)
+    return lambda *arguments: run(*arguments)[0]
+
+
+@prepared
+def forward_kept(
+    hidden: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    shared: torch.Tensor | None,
+    activation: str,
+    interleaved: bool,
+) -> Launches:
+    """Return the output, ``z[T k, 2F]`` and the order."""
+    (count, double, width), (routes, slots) = gate_up.shape, (ids.numel(), ids.shape[1])
+    first = Product(gate_up, routes, slots, gathered=True)
+    second = Product(down, routes, slots, scattered=True)
+    activate = _activate(routes, count, double // 2, activation, interleaved)
+    combine = _combine(ids, count, width)
+
+    def launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hidden, gate_up, down, ids, weights, gate_up_bias, down_bias, shared = _readable(arguments[:8], but=(1, 2))
+        order = sort_routes(ids, count)
+        z, out = hidden.new_empty((routes, double)), hidden.new_empty(hidden.shape)
+        if not routes:
+            return out, z, order
+        h, y, bounds = hidden.new_empty((routes, double // 2)), hidden.new_empty((routes, width)), order[routes:]
+        with device_of(hidden):
+            first(hidden, gate_up, gate_up_bias, z, order, bounds)
+            activate(z, h, bounds)
+            second(h, down, down_bias, y, order, bounds)
+            combine(y, ids, weights, shared, out)
+        return out, z, order
+
+    return launch
+
+
+@prepared
+def backward(*arguments: Any) -> Launches:
+    """Return the gradients of hidden, weights, gate_up, down, gate_up_bias and down_bias."""
+    run = backward_into.prepare(*arguments[:-1], None, None, arguments[-1])
+    return lambda *arguments: run(*arguments[:-1], None, None, arguments[-1])
+
+
+@prepared
+def backward_into(
+    grad: torch.Tensor,
+    hidden: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    z: torch.Tensor | None,
+    order: torch.Tensor | None,
+    activation: str,
+    interleaved: bool,
+    gate_up_grad: torch.Tensor | None,
+    down_grad: torch.Tensor | None,
+    needs: list[bool],
+) -> Launches:
+    """Return the same, and add the gradients of gate_up and down to FP32 buffers where they are given."""
+    (count, double, width), (routes, slots) = gate_up.shape, (ids.numel(), ids.shape[1])
+    again = Product(gate_up, routes, slots, gathered=True)
+    of_activation = Product(down.mT, routes, slots, gathered=True)
+    of_hidden = Product(gate_up.mT, routes, slots, scattered=True)
+    activate = _activate_backward(routes, slots, count, double // 2, width, activation, interleaved)
+    combine = _combine(ids, count, width)
+    of_gate_up = WeightGradient(gate_up, gate_up_grad, slots, right_gathered=True)
+    of_down = WeightGradient(down, down_grad, slots, left_gathered=True)
+    of_gate_up_bias, of_down_bias = (_bias_gradient(slots, count, size) for size in (double, width))
+
+    def launch(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        grad, hidden, gate_up, down, ids, weights, *biases, z, order = _readable(arguments[:10], but=(2, 3))
+        gate_up_grad, down_grad, needs = arguments[12:]
+        results = gradients(needs, hidden, weights, gate_up, down, *biases)
+        dhidden, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias = results
+        dots = hidden.new_empty(ids.shape, dtype=torch.float32)
+        dz, scaled = hidden.new_empty((routes, double)), hidden.new_empty((routes, double // 2))
+        with device_of(hidden):
+            if order is None:
+                order, z = sort_routes(ids, count), torch.empty_like(dz)
+                if routes:
+                    again(hidden, gate_up, biases[0], z, order, order[routes:])
+            bounds = order[routes:]
+            if routes:
+                dh = torch.empty_like(scaled)
+                of_activation(grad, down, None, dh, order, bounds)
+                activate(dh, z, weights, grad, biases[1], dz, scaled, dots, order, bounds)
+            if needs[0] and routes:
+                dx = hidden.new_empty((routes, width))
+                of_hidden(dz, gate_up, None, dx, order, bounds)
+                combine(dx, ids, None, None, dhidden)
+            if needs[2] or gate_up_grad is not None:
+                of_gate_up(dz, hidden, dgate_up if gate_up_grad is None else gate_up_grad, order, bounds)
+            if needs[3] or down_grad is not None:
+                of_down(grad, scaled, ddown if down_grad is None else down_grad, order, bounds)
+            if needs[4]:
+                of_gate_up_bias(dz, None, dgate_up_bias, order, bounds)
+            if needs[5]:
+                of_down_bias(grad, weights, ddown_bias, order, bounds)
+        if needs[1]:
+            dweights.copy_(dots)
+        return tuple(results)
+
+    return launch
+
+
+def _readable(operands: tuple[Any, ...], but: tuple[int, int]) -> list[Any]:
+    """Return operands as the kernels read them: contiguous, but for the weights, which are read as they are."""
+    return [
+        x if x is None or place in but else readable(x, x.is_contiguous()) for place, x in enumerate(operands)
+    ]
+
+
+def _width(size: int) -> int:
+    return min(next_power_of_2(size), WIDEST)
+
+
+def _activate(routes: int, count: int, inner: int, activation: str, interleaved: bool) -> Launch:
+    width = _width(inner)
+    numbers = (count, inner, NAMES.index(activation), interleaved, width)
+    return Launch(rows.activate, (routes, ceil_div(inner, width)), numbers, num_warps=WARPS)
+
+
+def _activate_backward(
+    routes: int, slots: int, count: int, inner: int, size: int, activation: str, interleaved: bool
+) -> Launch:
+    options = (NAMES.index(activation), interleaved, _width(inner), next_power_of_2(count))
+    return Launch(rows.activate_backward, (routes,), (count, inner, size, slots, *options), num_warps=WARPS)
+
+
+def _combine(ids: torch.Tensor, count: int, size: int) -> Launch:
+    tokens, slots = ids.shape
+    width = _width(size)
+    return Launch(rows.combine, (tokens, ceil_div(size, width)), (count, size, slots, width), num_warps=WARPS)
+
+
+def _bias_gradient(slots: int, count: int, size: int) -> Launch:
+    grid = count, ceil_div(size, BIAS_COLUMNS)
+    return Launch(rows.bias_gradient, grid, (size, slots, BIAS_COLUMNS), num_warps=WARPS)
