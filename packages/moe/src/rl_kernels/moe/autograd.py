@@ -73,14 +73,13 @@ class Experts(torch.autograd.Function):
                 buffer if is_needed else None
                 for buffer, is_needed in zip(settings.main_grads, (gate_up, down), strict=True)
             ]
-            needs[2:4] = [
-                is_needed and buffer is None for is_needed, buffer in zip(needs[2:4], buffers, strict=True)
-            ]
+            needs[2:4] = [is_needed and buffer is None for is_needed, buffer in zip(needs[2:4], buffers, strict=True)]
             results = ops["backward_into"](*arguments, *buffers, needs, settings.ready.backend)
         else:
             results = first_order(ops["backward"], *arguments, needs, settings.ready.backend)
         dhidden, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias = (
             result if is_needed else None for result, is_needed in zip(results, needs, strict=True)
         )
-        dshared = grad if ctx.needs_input_grad[6] else None
+        # A copy: the caller may write to a gradient, and the upstream gradient is not ours.
+        dshared = grad.clone() if ctx.needs_input_grad[6] else None
         return dhidden, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias, dshared, None, None

@@ -31,9 +31,7 @@ _BACKWARD = (
 SCHEMAS = {
     "forward": f"({_FORWARD}, str backend) -> Tensor",
     "forward_kept": f"({_FORWARD}, str backend) -> (Tensor, Tensor, Tensor)",
-    "backward": (
-        f"({_BACKWARD}, bool[] needs, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-    ),
+    "backward": (f"({_BACKWARD}, bool[] needs, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"),
     "backward_into": (
         f"({_BACKWARD}, Tensor(a!)? gate_up_grad, Tensor(b!)? down_grad, bool[] needs, str backend)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"

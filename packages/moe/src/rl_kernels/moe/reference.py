@@ -32,16 +32,32 @@ def experts(
     dtype = hidden.dtype
     if transposed:
         gate_up, down = gate_up.mT, down.mT
-    is_here = ids < gate_up.shape[0]
-    chosen = ids.clamp(max=gate_up.shape[0] - 1).long()
-    z = torch.einsum("td,tskd->tsk", _wide(hidden), _wide(gate_up)[chosen])
-    z = z if gate_up_bias is None else z + _wide(gate_up_bias)[chosen]
-    gate, up = split(z.to(dtype), interleaved)
-    y = torch.einsum("tsf,tsdf->tsd", _wide(activate(gate, up, activation)), _wide(down)[chosen])
-    y = (y if down_bias is None else y + _wide(down_bias)[chosen]).to(dtype)
-    y = torch.where(is_here[..., None], _wide(weights).to(_wide(y).dtype)[..., None] * _wide(y), 0.0)
-    total = y.sum(1)
+    y = _wide(hidden).new_zeros((*ids.shape, hidden.shape[1]))
+    for expert in range(gate_up.shape[0]):
+        tokens, slots = torch.nonzero(ids == expert, as_tuple=True)
+        biases = (None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias))
+        y[tokens, slots] = _wide(
+            _expert(hidden[tokens], gate_up[expert], down[expert], *biases, activation, interleaved)
+        )
+    total = (weights.to(y.dtype)[..., None] * y).sum(1)
     return (total if shared is None else total + _wide(shared)).to(dtype)
+
+
+def _expert(
+    rows: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    activation: str,
+    interleaved: bool,
+) -> torch.Tensor:
+    z = _linear(rows, gate_up, gate_up_bias)
+    return _linear(activate(*split(z, interleaved), activation), down, down_bias)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(_wide(x), _wide(weight), None if bias is None else _wide(bias)).to(x.dtype)
 
 
 def split(z: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:

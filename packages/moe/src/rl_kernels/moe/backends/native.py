@@ -126,18 +126,20 @@ def backward_into(
         rows, scale = grad[tokens], route_weights[routes][:, None]
         gate, up = split(z[first:end], interleaved)
         h = activate(gate, up, activation).float()
-        # The weight of a route is left out of the product, so that its own gradient needs no second one.
-        dh = products.matmul(rows, down[expert], None, hidden.dtype).float()
+        # In FP32, and without the route's weight, whose gradient then needs no product of its own.
+        dh = products.matmul(rows, down[expert], None, torch.float32)
         dot = row_sum(dh * h)
         dots[routes] = dot if down_bias is None else dot + row_sum(rows.float() * down_bias[expert].float())
         dz = torch.empty_like(z[first:end])
-        for part, value in zip(split(dz, interleaved), activate_backward(scale * dh, gate, up, activation), strict=True):
+        for part, value in zip(
+            split(dz, interleaved), activate_backward(scale * dh, gate, up, activation), strict=True
+        ):
             part.copy_(value)
         if needs[0]:
             dx[routes] = products.matmul(dz, gate_up[expert], None, hidden.dtype)
-        if needs[2]:
+        if needs[2] or gate_up_grad is not None:
             _add(dz, hidden[tokens], dgate_up, gate_up_grad, expert)
-        if needs[3]:
+        if needs[3] or down_grad is not None:
             _add(rows, (scale * h).to(hidden.dtype), ddown, down_grad, expert)
         if needs[4]:
             dgate_up_bias[expert] = _sum(dz)

@@ -1,15 +1,40 @@
-"""Sweeps of experts: rows and widths around the tile sizes, and every pair of options."""
+"""Sweeps of experts: tokens and widths around tile sizes, and every pair of options."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 from rl_kernels.core.testing import Case
 from rl_kernels.lab.dimensions import EDGES, ROWS, paired, swept
 
-AXES = {"scale": (None, 0.0, -2.5, 1e4), "dtype": (None, "bf16", "fp16", "fp64")}
+
+def sizes(tokens: int, width: int, inner: int, experts: int, slots: int) -> dict[str, int]:
+    """Return the sizes of a case by their names: T, D, F, E and k."""
+    return {"tokens": tokens, "width": width, "inner": inner, "experts": experts, "slots": slots}
+
+
+AXES = {
+    "activation": (None, "gelu_tanh", "clamped_swiglu"),
+    "interleaved": (None, True),
+    "transposed": (None, True),
+    "biases": (None, True),
+    "shared": (None, True),
+    "chosen": (None, "first", "absent"),
+    "dtype": (None, "bf16", "fp16"),
+}
 """Values of each option; None leaves it out. ``dtype`` is the dtype of the case, not an option."""
 
+
+def _swept(name: str, others: dict[str, int], values: Sequence[int], options: dict[str, object]) -> Iterator[Case]:
+    """Yield a case for each value of one size; every other one has the options."""
+    del others[name]
+    yield from swept(name, others, values, ({}, options))
+
+
 DIMENSIONS: tuple[Case, ...] = (
-    *paired("pairs", {"batch": 3, "width": 9}, AXES),
-    *swept("batch", {"width": 5}, ROWS, ({}, {"scale": 0.3})),
-    *swept("width", {"batch": 2}, EDGES, ({"scale": -1.5}, {})),
+    *paired("pairs", sizes(6, 16, 12, 3, 2), AXES),
+    *_swept("tokens", sizes(0, 8, 5, 3, 2), ROWS, {"shared": True}),
+    *_swept("width", sizes(3, 0, 5, 3, 2), EDGES, {"biases": True}),
+    # With one term, eager PyTorch's gradient of a route's weight has one rounding, which may be exact by chance.
+    *_swept("inner", sizes(3, 8, 0, 3, 2), EDGES[1:], {"transposed": True}),
 )

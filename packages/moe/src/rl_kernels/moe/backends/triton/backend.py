@@ -120,7 +120,7 @@ def backward_into(
                     again(hidden, gate_up, biases[0], z, order, order[routes:])
             bounds = order[routes:]
             if routes:
-                dh = torch.empty_like(scaled)
+                dh = torch.empty_like(scaled, dtype=torch.float32)
                 of_activation(grad, down, None, dh, order, bounds)
                 activate(dh, z, weights, grad, biases[1], dz, scaled, dots, order, bounds)
             if needs[0] and routes:
@@ -144,9 +144,7 @@ def backward_into(
 
 def _readable(operands: tuple[Any, ...], but: tuple[int, int]) -> list[Any]:
     """Return operands as the kernels read them: contiguous, but for the weights, which are read as they are."""
-    return [
-        x if x is None or place in but else readable(x, x.is_contiguous()) for place, x in enumerate(operands)
-    ]
+    return [x if x is None or place in but else readable(x, x.is_contiguous()) for place, x in enumerate(operands)]
 
 
 def _width(size: int) -> int:

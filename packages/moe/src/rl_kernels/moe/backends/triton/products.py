@@ -37,7 +37,7 @@ def sources(positions, live, ROUTES, slots, GATHERED: tl.constexpr):
     return rows.to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["E", "N", "K", "slots"])
+@triton.jit(do_not_specialize=["E", "slots"])
 def product(
     A, B, BIAS, OUT, ROUTES, BOUNDS, E, N, K, slots,
     b_expert, b_row, b_k, KIND: tl.constexpr, GATHERED: tl.constexpr, SCATTERED: tl.constexpr, WIDTH: tl.constexpr,
@@ -79,7 +79,7 @@ def product(
     tl.store(place, acc.to(OUT.dtype.element_ty), mask=live[:, None] & (columns < N)[None, :])
 
 
-@triton.jit(do_not_specialize=["N", "K", "slots"])
+@triton.jit(do_not_specialize=["slots"])
 def weight_gradient(
     LEFT, RIGHT, OUT, ROUTES, BOUNDS, N, K, slots, out_expert, out_row, out_column,
     LEFT_GATHERED: tl.constexpr, RIGHT_GATHERED: tl.constexpr, CONTINUES: tl.constexpr, BLOCK_M: tl.constexpr,

@@ -85,7 +85,7 @@ def columns_of(first, F, INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr):
     return c, gate, up, c < F
 
 
-@triton.jit(do_not_specialize=["F"])
+@triton.jit(do_not_specialize=["E"])
 def activate(Z, H, BOUNDS, E, F, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr):
     """Write the activation of a row of Z ``[T k, 2F]`` to H ``[T k, F]``. Grid: rows, blocks of columns."""
     row = tl.program_id(0)
@@ -98,14 +98,14 @@ def activate(Z, H, BOUNDS, E, F, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, 
     tl.store(H + place + c, activated(g, u, Z, KIND).to(H.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["F", "D"])
+@triton.jit(do_not_specialize=["E", "slots"])
 def activate_backward(
     DH, Z, WEIGHTS, GRAD, BIAS, DZ, SCALED, DOTS, ROUTES, BOUNDS, E, F, D, slots, KIND: tl.constexpr,
     INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of a row of Z, the activation times the route's weight, and the weight's gradient. Grid: rows.
 
-    DH is the gradient of the activation without the route's weight. With BIAS ``[E, D]`` the weight's gradient also has
+    DH is the FP32 gradient of the activation without the route's weight. With BIAS ``[E, D]`` the weight's gradient also has
     the dot of the bias and the token's GRAD.
     """
     row = tl.program_id(0)
@@ -143,7 +143,7 @@ def activate_backward(
     tl.store(DOTS + route, dot)
 
 
-@triton.jit(do_not_specialize=["D"])
+@triton.jit(do_not_specialize=["E"])
 def combine(
     Y, IDS, WEIGHTS, SHARED, OUT, E, D, SLOTS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
@@ -168,7 +168,7 @@ def combine(
     tl.store(OUT + token * D + c, total.to(OUT.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["N", "slots"])
+@triton.jit(do_not_specialize=["slots"])
 def bias_gradient(
     X, WEIGHTS, OUT, ROUTES, BOUNDS, N, slots, WIDTH: tl.constexpr
 ):  # fmt: skip

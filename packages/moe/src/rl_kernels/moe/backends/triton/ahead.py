@@ -1,0 +1,36 @@
+"""Calls that launch every kernel of the backend, without data; ``rl-kernels compile`` compiles what they launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from rl_kernels.core.triton_lib.ahead import empty
+from rl_kernels.moe.activations import NAMES
+from rl_kernels.moe.backends.triton import backend
+
+COUNT, WIDTH, INNER, SLOTS = 128, 2048, 768, 8
+"""Experts, D, F and slots of Qwen3-30B-A3B."""
+TOKENS = (1, 256, 8192)
+"""Numbers of tokens for which a product takes low, medium and high tiles."""
+
+
+def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
+    """Yield the calls for operands of a dtype."""
+    weights = empty(COUNT, 2 * INNER, WIDTH, dtype=dtype), empty(COUNT, WIDTH, INNER, dtype=dtype)
+    turned = empty(COUNT, WIDTH, 2 * INNER, dtype=dtype).mT, empty(COUNT, INNER, WIDTH, dtype=dtype).mT
+    # A last dim that no descriptor can describe.
+    odd = tuple(empty(*x.shape[:-1], x.shape[-1] + 1, dtype=dtype)[..., :-1] for x in weights)
+    biases = empty(COUNT, 2 * INNER, dtype=dtype), empty(COUNT, WIDTH, dtype=dtype)
+    for tokens, activation, (gate_up, down) in zip(TOKENS, NAMES, (odd, turned, weights), strict=True):
+        hidden, ids = empty(tokens, WIDTH, dtype=dtype), empty(tokens, SLOTS, dtype=torch.int32)
+        routes = hidden, gate_up, down, ids, empty(tokens, SLOTS)
+        yield partial(backend.forward_kept, *routes, *biases, hidden, activation, False)
+        rest = (None, None, activation, True)
+        yield partial(backend.backward, hidden, *routes, *biases, *rest, [True] * 6)
+        buffers = (torch.empty_like(x, dtype=torch.float32) for x in (gate_up, down))
+        without = (None, None, None, None, activation, False)
+        needs = [True, True, *[False] * 4]
+        yield partial(backend.backward_into, hidden, *routes, *without, *buffers, needs)
