@@ -1,5 +1,5 @@
-"""The experts of a mixture, whose tokens do not depend on the batch."""
+"""Mixtures of experts whose tokens do not depend on the batch: the choice of experts, and the experts."""
 
-from rl_kernels.moe.api import experts
+from rl_kernels.moe.api import Routes, experts, route
 
-__all__ = ["experts"]
+__all__ = ["Routes", "experts", "route"]

@@ -1,6 +1,8 @@
-"""The public function ``experts``; checks are in ``arguments``, gradients in ``autograd``."""
+"""The public functions of the package; checks are in ``arguments``, gradients in ``autograd``."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -8,9 +10,101 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.main_grad import fold_grad_into_main_grad
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
-from rl_kernels.moe.arguments import check_ids, prepare
-from rl_kernels.moe.autograd import Experts, Settings
+from rl_kernels.moe.arguments import check_ids, prepare_experts, prepare_route
+from rl_kernels.moe.autograd import Experts, Route, RouteSettings, Settings, choose_routes
 from rl_kernels.moe.op import ops
+
+
+class Routes(NamedTuple):
+    """The routes of tokens, as ``route`` returns them.
+
+    Attributes:
+        ids: ``[T, k]``, int32: a token's experts, the largest score first.
+        weights: ``[T, k]``, FP32; differentiable.
+        logits: ``[T, E]``, FP32 or ``logits_dtype``; differentiable, for auxiliary losses.
+    """
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    logits: torch.Tensor
+
+
+def route(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    top_k: int,
+    *,
+    scoring: str = "softmax",
+    bias: torch.Tensor | None = None,
+    correction_bias: torch.Tensor | None = None,
+    groups: tuple[int, int] | None = None,
+    normalize: bool = True,
+    scale: float = 1.0,
+    logits_dtype: torch.dtype | None = None,
+    ids: torch.Tensor | None = None,
+    validate: bool | None = None,
+    backend: str | None = None,
+) -> Routes:
+    """Choose k experts for each token by the scores of ``hidden @ weight^T + bias``, and return their weights.
+
+    A token's experts, weights and gradient depend on that token and the router alone, bit for bit. Scores are in FP32;
+    the largest come first, equal ones by ascending id, which is also the order of the slots. A token whose logits hold
+    NaN gets the ids 0 to k - 1 and weights of NaN.
+
+    If ``weight.main_grad`` exists (FP32, ``[E, D]``, any strides), backward adds to it, in place, and the weight gets
+    no ``.grad``.
+
+    Args:
+        hidden: ``[T, D]``, FP32, BF16 or FP16, any strides; differentiable.
+        weight: ``[E, D]`` in the dtype of hidden, any strides; differentiable.
+        top_k: number of experts of a token, at most E.
+        scoring: ``softmax`` of all logits, as in Mixtral and Qwen3; ``sigmoid``, as in DeepSeek-V3 and GLM-4.5;
+            ``softmax_of_chosen``: the largest logits are chosen, and weights are their softmax, as in gpt-oss.
+        bias: ``[E]`` in the dtype of hidden, added to the logits before they are rounded; differentiable.
+        correction_bias: ``[E]``, FP32, BF16 or FP16, added to the scores for the choice alone; it gets no gradient.
+        groups: (n, kept): experts are cut into n groups of neighbors, and the choice is among the ``kept`` groups with
+            the largest sums of two scores, equal sums by ascending group, as in DeepSeek-V3.
+        normalize: divide the weights by their sum plus 1e-20; always so for ``softmax_of_chosen``.
+        scale: a number that multiplies the weights at last.
+        logits_dtype: dtype to which the logits are rounded; by default they stay FP32. A model that rounds them to BF16
+            has its own choice only so.
+        ids: ``[T, k]``, int32 or int64, in ``[0, E)``: routes that were recorded; the choice is left out, and weights
+            are formed for these experts.
+        validate: check the range of ``ids``, which waits for a GPU; by default only on a CPU. An id out of range that is
+            not checked gives its token weights of NaN.
+        backend: name of a backend; ``auto`` chooses one; None follows ``use_backend`` and ``RL_KERNELS_BACKEND``, where
+            a backend for ``experts`` is one for ``route`` too.
+
+    Under ``torch.autocast`` hidden, weight and bias are first cast to the autocast dtype, as in ``F.linear``.
+
+    Returns:
+        ``Routes(ids, weights, logits)``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it.
+        BackendUnavailable: the backend asked for cannot run this call.
+        RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward: not supported. In the backward
+            pass: ``weight.grad`` was set before a pass that adds to both it and ``main_grad``.
+    """
+    router = weight
+    hidden, weight, bias = autocast_linear(hidden, weight, bias)
+    ready, out_dtype, parts, kept = prepare_route(
+        *(hidden, weight, top_k, scoring, bias, correction_bias, groups, normalize, scale, logits_dtype, ids, backend)
+    )
+    if ids is not None:
+        check_ids(ids, weight.shape[0], validate)
+    no_lost_derivatives("route", hidden, weight, bias)
+    main_grad = getattr(router, "main_grad", None)
+    if main_grad is not None:
+        check.main_grad("weight.main_grad", main_grad, router)
+    settings = RouteSettings(ready, out_dtype, (top_k, parts, kept, scoring, normalize, float(scale)), main_grad)
+    arguments = (hidden, weight, bias, correction_bias, ids, settings)
+    if not (torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in (hidden, weight, bias)])):
+        return Routes(*choose_routes(*arguments))
+    routes = Routes(*Route.apply(*arguments))
+    if main_grad is not None and router.requires_grad:
+        fold_grad_into_main_grad("weight", router, routes.weights)
+    return routes
 
 
 def experts(
@@ -83,8 +177,8 @@ def experts(
     check.flag("recompute", recompute)
     keeps = needs_grad and not recompute
     form = (gate_up_bias, down_bias, shared, activation, interleaved)
-    ready = prepare(hidden, gate_up, down, ids, weights, *form, transposed, keeps, backend)
-    check_ids(ids, gate_up.shape[0], validate)
+    ready = prepare_experts(hidden, gate_up, down, ids, weights, *form, transposed, keeps, backend)
+    check_ids(ids, gate_up.shape[0] + 1, validate)
     no_lost_derivatives("experts", *inputs)
     if transposed:
         gate_up, down = gate_up.mT, down.mT

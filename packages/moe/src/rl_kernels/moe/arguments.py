@@ -1,6 +1,8 @@
-"""Checks of the arguments of experts and the choice of a backend, remembered for calls of one kind."""
+"""Checks of arguments and the choice of a backend, remembered for calls of one kind."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -8,11 +10,12 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.calls import Ready
 from rl_kernels.core.dispatch import choose, remembered
 from rl_kernels.moe.activations import NAMES
-from rl_kernels.moe.op import OPERATOR, describe, ops
+from rl_kernels.moe.choice import SCORINGS
+from rl_kernels.moe.op import OPERATOR, describe, describe_route, ops
 
 
 @remembered
-def prepare(
+def prepare_experts(
     hidden: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
@@ -79,9 +82,84 @@ def _inner(down: torch.Tensor, transposed: bool) -> int:
     return down.shape[1 if transposed else 2]
 
 
-def check_ids(ids: torch.Tensor, experts: int, validate: bool | None) -> None:
-    """Require ids in ``[0, experts]`` if ``validate``; None: on a CPU, where that waits for nothing."""
+def check_ids(ids: torch.Tensor, size: int, validate: bool | None) -> None:
+    """Require ids in ``[0, size)`` if ``validate``; None: on a CPU, where the check waits for nothing."""
     if validate is not None:
         check.flag("validate", validate)
     if validate or (validate is None and ids.device.type == "cpu"):
-        check.ids_in_range("ids", ids, experts + 1, ignorable=False)
+        check.ids_in_range("ids", ids, size, ignorable=False)
+
+
+class RouteReady(NamedTuple):
+    """What ``route`` found out about calls of one kind: a product of FP32 or 16 bits, and the choice of its logits."""
+
+    logits: Ready
+    out_dtype: torch.dtype
+    groups: int
+    kept: int
+
+
+@remembered
+def prepare_route(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    top_k: int,
+    scoring: str,
+    bias: torch.Tensor | None,
+    correction_bias: torch.Tensor | None,
+    groups: tuple[int, int] | None,
+    normalize: bool,
+    scale: float,
+    logits_dtype: torch.dtype | None,
+    ids: torch.Tensor | None,
+    backend: str | None,
+) -> RouteReady:
+    """Check the arguments of ``route``, choose a backend, and prepare the product."""
+    check.tensor("hidden", hidden, check.HALF_AND_FLOAT, ndim=2)
+    check.tensor("weight", weight, check.HALF_AND_FLOAT, ndim=2)
+    check.shape("weight", weight, (weight.shape[0], hidden.shape[1]), "experts by D of hidden")
+    if not weight.numel():
+        raise ValueError(f"weight: expected at least one expert and D of at least 1, got shape {tuple(weight.shape)}")
+    count = weight.shape[0]
+    check.integer("top_k", top_k, least=1, most=count)
+    check.choice("scoring", scoring, SCORINGS)
+    for name, value in (("bias", bias), ("correction_bias", correction_bias)):
+        if value is not None:
+            check.tensor(name, value, check.HALF_AND_FLOAT, ndim=1)
+            check.shape(name, value, (count,), "the experts of weight")
+    check.same_dtype(hidden=hidden, weight=weight, bias=bias)
+    check.flag("normalize", normalize)
+    if scoring == "softmax_of_chosen" and not (normalize and groups is None and correction_bias is None):
+        raise ValueError(
+            "scoring: expected softmax or sigmoid with normalize=False, groups or correction_bias; softmax_of_chosen "
+            "takes the largest logits, and its weights add up to 1"
+        )
+    check.number("scale", scale)
+    if logits_dtype is not None:
+        check.choice("logits_dtype", logits_dtype, check.HALF_AND_FLOAT)
+    if ids is not None:
+        check.tensor("ids", ids, check.INTEGERS, ndim=2)
+        check.shape("ids", ids, (hidden.shape[0], top_k), "tokens of hidden by top_k")
+    check.same_device(hidden=hidden, weight=weight, bias=bias, correction_bias=correction_bias, ids=ids)
+    check.backend_name(backend)
+    parts, kept = _groups(groups, count, top_k)
+    out_dtype = logits_dtype or torch.float32
+    name = choose(OPERATOR, describe_route(hidden, weight), backend).name
+    return RouteReady(ops["route_logits"].ready(hidden, weight, bias, out_dtype, name), out_dtype, parts, kept)
+
+
+def _groups(groups: object, count: int, top_k: int) -> tuple[int, int]:
+    """Return the number of groups and how many are kept; (1, 1) without groups."""
+    if groups is None:
+        return 1, 1
+    if not isinstance(groups, (tuple, list)) or len(groups) != 2:
+        raise TypeError(f"groups: expected None or (number of groups, groups that are kept), got {groups!r}")
+    number, kept = groups
+    check.integer("groups", number, least=1, most=count)
+    check.integer("groups", kept, least=1, most=number)
+    if count % number or kept * (count // number) < top_k:
+        raise ValueError(
+            f"groups: expected a divisor of the {count} experts, and at least top_k = {top_k} experts in the groups "
+            f"that are kept, got {groups!r}"
+        )
+    return number, kept

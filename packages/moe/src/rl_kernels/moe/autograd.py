@@ -1,4 +1,4 @@
-"""The differentiable experts: one autograd Function on the raw ops."""
+"""The differentiable experts and routes: autograd Functions on the raw ops."""
 
 from __future__ import annotations
 
@@ -83,3 +83,75 @@ class Experts(torch.autograd.Function):
         # A copy: the caller may write to a gradient, and the upstream gradient is not ours.
         dshared = grad.clone() if ctx.needs_input_grad[6] else None
         return dhidden, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias, dshared, None, None
+
+
+class RouteSettings(NamedTuple):
+    """What routes are computed with besides tensors.
+
+    Attributes:
+        ready: the backend, and its launches of the product.
+        out_dtype: dtype of the logits.
+        choice: top_k, groups, groups that are kept, scoring, normalize and scale, as ``route_choose`` takes them.
+        main_grad: FP32 buffer to which backward adds the gradient of the weight, or None.
+    """
+
+    ready: Ready
+    out_dtype: torch.dtype
+    choice: tuple[int, int, int, str, bool, float]
+    main_grad: torch.Tensor | None = None
+
+
+def choose_routes(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    correction_bias: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    settings: RouteSettings,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ids, weights and logits, without a gradient."""
+    logits = ops["route_logits"].call(settings.ready, hidden, weight, bias, settings.out_dtype)
+    ids, weights = ops["route_choose"](logits, correction_bias, ids, *settings.choice, settings.ready.backend)
+    return ids, weights, logits
+
+
+class Route(torch.autograd.Function):
+    """Routes of a mixture; weights and logits are differentiable, ids are not."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        correction_bias: torch.Tensor | None,
+        ids: torch.Tensor | None,
+        settings: RouteSettings,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return ids, weights and logits."""
+        ids, weights, logits = choose_routes(hidden, weight, bias, correction_bias, ids, settings)
+        save(ctx, hidden, weight, logits, ids)
+        ctx.settings = settings
+        ctx.mark_non_differentiable(ids)
+        # Logits that no loss uses have no gradient to read.
+        ctx.set_materialize_grads(False)
+        return ids, weights, logits
+
+    @staticmethod
+    def backward(
+        ctx: Any, _: None, grad_weights: torch.Tensor | None, grad_logits: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients; that of the weight is None if it was added to ``main_grad``."""
+        hidden, weight, logits, ids = ctx.saved_tensors
+        (backend, _), _, (*_, scoring, normalize, scale), main_grad = ctx.settings
+        if grad_weights is None:
+            grad_weights = logits.new_zeros(ids.shape, dtype=torch.float32)
+        needs = [is_needed and is_asked_for(ctx, place) for place, is_needed in enumerate(ctx.needs_input_grad[:3])]
+        arguments = (grad_weights, grad_logits, hidden, weight, logits, ids, scoring, normalize, scale)
+        if main_grad is not None and needs[1]:
+            no_lost_derivatives("route", *arguments)
+            needs[1] = False
+            results = ops["route_backward_into"](*arguments, main_grad, needs, backend)
+        else:
+            results = first_order(ops["route_backward"], *arguments, needs, backend)
+        return *(x if is_needed else None for x, is_needed in zip(results, needs, strict=True)), None, None, None

@@ -8,6 +8,10 @@ outputs of the first product in that order. ``forward`` returns the output alone
 
 ``backward`` returns the gradients of hidden, weights, gate_up, down, gate_up_bias and down_bias; those that ``needs``
 leaves out are empty. ``backward_into`` adds those of gate_up and down to FP32 buffers, where one is given.
+
+``route`` has ops of its own: ``route_logits`` is ``hidden[T, D] @ weight[E, D]^T + bias[E]``, ``route_choose`` returns
+ids and weights ``[T, k]`` of ``logits[T, E]``, and takes the ids where they are given. ``route_backward`` returns the
+gradients of hidden, weight and bias, ``route_backward_into`` adds that of weight to an FP32 buffer.
 """
 
 from __future__ import annotations
@@ -28,6 +32,10 @@ _FORWARD = f"Tensor hidden, {_WEIGHTS}, Tensor ids, Tensor weights, {_BIASES}, T
 _BACKWARD = (
     f"Tensor grad, Tensor hidden, {_WEIGHTS}, Tensor ids, Tensor weights, {_BIASES}, Tensor? z, Tensor? order, {_FORM}"
 )
+_SCORING = "str scoring, bool normalize, float scale"
+_ROUTE_BACKWARD = (
+    f"Tensor grad_weights, Tensor? grad_logits, Tensor hidden, Tensor weight, Tensor logits, Tensor ids, {_SCORING}"
+)
 SCHEMAS = {
     "forward": f"({_FORWARD}, str backend) -> Tensor",
     "forward_kept": f"({_FORWARD}, str backend) -> (Tensor, Tensor, Tensor)",
@@ -35,6 +43,15 @@ SCHEMAS = {
     "backward_into": (
         f"({_BACKWARD}, Tensor(a!)? gate_up_grad, Tensor(b!)? down_grad, bool[] needs, str backend)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "route_logits": "(Tensor hidden, Tensor weight, Tensor? bias, ScalarType out_dtype, str backend) -> Tensor",
+    "route_choose": (
+        "(Tensor logits, Tensor? correction_bias, Tensor? ids, int top_k, int groups, int kept, "
+        f"{_SCORING}, str backend) -> (Tensor, Tensor)"
+    ),
+    "route_backward": f"({_ROUTE_BACKWARD}, bool[] needs, str backend) -> (Tensor, Tensor, Tensor)",
+    "route_backward_into": (
+        f"({_ROUTE_BACKWARD}, Tensor(a!) weight_grad, bool[] needs, str backend) -> (Tensor, Tensor, Tensor)"
     ),
 }
 
@@ -78,12 +95,42 @@ def _fake_backward(
     return tuple(gradients(rest[-1], hidden, weights, gate_up, down, gate_up_bias, down_bias))
 
 
+def _fake_choose(
+    logits: torch.Tensor, correction_bias: object, ids: object, top_k: int, *_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = logits.shape[0], top_k
+    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
+
+
+def route_gradients(hidden: torch.Tensor, weight: torch.Tensor, needs: list[bool]) -> list[torch.Tensor]:
+    """Return an empty tensor for each gradient of ``route_backward``: with the argument's shape if it is needed."""
+    shapes = (hidden.shape, weight.shape, weight.shape[:1])
+    return [hidden.new_empty(shape if is_needed else 0) for shape, is_needed in zip(shapes, needs, strict=True)]
+
+
+def _fake_route_backward(
+    grad_weights: object, grad_logits: object, hidden: torch.Tensor, weight: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    return tuple(route_gradients(hidden, weight, rest[-1]))
+
+
 FAKES: dict[str, Callable[..., Any]] = {
     "forward": _fake_forward,
     "forward_kept": _fake_forward_kept,
     "backward": _fake_backward,
     "backward_into": _fake_backward,
+    "route_logits": lambda hidden, weight, bias, out_dtype: hidden.new_empty(
+        (hidden.shape[0], weight.shape[0]), dtype=out_dtype
+    ),
+    "route_choose": _fake_choose,
+    "route_backward": _fake_route_backward,
+    "route_backward_into": _fake_route_backward,
 }
+
+
+def describe_route(hidden: torch.Tensor, weight: torch.Tensor) -> Call:
+    """Describe a call of ``route`` to the dispatcher."""
+    return Call.of(hidden, D=hidden.shape[1], E=weight.shape[0])
 
 
 def describe(
@@ -106,6 +153,7 @@ OPERATOR = Operator(
         Backend("native", "rl_kernels.moe.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
     ),
     describe=describe,
+    functions=("route",),
 )
 
 ops = define(OPERATOR)

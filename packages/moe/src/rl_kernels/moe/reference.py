@@ -1,10 +1,12 @@
-"""The definition of experts in plain PyTorch; the gold when its inputs are FP64."""
+"""The definitions of experts and route in plain PyTorch; the gold when their inputs are FP64."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
+LEAST_SUM = 1e-20
+"""Added to the sum of scores that weights are divided by, as in DeepSeek-V3."""
 LIMIT, SLOPE = 7.0, 1.702
 """Bound of gate and up, and factor of the sigmoid's argument, in ``clamped_swiglu``."""
 
@@ -80,3 +82,38 @@ def activate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Ten
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
+
+
+def route(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    top_k: int,
+    *,
+    scoring: str = "softmax",
+    bias: torch.Tensor | None = None,
+    correction_bias: torch.Tensor | None = None,
+    groups: tuple[int, int] | None = None,
+    normalize: bool = True,
+    scale: float = 1.0,
+    logits_dtype: torch.dtype | None = None,
+    ids: torch.Tensor | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ids and weights ``[T, k]``, and logits ``[T, E]``, in FP32 (FP64 for FP64 inputs)."""
+    logits = F.linear(_wide(hidden), _wide(weight), None if bias is None else _wide(bias))
+    logits = logits if logits_dtype is None else logits.to(logits_dtype).to(logits.dtype)
+    scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid(), "softmax_of_chosen": logits}[scoring]
+    if ids is None:
+        rank = scores if correction_bias is None else scores + _wide(correction_bias)
+        if groups is not None:
+            best = rank.unflatten(-1, (groups[0], -1)).topk(min(2, rank.shape[1] // groups[0]), -1).values.sum(-1)
+            kept = torch.sort(best, dim=-1, descending=True, stable=True).indices[:, : groups[1]]
+            is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, kept, True)
+            rank = rank.masked_fill(~is_kept.repeat_interleave(rank.shape[1] // groups[0], 1), -torch.inf)
+        ids = torch.sort(rank, dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = scores.gather(1, ids.long())
+    if scoring == "softmax_of_chosen":
+        weights = weights.softmax(-1)
+    elif normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
+    return ids, weights * scale, logits

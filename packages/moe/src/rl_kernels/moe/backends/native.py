@@ -1,4 +1,4 @@
-"""experts in PyTorch: for each expert the products of its routes, by ``rl_kernels.core.products``.
+"""experts and route in PyTorch: for each expert the products of its routes, by ``rl_kernels.core.products``.
 
 The reduction order is the contract of this backend. A route's products are those of ``det_linear`` of its row with its
 expert's weight; a bias is added in FP32 before they are rounded. A token's output, and its gradient, are FP32 sums over
@@ -15,7 +15,8 @@ import torch
 from rl_kernels.core import products
 from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.moe.activations import activate, activate_backward
-from rl_kernels.moe.op import gradients
+from rl_kernels.moe.choice import chosen_experts, logits_gradient, scores_of, weights_of
+from rl_kernels.moe.op import gradients, route_gradients
 from rl_kernels.moe.reference import split
 from rl_kernels.moe.routes import sort_routes
 
@@ -89,8 +90,7 @@ def combine(
 
 def backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """Return the gradients of hidden, weights, gate_up, down, gate_up_bias and down_bias."""
-    *rest, needs = arguments
-    return backward_into(*rest, None, None, needs)
+    return backward_into(*arguments[:-1], None, None, arguments[-1])
 
 
 def backward_into(
@@ -167,3 +167,62 @@ def _sum(rows: torch.Tensor) -> torch.Tensor:
     """Return the sum of the rows of ``rows[M, N]``, a chain of 16 rows per step."""
     total = rows.new_zeros((1, rows.shape[1]), dtype=torch.float32)
     return products.chain_dw(rows.new_ones((len(rows), 1)), rows, total)[0]
+
+
+def route_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Return ``hidden @ weight^T + bias`` ``[T, E]``."""
+    return products.matmul(hidden, weight.t(), bias, out_dtype)
+
+
+def route_choose(
+    logits: torch.Tensor,
+    correction_bias: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    top_k: int,
+    groups: int,
+    kept: int,
+    scoring: str,
+    normalize: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids ``[T, k]``, int32, and FP32 weights ``[T, k]``."""
+    scores = scores_of(logits, scoring)
+    if ids is None:
+        ids = chosen_experts(scores, correction_bias, top_k, groups, kept)
+    return ids.int().clone(), weights_of(scores, ids, scoring, normalize, scale)
+
+
+def route_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of hidden, weight and bias."""
+    return route_backward_into(*arguments[:-1], None, arguments[-1])
+
+
+def route_backward_into(
+    grad_weights: torch.Tensor,
+    grad_logits: torch.Tensor | None,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    scoring: str,
+    normalize: bool,
+    scale: float,
+    weight_grad: torch.Tensor | None,
+    needs: list[bool],
+) -> tuple[torch.Tensor, ...]:
+    """Return the same, and add the gradient of the weight to an FP32 buffer."""
+    dz = logits_gradient(grad_weights, logits, ids, scoring, normalize, scale)
+    dz = (dz if grad_logits is None else dz + grad_logits.float()).to(hidden.dtype)
+    results = route_gradients(hidden, weight, needs)
+    dhidden, dweight, dbias = results
+    if needs[0]:
+        dhidden.copy_(products.matmul(dz, weight, None, hidden.dtype))
+    if weight_grad is not None:
+        products.chain_dw(dz, hidden, weight_grad)
+    elif needs[1]:
+        dweight.copy_(products.chain_dw(dz, hidden, dweight.new_zeros(dweight.shape, dtype=torch.float32)))
+    if needs[2]:
+        dbias.copy_(_sum(dz))
+    return tuple(results)

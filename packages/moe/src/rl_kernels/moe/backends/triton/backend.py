@@ -17,6 +17,7 @@ from rl_kernels.core.triton_lib.launch import Launch, ceil_div, next_power_of_2
 from rl_kernels.moe.activations import NAMES
 from rl_kernels.moe.backends.triton import rows
 from rl_kernels.moe.backends.triton.grouped import Product, WeightGradient
+from rl_kernels.moe.backends.triton.routing import route_backward, route_backward_into, route_choose, route_logits
 from rl_kernels.moe.op import gradients
 from rl_kernels.moe.routes import sort_routes
 
