@@ -4,9 +4,20 @@ from rl_kernels.core.testing.planted import Bug, Mutants
 from rl_kernels.lab.check.conformance import Conformance
 from rl_kernels.moe.op import OPERATOR
 
-NATIVE = (Bug("routes of an expert in another order", "stable=True", "stable=False, descending=True"),)
+NATIVE = (
+    Bug("last route of an expert left out", "bounds[expert + 1])", "bounds[expert + 1] - 1)"),
+    Bug("shared left out", "total + shared.float()", "total"),
+    Bug("bias left out of the weights' gradient", "dot if down_bias is None else", "dot if True else"),
+    Bug("output depends on other tokens", "return z\n", "return z * (1 + 2e-3 * (len(hidden) % 2))\n"),
+)
+TRITON = (
+    Bug("a tile's offset", "(index - ends + tiles) * BLOCK", "(index - ends + tiles + 1) * BLOCK"),
+    Bug("an unknown id without NaN", 'tl.where(expert == E, total, float("nan"))', "total"),
+    Bug("weight left out of the gradient", "activated_backward(weight * dh", "activated_backward(dh"),
+)
+KERNELS = tuple(f"rl_kernels.moe.backends.triton.{name}" for name in ("products", "rows"))
 
 
 class TestConformance(Conformance):
     operator = OPERATOR
-    planted = ()
+    planted = (Mutants("native", ("rl_kernels.moe.backends.native",), NATIVE), Mutants("triton", KERNELS, TRITON))

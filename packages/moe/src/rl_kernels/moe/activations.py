@@ -24,7 +24,7 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 
 def activate(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return ``act(gate) * up``, or for ``clamped_swiglu`` ``(up + 1) * gate * sigmoid(1.702 gate)`` of bounded ones."""
+    """Return ``act(gate) * up``, or ``(up + 1) * gate * sigmoid(1.702 gate)`` of bounded ones: ``clamped_swiglu``."""
     dtype = gate.dtype
     gate, up = gate.float(), up.float()
     if activation == "clamped_swiglu":

@@ -70,8 +70,8 @@ def route(
             has its own choice only so.
         ids: ``[T, k]``, int32 or int64, in ``[0, E)``: routes that were recorded; the choice is left out, and weights
             are formed for these experts.
-        validate: check the range of ``ids``, which waits for a GPU; by default only on a CPU. An id out of range that is
-            not checked gives its token weights of NaN.
+        validate: check the range of ``ids``, which waits for a GPU; by default only on a CPU. An id out of range that
+            is not checked gives its token weights of NaN.
         backend: name of a backend; ``auto`` chooses one; None follows ``use_backend`` and ``RL_KERNELS_BACKEND``, where
             a backend for ``experts`` is one for ``route`` too.
 

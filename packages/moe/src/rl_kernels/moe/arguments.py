@@ -33,7 +33,7 @@ def prepare_experts(
     """Check the arguments, choose a backend, and prepare the forward pass; ``keeps``: that of ``forward_kept``."""
     _check_operands(hidden, gate_up, down, transposed)
     check.tensor("ids", ids, check.INTEGERS, ndim=2)
-    if not 1 <= ids.shape[1]:
+    if not ids.shape[1]:
         raise ValueError(f"ids: expected at least one slot a token, got shape {tuple(ids.shape)}")
     check.shape("ids", ids, (hidden.shape[0], ids.shape[1]), "tokens of hidden by slots")
     check.tensor("weights", weights, check.HALF_AND_FLOAT, ndim=2)

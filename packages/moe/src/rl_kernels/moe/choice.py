@@ -31,7 +31,9 @@ def chosen_experts(
         places = torch.sort(best, dim=-1, descending=True, stable=True).indices[:, :kept]
         is_left_out = torch.ones_like(best, dtype=torch.int8).scatter_(1, places, 0)
         # Stable again: of those that are kept, the order stays.
-        last = torch.sort(is_left_out.repeat_interleave(each.shape[-1], 1).gather(1, order), dim=-1, stable=True).indices
+        last = torch.sort(
+            is_left_out.repeat_interleave(each.shape[-1], 1).gather(1, order), dim=-1, stable=True
+        ).indices
         order = order.gather(1, last)
     return torch.where(is_nan, torch.arange(scores.shape[1], device=scores.device), order)[:, :top_k].contiguous()
 

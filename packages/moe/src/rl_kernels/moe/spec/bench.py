@@ -1,8 +1,11 @@
-"""The benchmark of experts: shapes, minimum bytes moved, and peers."""
+"""The benchmark of experts: models' shapes, the work of both products, and the peers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 
 from rl_kernels.core.testing import Case
 from rl_kernels.lab.bench.definition import (
@@ -11,38 +14,106 @@ from rl_kernels.lab.bench.definition import (
     SMALL,
     Benchmark,
     Pass,
+    Peer,
     Shape,
     Work,
-    compiled,
     forward_and_backward,
     plain,
 )
 from rl_kernels.moe.spec.cases import ROWS
+from rl_kernels.moe.spec.cases_dimensions import sizes
 
+MODELS = {
+    "Qwen3-30B-A3B": (2048, 768, 128, 8),
+    "Qwen3.5-35B-A3B": (2048, 512, 256, 8),
+    "OLMoE": (2048, 1024, 64, 8),
+    "GLM-4.5-Air": (4096, 1408, 128, 8),
+}
+"""D, F, E and k."""
+TRAIN, DECODE = (8192, 32768), (1, 16, 64, 256)
+# A loop over experts in Python takes seconds for these.
+LOOP = frozenset({"eager"})
 SETS = {
-    GOALS: (Shape((8192, 8192)), Shape((1, 4097), note="ragged")),
-    HOST: (Shape((1, 1024)),),
-    SMALL: (Shape((1024, 1024), without=frozenset({"compile"})),),
+    GOALS: (
+        *(Shape((count, *model), note=name, group="train") for name, model in MODELS.items() for count in TRAIN),
+        *(Shape((count, *model), note=name, group="decode") for name, model in MODELS.items() for count in DECODE),
+        Shape((8192, *MODELS["Qwen3-30B-A3B"]), {"chosen": "first"}, "skewed", without=LOOP),
+        Shape((257, 520, 264, 12, 3), note="ragged"),
+    ),
+    HOST: (Shape((1, 256, 128, 8, 2), note="one token"),),
+    SMALL: (
+        Shape((64, 256, 128, 8, 2)),
+        Shape((1, 256, 128, 8, 2), note="decode"),
+        Shape((17, 40, 24, 5, 2), note="ragged"),
+    ),
 }
 
 
-def eager(x: torch.Tensor, y: torch.Tensor, *, scale: float) -> torch.Tensor:
-    """Return the sum in plain PyTorch."""
-    return x + scale * y
+def eager(
+    hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Loop over the experts that were chosen, as transformers' eager modules do."""
+    out = torch.zeros_like(hidden)
+    for expert in ids.unique().tolist():
+        tokens, slots = torch.nonzero(ids == expert, as_tuple=True)
+        gate, up = F.linear(hidden[tokens], gate_up[expert]).chunk(2, -1)
+        y = F.linear(F.silu(gate) * up, down[expert]) * weights[tokens, slots, None]
+        out.index_add_(0, tokens, y.to(out.dtype))
+    return out
+
+
+def grouped() -> Callable[..., torch.Tensor]:
+    """Return the layer on ``torch._grouped_mm``, in the steps of transformers' ``grouped_mm`` experts."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("needs a GPU")
+
+    def call(
+        hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        tokens, slots = ids.shape
+        flat = ids.flatten()
+        order = torch.argsort(flat)
+        counts = torch.zeros(gate_up.shape[0], dtype=torch.int32, device=ids.device)
+        ends = counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
+        gate, up = torch._grouped_mm(hidden[order // slots], gate_up.mT, offs=ends).chunk(2, -1)
+        y = torch._grouped_mm(F.silu(gate) * up, down.mT, offs=ends) * weights.flatten()[order, None]
+        return y[torch.argsort(order)].view(tokens, slots, -1).sum(1).to(hidden.dtype)
+
+    return call
+
+
+def liger() -> Callable[..., torch.Tensor]:
+    """Import Liger's fused mixture."""
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+    def call(
+        hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        out: torch.Tensor = LigerFusedMoEFunction.apply(hidden, gate_up, down, ids.int(), weights)
+        return out
+
+    return call
 
 
 def passes(shape: Shape, itemsize: int) -> dict[str, Pass]:
-    """Return the work of each pass: forward reads two tensors and writes one, backward reads one and writes two."""
-    rows, width = shape.sizes
-    case = Case(shape.label, {"batch": rows, "width": width}, {"scale": 0.5, **shape.options})
-    size = rows * width * itemsize
-    return forward_and_backward(case, Work(3 * size), Work(6 * size))
+    """Count the operations of both products, and the bytes of chosen experts' weights, tokens and results."""
+    tokens, width, inner, count, slots = shape.sizes
+    touched = min(count, tokens * slots)
+    size = (3 * width * inner * touched + 2 * tokens * width) * itemsize
+    flops = 6.0 * tokens * slots * width * inner
+    # Weights of routes as models pass them, which round them to the dtype of hidden.
+    case = Case(shape.label, sizes(*shape.sizes), {"weights": torch.bfloat16, **shape.options})
+    return forward_and_backward(case, Work(size, flops), Work(3 * size, 3 * flops))
 
 
 BENCH = Benchmark(
-    shape=("N", "D"),
+    shape=("T", "D", "F", "E", "K"),
     sets=SETS,
     passes=passes,
-    peers={"eager": plain(eager), "compile": compiled(eager)},
+    peers={
+        "eager": plain(eager, "a loop over the chosen experts, as transformers' eager modules"),
+        "grouped": Peer(grouped, note="torch._grouped_mm, in the steps of transformers' grouped_mm experts"),
+        "liger": Peer(liger, "liger-kernel"),
+    },
     rows={"": ROWS},
 )

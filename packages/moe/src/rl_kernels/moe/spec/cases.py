@@ -25,6 +25,7 @@ CASES = (
     Case("interleaved", sizes(9, 16, 12, 4, 2), {"interleaved": True}),
     Case("transposed", sizes(9, 16, 12, 4, 2), {"transposed": True}),
     Case("gpt-oss", sizes(12, 24, 24, 4, 4), GPT_OSS),
+    Case("recomputed", sizes(9, 16, 12, 4, 2), {**BIASES, "recompute": True}),
     Case("one-token", sizes(1, 24, 20, 8, 4)),
     Case("one-expert", sizes(20, 24, 20, 1, 1)),
     Case("one-term", sizes(5, 16, 1, 4, 2), relations=("accuracy",)),
@@ -41,11 +42,11 @@ EMPTY = (
     Case("no-tokens", sizes(0, 16, 12, 4, 2)),
     Case("no-tokens-biases", sizes(0, 16, 12, 4, 2), {**BIASES, "shared": True}),
 )
-ROUTES = {"activation", "interleaved", "transposed"}
+OPTIONS = {"activation", "interleaved", "transposed", "recompute"}
 
 
 def inputs(case: Case, draw: Draw) -> Inputs:
-    """Draw the operands: an expert's weights have standard deviation ``K^-0.5``, those of routes a mean of ``0.5 / k``."""
+    """Draw the operands: weights have standard deviation ``K^-0.5``, those of routes a mean of about ``0.5 / k``."""
     tokens, width, inner, count, slots = (case.sizes[name] for name in sizes(0, 0, 0, 0, 0))
     chosen = case.options.get("chosen", "")
     scale = case.options.get("scale", 1.0)
@@ -60,7 +61,7 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         call |= {"gate_up_bias": draw.normal(count, 2 * inner), "down_bias": draw.normal(count, width)}
     if "shared" in case.options:
         call["shared"] = draw.normal(tokens, width)
-    return call | {name: value for name, value in case.options.items() if name in ROUTES}
+    return call | {name: value for name, value in case.options.items() if name in OPTIONS}
 
 
 def choose(draw: Draw, tokens: int, count: int, slots: int, chosen: str) -> torch.Tensor:

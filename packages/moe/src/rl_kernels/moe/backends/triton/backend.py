@@ -21,6 +21,11 @@ from rl_kernels.moe.backends.triton.routing import route_backward, route_backwar
 from rl_kernels.moe.op import gradients
 from rl_kernels.moe.routes import sort_routes
 
+__all__ = [
+    *("backward", "backward_into", "forward", "forward_kept"),
+    *("route_backward", "route_backward_into", "route_choose", "route_logits"),
+]
+
 WIDEST, WARPS = 1024, 4
 """Largest number of columns that a program of a row kernel holds at once, and its warps."""
 BIAS_COLUMNS = 64

@@ -87,7 +87,7 @@ class Product:
 
 def _operand(b: torch.Tensor, cut: Schedule) -> tuple[int, Box | None]:
     """Return how tiles of ``b[E, N, K]`` are read: through a descriptor of all experts' rows, or by pointers."""
-    count, n, k = b.shape
+    _, n, k = b.shape
     if b.stride(0) == n * b.stride(1) and described(b.flatten(0, 1)):
         return ROWS.value, box_of(b.flatten(0, 1), cut.columns, cut.inner)
     # A block of K must not reach into the next expert, as one of N may.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rl_kernels.core.triton_lib.gemm import COLUMNS, POINTERS, ROWS, step, tile
+from rl_kernels.core.triton_lib.gemm import COLUMNS, ROWS, step, tile
 
 
 @triton.jit

@@ -105,8 +105,8 @@ def activate_backward(
 ):  # fmt: skip
     """Write the gradient of a row of Z, the activation times the route's weight, and the weight's gradient. Grid: rows.
 
-    DH is the FP32 gradient of the activation without the route's weight. With BIAS ``[E, D]`` the weight's gradient also has
-    the dot of the bias and the token's GRAD.
+    DH is the FP32 gradient of the activation without the route's weight. With BIAS ``[E, D]`` the weight's gradient
+    also has the dot of the bias and the token's GRAD.
     """
     row = tl.program_id(0)
     route = tl.load(ROUTES + row)

@@ -1,0 +1,103 @@
+"""Properties of experts over drawn calls: routes one by one, other experts' tokens, weights' gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rl_kernels.core.operator import Call
+from rl_kernels.core.testing import Draw
+from rl_kernels.moe import experts
+from rl_kernels.moe.op import OPERATOR
+
+pytestmark = pytest.mark.smoke
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CALL = Call(torch.device(DEVICE), torch.float32, "cpu", {})
+BACKENDS = [backend.name for backend in OPERATOR.backends if backend.why_not(CALL) is None]
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def drawn(seed: int, dtype: torch.dtype = torch.float32) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    """Return tensors and options of a drawn call; tokens choose experts with repetition, absent ones too."""
+    draw = Draw(dtype, DEVICE, seed)
+    tokens, width, inner = draw.integer(1, 40), draw.integer(1, 40), draw.integer(1, 30)
+    count, slots = draw.integer(1, 7), draw.integer(1, 5)
+    tensors = {
+        "hidden": draw.normal(tokens, width),
+        "gate_up": draw.normal(count, 2 * inner, width, scale=width**-0.5),
+        "down": draw.normal(count, width, inner, scale=inner**-0.5),
+        "ids": torch.tensor([draw.integer(0, count + 1) for _ in range(tokens * slots)], device=DEVICE).view(-1, slots),
+        "weights": draw.normal(tokens, slots, dtype=torch.float32),
+        "gate_up_bias": draw.normal(count, 2 * inner),
+        "down_bias": draw.normal(count, width),
+    }
+    activation = ("silu", "gelu_tanh", "clamped_swiglu")[seed % 3]
+    return tensors, {"activation": activation, "interleaved": seed % 2 == 0}
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_an_output_is_the_sum_of_its_routes_alone(backend: str, dtype: torch.dtype) -> None:
+    for seed in range(12 if backend == "native" else 4):
+        tensors, options = drawn(seed, dtype)
+        hidden, ids, weights = tensors["hidden"], tensors["ids"], tensors["weights"]
+        count, ones = len(tensors["down"]), torch.ones(1, 1, device=DEVICE)
+        out = experts(**tensors, **options, backend=backend)
+        for token in {0, len(hidden) // 2, len(hidden) - 1}:
+            total = hidden.new_zeros(hidden.shape[1], dtype=torch.float32)
+            for expert, weight in zip(ids[token], weights[token], strict=True):
+                if expert < count:
+                    row = {"hidden": hidden[token][None], "ids": expert.view(1, 1), "weights": ones}
+                    y = experts(**{**tensors, **row}, **options, backend=backend)[0]
+                    total = total + weight * y.float()
+            assert torch.equal(out[token], total.to(dtype)), (seed, token)
+
+
+@each_backend
+def test_gradients_of_an_expert_do_not_depend_on_tokens_of_others(backend: str) -> None:
+    names = ("gate_up", "down", "gate_up_bias", "down_bias")
+    for seed in range(20, 30 if backend == "native" else 23):
+        tensors, options = drawn(seed)
+        upstream = torch.randn_like(tensors["hidden"])
+
+        def gradients(rows: torch.Tensor, tensors=tensors, options=options, upstream=upstream) -> list[torch.Tensor]:
+            call = {name: x[rows] if name in ("hidden", "ids", "weights") else x for name, x in tensors.items()}
+            leaves = {name: call[name].clone().requires_grad_() for name in names}
+            out = experts(**{**call, **leaves}, **options, backend=backend)
+            return list(torch.autograd.grad(out, list(leaves.values()), upstream[rows]))
+
+        every = gradients(torch.arange(len(tensors["hidden"]), device=DEVICE))
+        for expert in range(len(tensors["down"])):
+            rows = (tensors["ids"] == expert).any(1).nonzero()[:, 0]
+            for name, alone, among in zip(names, gradients(rows), every, strict=True):
+                assert torch.equal(alone[expert], among[expert]), (seed, expert, name)
+
+
+@each_backend
+def test_main_grad_continues_the_chain(backend: str) -> None:
+    """An expert's routes that are cut at a multiple of 16 give the bits of one pass."""
+    draw = Draw(torch.float32, DEVICE)
+    hidden, weights = draw.normal(48, 8), draw.normal(48, 1)
+    ids = torch.zeros(48, 1, dtype=torch.int32, device=DEVICE)
+    gate_up, down = (x.requires_grad_() for x in (draw.normal(2, 6, 8), draw.normal(2, 8, 3)))
+    upstream = draw.normal(48, 8)
+    whole = torch.autograd.grad(
+        experts(hidden, gate_up, down, ids, weights, backend=backend), (gate_up, down), upstream
+    )
+    gate_up.main_grad, down.main_grad = (torch.zeros_like(x).mT.contiguous().mT for x in (gate_up, down))
+    for rows in (slice(0, 32), slice(32, 48)):
+        experts(hidden[rows], gate_up, down, ids[rows], weights[rows], backend=backend).backward(upstream[rows])
+    assert gate_up.grad is None
+    assert down.grad is None
+    assert torch.equal(gate_up.main_grad, whole[0])
+    assert torch.equal(down.main_grad, whole[1])
+
+
+@each_backend
+def test_experts_without_tokens_have_zero_gradients(backend: str) -> None:
+    tensors, options = drawn(3)
+    tensors["ids"].fill_(0)
+    leaves = [tensors[name].requires_grad_() for name in ("gate_up", "down", "gate_up_bias", "down_bias")]
+    gradients = torch.autograd.grad(experts(**tensors, **options, backend=backend).sum(), leaves)
+    assert all(not gradient[1:].any() and gradient[0].any() for gradient in gradients)
+    assert len(leaves[0]) > 1
