@@ -11,6 +11,7 @@ CALLS = {
     "fused_logp": "fused_logp(torch.ones(2, 8), torch.tensor([1, 2]))",
     "grpo_loss": "grpo_loss(*torch.zeros(3, 2, 4), torch.ones(2), torch.ones(2, 4).bool(), samples_per_prompt=2).loss",
     "linear_logp": "linear_logp(torch.ones(2, 8), torch.ones(4, 8), torch.tensor([1, 2]))",
+    "moe": "experts(torch.ones(2, 8), torch.ones(3, 8, 8), torch.ones(3, 8, 4), torch.ones(2, 1).int(), torch.ones(2, 1))",
     "norm": "rms_norm(torch.ones(2, 8), torch.ones(8))",
 }
 SCRIPT = """

@@ -72,7 +72,7 @@ def _fake_forward_kept(
     return hidden.new_empty(hidden.shape), hidden.new_empty((ids.numel(), gate_up.shape[1])), order
 
 
-def gradients(needs: list[bool], *shaped_like: torch.Tensor | None) -> list[torch.Tensor | None]:
+def gradients(needs: list[bool], *shaped_like: torch.Tensor | None) -> list[torch.Tensor]:
     """Return an empty tensor for each gradient of ``backward``: with the argument's shape if it is needed."""
     first = next(x for x in shaped_like if x is not None)
     return [

@@ -37,25 +37,11 @@ def experts(
     y = _wide(hidden).new_zeros((*ids.shape, hidden.shape[1]))
     for expert in range(gate_up.shape[0]):
         tokens, slots = torch.nonzero(ids == expert, as_tuple=True)
-        biases = (None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias))
-        y[tokens, slots] = _wide(
-            _expert(hidden[tokens], gate_up[expert], down[expert], *biases, activation, interleaved)
-        )
+        z = _linear(hidden[tokens], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        h = activate(*split(z, interleaved), activation)
+        y[tokens, slots] = _wide(_linear(h, down[expert], None if down_bias is None else down_bias[expert]))
     total = (weights.to(y.dtype)[..., None] * y).sum(1)
     return (total if shared is None else total + _wide(shared)).to(dtype)
-
-
-def _expert(
-    rows: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    activation: str,
-    interleaved: bool,
-) -> torch.Tensor:
-    z = _linear(rows, gate_up, gate_up_bias)
-    return _linear(activate(*split(z, interleaved), activation), down, down_bias)
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

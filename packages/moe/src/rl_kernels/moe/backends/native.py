@@ -8,6 +8,7 @@ for each 16 routes of the expert in token order; that of a bias likewise.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,7 +91,9 @@ def combine(
 
 def backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """Return the gradients of hidden, weights, gate_up, down, gate_up_bias and down_bias."""
-    return backward_into(*arguments[:-1], None, None, arguments[-1])
+    *rest, needs = arguments
+    run: Callable[..., tuple[torch.Tensor, ...]] = backward_into
+    return run(*rest, None, None, needs)
 
 
 def backward_into(
@@ -196,7 +199,9 @@ def route_choose(
 
 def route_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """Return the gradients of hidden, weight and bias."""
-    return route_backward_into(*arguments[:-1], None, arguments[-1])
+    *rest, needs = arguments
+    run: Callable[..., tuple[torch.Tensor, ...]] = route_backward_into
+    return run(*rest, None, needs)
 
 
 def route_backward_into(

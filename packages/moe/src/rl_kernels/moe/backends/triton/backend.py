@@ -22,8 +22,14 @@ from rl_kernels.moe.op import gradients
 from rl_kernels.moe.routes import sort_routes
 
 __all__ = [
-    *("backward", "backward_into", "forward", "forward_kept"),
-    *("route_backward", "route_backward_into", "route_choose", "route_logits"),
+    "backward",
+    "backward_into",
+    "forward",
+    "forward_kept",
+    "route_backward",
+    "route_backward_into",
+    "route_choose",
+    "route_logits",
 ]
 
 WIDEST, WARPS = 1024, 4
