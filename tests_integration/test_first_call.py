@@ -11,12 +11,13 @@ CALLS = {
     "fused_logp": "fused_logp(torch.ones(2, 8), torch.tensor([1, 2]))",
     "grpo_loss": "grpo_loss(*torch.zeros(3, 2, 4), torch.ones(2), torch.ones(2, 4).bool(), samples_per_prompt=2).loss",
     "linear_logp": "linear_logp(torch.ones(2, 8), torch.ones(4, 8), torch.tensor([1, 2]))",
-    "moe": "experts(torch.ones(2, 8), torch.ones(3, 8, 8), torch.ones(3, 8, 4), torch.ones(2, 1).int(), torch.ones(2, 1))",
+    "moe": "experts(x, torch.ones(3, 8, 8), torch.ones(3, 8, 4), *route(x, torch.ones(3, 8), 1)[:2])",
     "norm": "rms_norm(torch.ones(2, 8), torch.ones(8))",
 }
 SCRIPT = """
 import torch
 from rl_kernels.{package} import *
+x = torch.ones(2, 8)
 torch.compile(lambda: {call}, fullgraph=True, backend="aot_eager")()
 """
 
