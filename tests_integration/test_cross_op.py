@@ -1,6 +1,6 @@
-"""Operators behind one another: logits through fused_logp into grpo_loss, with gradients back to the logits.
+"""Operators behind one another, on a CPU and on a GPU, each with its default backends.
 
-On a CPU and on a GPU, each with its default backends.
+Logits through fused_logp into grpo_loss, with gradients back to the logits; experts beside det_linear.
 """
 
 from dataclasses import replace
@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from rl_kernels.core.testing import make_synthetic_rl_kernel_batch
+from rl_kernels.det_gemm import det_linear
 from rl_kernels.fused_logp import fused_logp
 from rl_kernels.fused_logp.reference import fused_logp as logps_in_fp64
 from rl_kernels.grpo_loss import Normalizer, grpo_loss
 from rl_kernels.grpo_loss.reference import grpo_loss as loss_in_fp64
 from rl_kernels.lab.check.compare import bits
+from rl_kernels.moe import experts
 
 IGNORED = -100
 SAMPLES = 4
@@ -71,3 +73,25 @@ def test_a_batch_is_exact_and_a_prompt_alone_has_its_bits(device, dtype, most):
     prompt = slice(SAMPLES, 2 * SAMPLES)
     alone = gradient(through_operators(leaf, batch, prompt, **count).loss, leaf)
     assert bits(alone[prompt], found[prompt]).passed
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_route_of_experts_has_the_bits_of_det_linear(device, dtype):
+    """Gates are at their bound, whose sigmoid rounds to 1, so the activation ``7 (up + 1)`` needs no library."""
+    generator = torch.Generator().manual_seed(2)
+    tokens, width, inner, count = 70, 96, 40, 3
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    hidden, gate_up, down = normal(tokens, width), normal(count, 2 * inner, width), normal(count, width, inner)
+    bias = normal(count, 2 * inner)
+    bias[:, :inner] = 1000
+    ids = torch.randint(count, (tokens, 1), generator=generator).to(device)
+    ones, options = torch.ones(tokens, 1, device=device), {"gate_up_bias": bias, "activation": "clamped_swiglu"}
+    out = experts(hidden, gate_up, down, ids, ones, **options)
+    for token in range(0, tokens, 7):
+        expert = ids[token, 0]
+        up = det_linear(hidden[token], gate_up[expert], bias[expert])[inner:].clamp(-7, 7)
+        assert torch.equal(out[token], det_linear((up + 1) * 7, down[expert])), token
