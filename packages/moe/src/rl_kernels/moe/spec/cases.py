@@ -71,9 +71,9 @@ def choose(draw: Draw, tokens: int, count: int, slots: int, chosen: str) -> torc
     if chosen == "first":
         ids[:, 0] = 0
     elif chosen == "repeated":
-        ids[:, 1] = ids[:, 0]
+        ids[:, -1] = ids[:, 0]
     elif chosen == "absent":
-        ids[::2, 1], ids[3] = count, count
+        ids[::2, -1], ids[3:4] = count, count
     return ids.to(draw.device)
 
 
