@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rl_kernels.core.testing import Case
-from rl_kernels.lab.dimensions import EDGES, ROWS, paired, swept
+from rl_kernels.lab.dimensions import ROWS, paired, swept
 
 
 def sizes(tokens: int, width: int, inner: int, experts: int, slots: int) -> dict[str, int]:
@@ -31,6 +31,8 @@ def _swept(name: str, others: dict[str, int], values: Sequence[int], options: di
     yield from swept(name, others, values, ({}, options))
 
 
+EDGES = (1, 2, 15, 16, 17, 33, 63, 64, 65, 128, 257, 1025)
+"""Widths around those of tiles and blocks."""
 DIMENSIONS: tuple[Case, ...] = (
     *paired("pairs", sizes(6, 16, 12, 3, 2), AXES),
     *_swept("tokens", sizes(0, 8, 5, 3, 2), ROWS[:-1], {"shared": True}),

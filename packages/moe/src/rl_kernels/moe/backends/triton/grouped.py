@@ -6,7 +6,8 @@ import torch
 
 from rl_kernels.core.constants import STEP
 from rl_kernels.core.operator import tiles_change_no_bit
-from rl_kernels.core.triton_lib.gemm import COLUMNS, POINTERS, ROWS, Box, box_of, described
+from rl_kernels.core.triton_lib.gemm import Box, box_of, described
+from rl_kernels.core.triton_lib.gemm_kernels import COLUMNS, POINTERS, ROWS
 from rl_kernels.core.triton_lib.launch import INTERPRETED, Launch, ceil_div, next_power_of_2
 from rl_kernels.core.triton_lib.schedule import ANYWHERE, IN_INTERPRETER, Schedule
 from rl_kernels.moe.backends.triton import products

@@ -1,4 +1,4 @@
-"""The products of experts in Triton: rows of one expert at a time, sums as in ``core.triton_lib.gemm``.
+"""The products of experts in Triton: rows of one expert at a time, sums as in ``core.triton_lib.gemm_kernels``.
 
 Rows are routes, sorted by expert. A tile has BLOCK_M routes of one expert, of which the last tile of an expert may have
 fewer, and BLOCK_N columns. Order of every sum, which is the contract: the canonical chain over K, so a route has the
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rl_kernels.core.triton_lib.gemm import COLUMNS, ROWS, step, tile
+from rl_kernels.core.triton_lib.gemm_kernels import COLUMNS, ROWS, step, tile
 
 
 @triton.jit
