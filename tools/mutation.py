@@ -1,9 +1,12 @@
 """Draw mutants of the operators' host code and Triton kernels, and count those that the tests catch.
 
-Host code is everything of an operator that runs at a call, ``reference.py`` excepted. A mutant of a backend is shown to
-the tests of that backend, any other to those of all backends that run on a CPU: recorded launches, the quick cases in
-FP32, and Triton kernels in its interpreter. Mutants that crash are drawn again; known equivalents are left out. Tests
-that fail without a mutant end the run. A record is continued; with ``--again`` its survivors are judged again.
+Host code is everything of an operator that runs at a call, ``reference.py`` excepted. The tests run once without a
+mutant; each test's time and the lines that it executes are kept in ``.nox/mutation``. A mutant is then shown the tests
+that execute its line, the quickest first, for at most two minutes of CPU time; a line that importing the module runs
+counts for all tests. Triton backends are shown to tests in Triton's interpreter too; ``--without-triton`` leaves them
+out. Mutants that crash are drawn again; known equivalents are left out. At the end the tests that caught mutants run
+once more without one; a test that fails without a mutant is an error. A record is continued; with ``--again`` its
+survivors are judged again.
 
 ``python tools/mutation.py --seed 1 --count 300 --json tools/results/mutation.json``; ``nox -s mutation`` runs it.
 Exit status 1 if fewer than 95 % are caught.
@@ -12,152 +15,200 @@ Exit status 1 if fewer than 95 % are caught.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import importlib
 import json
+import os
+import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from functools import cache
-from itertools import islice
+from itertools import accumulate, islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rl_kernels.lab.mutate.edits import Edit, drawn
-from rl_kernels.lab.mutate.judge import CAUGHT, INVALID, SURVIVED, TIMEOUT, Stage, Verdict, judged
+from rl_kernels.lab.mutate.edits import Edit, drawn, statement_at
+from rl_kernels.lab.mutate.judge import CAUGHT, INVALID, SURVIVED, TIMEOUT, TracedTest, Verdict, judged, traced
+from rl_kernels.lab.mutate.session import FORK
 
 ROOT = Path(__file__).resolve().parent.parent
+OPERATORS = sorted(file.parents[3].name for file in ROOT.glob("packages/*/src/rl_kernels/*/op.py"))
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.json"
+KEPT = ROOT / ".nox" / "mutation"
 LEAST = 0.95
-NOT_AT_A_CALL = ("__init__", "reference", "canary")
-LAUNCHES = ("test_triton_launches.py", "test_cuda_launches.py", "test_planned.py")
-PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "--no-header")
-PLAIN = "not planted and not bug and not control"
-CASES = f"test_relation and fp32 and {PLAIN} and not torch and not parity"
+SHOWN_SECONDS = 120.0
+NOT_DRAWN = ("__init__", "reference", "canary", "ahead", "parallel")
+"""How names of modules begin that are not run at a call, or by tests in other processes, which import no mutant."""
+NOT_SHOWN = ("bench", "far", "gpu")
+"""Parts of the names of files whose tests are about benchmarks, or need much memory or a GPU."""
+IN_RANKS = "run_ranks"
+"""Stands in files whose tests start other processes."""
+LEFT_OUT = ("planted", "bug", "control", "inductor", "-parity-", "-bf16-", "-fp16-")
+TRITON = ".backends.triton"
+BITS = ("launches", "repeatability", "invariance")
+"""Tests of bits, which Triton's interpreter computes in another order than a GPU, and of launches, which it has not."""
+PLAIN = " and ".join(["(not -torch- or -plain)", *(f"not {word}" for word in LEFT_OUT)])
+INTERPRETED = " and ".join(f"not {word}" for word in ("-torch-", *LEFT_OUT, *BITS))
+ENVIRONMENTS: dict[str, tuple[str, dict[str, str]]] = {
+    "plain": (PLAIN, {}),
+    "interpreted": (f"triton and {INTERPRETED}", {"TRITON_INTERPRET": "1"}),
+}
+"""Which tests run, and the variables that they run with."""
 ONE = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-SECONDS = {"smoke": 300, "launches": 300, "cases": 900, "interpreted": 900, "others": 900}
 
 
-def modules(packages: Sequence[str]) -> dict[str, Path]:
+class Mutant(NamedTuple):
+    """An edit of a module, and how records name it."""
+
+    module: str
+    file: Path
+    edit: Edit
+    entry: dict[str, Any]
+
+
+def modules() -> dict[str, Path]:
     """Return the modules of the operators that run at a call, by dotted name."""
     files = {}
-    for package in packages:
+    for package in OPERATORS:
         source = ROOT / "packages" / package / "src"
         for file in sorted(source.rglob("*.py")):
             parts = file.relative_to(source).with_suffix("").parts
-            if "spec" not in parts and not parts[-1].startswith(NOT_AT_A_CALL):
+            if "spec" not in parts and not parts[-1].startswith(NOT_DRAWN):
                 files[".".join(parts)] = file
     return files
 
 
-def stages(package: str, module: str, source: str) -> list[Stage]:
-    """Return the tests that a mutant of this module is shown: those named after it, and the likeliest, come first."""
-    tests = ROOT / "packages" / package / "tests"
-    in_triton, in_cuda, in_native = (f".backends.{name}" in module for name in ("triton", "cuda", "native"))
-    other_backend = "cuda" if in_triton else "triton" if in_cuda else "none"
-    files = [tests / name for name in LAUNCHES if (tests / name).exists() and other_backend not in name]
-    launches = [] if in_native else [_stage("launches", files, PLAIN)] if files else []
-    cases = tests / "test_backends.py"
-    if in_triton:
-        interpreted = _stage("interpreted", [cases], f"triton and {CASES}", TRITON_INTERPRET="1")
-        return [interpreted, *launches] if "triton.jit" in source else [*launches, interpreted]
-    if in_cuda:
-        return launches
-    other_tests = {*tests.glob("test_*.py")} - {*files, cases}
-    named_after = {file for file in other_tests if module.rpartition(".")[2] in file.name}
-    other_tests = {
-        file for file in other_tests - named_after if not any(word in file.name for word in ("bench", "far", "gpu"))
-    }
-    first = [_stage("others", named_after, PLAIN)] if named_after else []
-    smoke = Stage((*PYTEST, str(tests), "-m", "smoke", "-k", PLAIN), ONE, SECONDS["smoke"])
-    return [
-        *first,
-        smoke,
-        _stage("cases", [cases], f"native and {CASES}"),
-        *launches,
-        _stage("others", other_tests, PLAIN),
-    ]
-
-
-def _stage(name: str, files: Iterable[Path], chosen: str, **environment: str) -> Stage:
-    return Stage((*PYTEST, *map(str, sorted(files)), "-k", chosen), {**ONE, **environment}, SECONDS[name])
-
-
 @cache
-def fails_alone(test: str, environment: tuple[tuple[str, str], ...], seconds: int) -> str:
-    """Return the message of a test that fails without a mutant; "" if it passes."""
-    verdict = judged("", None, [Stage((*PYTEST, str(ROOT / test)), dict(environment), seconds)])
-    return "" if verdict.state == SURVIVED else f"{test}: {verdict.said}"
+def tests_of(package: str, environment: str) -> list[TracedTest]:
+    """Return the tests of a package with the lines that they execute; they run if its files have changed since."""
+    folder = ROOT / "packages" / package
+    chosen, variables = ENVIRONMENTS[environment]
+    digest = hashlib.sha256(chosen.encode())
+    for file in sorted([*folder.rglob("*.py"), *(ROOT / "shared").glob("*/src/**/*.py")]):
+        digest.update(file.read_bytes())
+    kept = KEPT / f"{package}-{environment}-{digest.hexdigest()[:16]}.json"
+    if not kept.exists():
+        files = [
+            str(file)
+            for file in sorted((folder / "tests").glob("test_*.py"))
+            if not any(word in file.name for word in NOT_SHOWN) and IN_RANKS not in file.read_text(encoding="utf-8")
+        ]
+        tests = traced(folder / "src", [*files, "-k", chosen], variables)
+        KEPT.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(tests), encoding="utf-8")
+        print(f"{package}, {environment}: {len(tests)} tests, {sum(test.seconds for test in tests):.0f} s", flush=True)
+    return [TracedTest(*test) for test in json.loads(kept.read_text(encoding="utf-8"))]
 
 
-def verdict_of(module: str, edit: Edit, shown: Sequence[Stage]) -> Verdict:
-    """Judge a mutant; ``RuntimeError`` if the test that caught it fails without a mutant too."""
-    for stage in shown:
-        verdict = judged(module, edit, [stage])
+def package_of(file: Path) -> str:
+    """Return the folder's name of the package that a file belongs to."""
+    return file.relative_to(ROOT / "packages").parts[0]
+
+
+def first_pass(package: str, environment: str) -> None:
+    """Run the tests of a package once, unless that is kept."""
+    tests_of(package, environment)
+
+
+def shown(mutant: Mutant, environment: str) -> list[TracedTest]:
+    """Return the tests that execute the mutated line, the quickest first, as far as the time suffices."""
+    tests = tests_of(package_of(mutant.file), environment)
+    statement = statement_at(mutant.file.read_text(encoding="utf-8"), mutant.edit.line)
+    if statement is not None:
+        lines = {*statement}
+        tests = [test for test in tests if not lines.isdisjoint(test.lines.get(str(mutant.file), ()))]
+    ordered = quickest_first(tests)
+    seconds = accumulate(test.seconds for test in ordered)
+    return [test for test, until in zip(ordered, seconds, strict=True) if until <= SHOWN_SECONDS]
+
+
+def quickest_first(tests: Iterable[TracedTest]) -> list[TracedTest]:
+    """Return tests by the time that they took."""
+    return sorted(tests, key=lambda test: test.seconds)
+
+
+def judge(mutant: Mutant, end: float) -> Verdict | None:
+    """Judge a mutant unless time is over."""
+    if time.monotonic() > end:
+        return None
+    for environment in ENVIRONMENTS if TRITON in mutant.module else ("plain",):
+        variables = ENVIRONMENTS[environment][1]
+        verdict = judged(mutant.module, mutant.edit, shown(mutant, environment), variables)
         if verdict.state != SURVIVED:
-            if verdict.where:
-                said = fails_alone(verdict.where, tuple(sorted(stage.environment.items())), stage.seconds)
-                if said:
-                    raise RuntimeError(f"a test fails without a mutant: {said}")
             return verdict
     return Verdict(SURVIVED)
 
 
-def entry(module: str, source: str, edit: Edit) -> dict[str, Any]:
-    """Return the name of a mutant in a record and in the list of equivalents; it has no line number."""
-    code = source.splitlines()[edit.line - 1].strip()
-    return {"module": module, "code": code, "kind": edit.kind, "old": edit.old, "new": edit.new}
+def check_without_mutant(package: str, environment: str, names: Collection[str]) -> None:
+    """Run the tests by these names once more, in the order of mutants; ``RuntimeError`` if one fails."""
+    tests = [test for test in quickest_first(tests_of(package, environment)) if test.name in names]
+    verdict = judged("", None, tests, ENVIRONMENTS[environment][1])
+    if verdict.state != SURVIVED:
+        raise RuntimeError(f"a test fails without a mutant: {verdict.where}: {verdict.said}")
 
 
-def known(mutant: dict[str, Any], equivalent: Sequence[dict[str, Any]]) -> bool:
-    """Return whether a mutant is listed as equivalent."""
-    return any(all(mutant[name] == listed[name] for name in mutant) for listed in equivalent)
+def candidates(seed: int) -> Iterator[Mutant]:
+    """Yield mutants in the order that the seed gives, without the known equivalents."""
+    files = modules()
+    sources = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    equivalent = json.loads(EQUIVALENT.read_text(encoding="utf-8"))
+    for module, edit in drawn(sources, seed):
+        # An entry has no line number, so that it survives changes of other lines.
+        code = sources[module].splitlines()[edit.line - 1].strip()
+        entry = {"module": module, "code": code, "kind": edit.kind, "old": edit.old, "new": edit.new}
+        if not any(all(entry[name] == listed[name] for name in entry) for listed in equivalent):
+            yield Mutant(module, files[module], edit, entry)
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Draw and judge mutants until enough are valid; print each, and return the record's entries."""
-    files = modules(args.package)
-    sources = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-    equivalent = json.loads(EQUIVALENT.read_text(encoding="utf-8"))
-    end = time.monotonic() + (args.seconds or float("inf"))
-    judged_before = recorded(args.json, args.seed, again=args.again)
-
-    def judge(drawn_one: tuple[dict[str, Any], str, Edit]) -> dict[str, Any] | None:
-        mutant, name, edit = drawn_one
-        if json.dumps(mutant) in judged_before:
-            return judged_before[json.dumps(mutant)]
-        if time.monotonic() > end:
-            return None
-        package = files[name].relative_to(ROOT / "packages").parts[0]
-        verdict = verdict_of(name, edit, stages(package, name, sources[name]))
-        print(f"{verdict.state:9}{name}:{edit.line} {edit.kind}: {edit.old} -> {edit.new} [{verdict.said}]", flush=True)
-        return {**mutant, "state": verdict.state, "where": verdict.where}
-
-    every = ((entry(name, sources[name], edit), name, edit) for name, edit in drawn(sources, args.seed))
-    candidates = (candidate for candidate in every if not known(candidate[0], equivalent))
-    judgments: dict[int, dict[str, Any]] = {}
-    with ThreadPoolExecutor(args.jobs) as pool:
-        while missing := args.count - sum(judgment["state"] != INVALID for judgment in judgments.values()):
-            first = len(judgments)
-            places = {
-                pool.submit(judge, candidate): first + number
-                for number, candidate in enumerate(islice(candidates, missing))
-            }
-            for future in as_completed(places):
-                try:
-                    judgment = future.result()
-                except RuntimeError:
-                    # Otherwise the pool would judge all that waits before the error is seen.
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise
-                if judgment is None:
-                    continue
-                judgments[places[future]] = judgment
-                if args.json:
-                    write(args.json, args.seed, in_order(judgments))
-            if len(judgments) < first + len(places) or not places:
-                break
+    parts = [*product(args.package, ENVIRONMENTS if args.triton else ["plain"])]
+    with ProcessPoolExecutor(args.jobs, FORK) as pool:
+        try:
+            for done in [pool.submit(first_pass, *part) for part in parts]:
+                done.result()
+            judgments = judge_all(pool, args)
+            names = {judgment["where"] for judgment in judgments.values()}
+            for done in [pool.submit(check_without_mutant, *part, names) for part in parts]:
+                done.result()
+        except RuntimeError:
+            # Otherwise the pool would judge all that waits before the error is seen.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return in_order(judgments)
+
+
+def judge_all(pool: Executor, args: argparse.Namespace) -> dict[int, dict[str, Any]]:
+    """Return the entries of judged mutants by their place in the draw; write the record after each."""
+    drawn_mutants = (
+        mutant
+        for mutant in candidates(args.seed)
+        if package_of(mutant.file) in args.package and (args.triton or TRITON not in mutant.module)
+    )
+    end = time.monotonic() + (args.seconds or float("inf"))
+    head = {"seed": args.seed, "sources": sources_commit()}
+    before = recorded(args.json, head, again=args.again)
+    judgments: dict[int, dict[str, Any]] = {}
+    while missing := args.count - sum(judgment["state"] != INVALID for judgment in judgments.values()):
+        batch = dict(enumerate(islice(drawn_mutants, missing), len(judgments)))
+        known = {number: before.get(json.dumps(mutant.entry)) for number, mutant in batch.items()}
+        judgments.update((number, judgment) for number, judgment in known.items() if judgment)
+        waiting = {pool.submit(judge, batch[number], end): number for number in batch if not known[number]}
+        for future in as_completed(waiting):
+            verdict, mutant = future.result(), batch[waiting[future]]
+            if verdict is not None:
+                edit, where = mutant.edit, {"state": verdict.state, "where": verdict.where}
+                place = f"{mutant.module}:{edit.line} {edit.kind}"
+                print(f"{verdict.state:9}{place}: {edit.old} -> {edit.new} [{verdict.said}]", flush=True)
+                judgments[waiting[future]] = {**mutant.entry, **where}
+                if args.json:
+                    write(args.json, head, in_order(judgments))
+        if len(batch) < missing or time.monotonic() > end:
+            break
+    return judgments
 
 
 def in_order(judgments: Mapping[int, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -165,38 +216,50 @@ def in_order(judgments: Mapping[int, dict[str, Any]]) -> list[dict[str, Any]]:
     return [judgments[number] for number in sorted(judgments)]
 
 
-def recorded(path: Path | None, seed: int, *, again: bool) -> dict[str, dict[str, Any]]:
-    """Return the judged mutants of a record with this seed, by the mutant's entry as JSON; ``again``: no survivors."""
+def sources_commit() -> str:
+    """Return the last commit that changed the sources of core or of an operator."""
+    folders = ["shared/core/src", *(f"packages/{package}/src" for package in OPERATORS)]
+    command = ["git", "log", "-1", "--format=%H", "--", *folders]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def recorded(path: Path | None, head: Mapping[str, Any], *, again: bool) -> dict[str, dict[str, Any]]:
+    """Return the judged mutants of a record with this head, by their entry as JSON; ``again``: no survivors."""
     if path is None or not path.exists():
         return {}
     record = json.loads(path.read_text(encoding="utf-8"))
-    judged_mutants = record["mutants"] if record["seed"] == seed else []
+    same = head.items() <= record.items()
     return {
         json.dumps({name: mutant[name] for name in mutant if name not in ("state", "where")}): mutant
-        for mutant in judged_mutants
+        for mutant in (record["mutants"] if same else [])
         if not (again and mutant["state"] == SURVIVED)
     }
 
 
-def write(path: Path, seed: int, judgments: Sequence[dict[str, Any]]) -> None:
+def write(path: Path, head: Mapping[str, Any], judgments: Sequence[dict[str, Any]]) -> None:
     """Write the record, one mutant a line."""
     counts = Counter(judgment["state"] for judgment in judgments)
+    begin = json.dumps({**head, "counts": counts})[:-1]
     lines = ",\n".join(map(json.dumps, judgments))
-    path.write_text(f'{{"seed": {seed}, "counts": {json.dumps(counts)}, "mutants": [\n{lines}\n]}}\n', encoding="utf-8")
+    path.write_text(f'{begin}, "mutants": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
-    operators = sorted(file.parents[3].name for file in ROOT.glob("packages/*/src/rl_kernels/*/op.py"))
     cli = argparse.ArgumentParser(description="Draw mutants of the operators, and count those that the tests catch.")
     cli.add_argument("--seed", type=int, default=1, help="which mutants are drawn (default: 1)")
     cli.add_argument("--count", type=int, default=300, help="how many, those that crash not counted (default: 300)")
-    cli.add_argument("--package", nargs="+", choices=operators, default=operators, metavar="NAME", help="default: all")
+    cli.add_argument("--package", nargs="+", choices=OPERATORS, default=OPERATORS, metavar="NAME", help="default: all")
+    cli.add_argument("--without-triton", dest="triton", action="store_false", help="leave out the Triton backends")
     cli.add_argument("--jobs", type=int, default=1, help="mutants that are judged at once (default: 1)")
     cli.add_argument("--seconds", type=float, metavar="S", help="end after so long (default: when all are judged)")
     cli.add_argument("--json", type=Path, metavar="FILE", help="the record to write, or to continue")
     cli.add_argument("--again", action="store_true", help="judge the record's survivors again")
     args = cli.parse_args(argv)
+    os.chdir(ROOT)
+    os.environ.update(ONE)
+    # All processes share this import; OpenMP reads its variables here.
+    importlib.import_module("torch")
     judgments = run(args)
     counts = Counter(judgment["state"] for judgment in judgments)
     valid = counts[CAUGHT] + counts[TIMEOUT] + counts[SURVIVED]

@@ -2,8 +2,9 @@
 
 import pytest
 
-from rl_kernels.lab.mutate.edits import drawn, edits_of
-from rl_kernels.lab.mutate.judge import CAUGHT, INVALID, SURVIVED, TIMEOUT, Stage, judged
+from rl_kernels.lab.mutate import judge
+from rl_kernels.lab.mutate.edits import drawn, edits_of, statement_at
+from rl_kernels.lab.mutate.judge import CAUGHT, INVALID, SURVIVED, TIMEOUT, TracedTest, judged, traced
 
 SOURCE = '''
 def clamped(x: "a | b", low=0.5):
@@ -42,6 +43,25 @@ from toy_mutated import steps
 
 def test_steps():
     assert steps(3) == 3
+
+def test_no_steps():
+    assert steps(0) == 0
+"""
+ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+STATEMENTS = """
+LIMIT = min(
+    3, 4)
+def clamped(
+    x, low=2,
+):
+    '''Two lines.'''
+    if x < low:
+        x = max(
+            x, low)
+    for step in range(
+            x):
+        pass
+    return x
 """
 
 
@@ -61,21 +81,50 @@ def test_a_seed_gives_the_order():
 
 
 @pytest.mark.parametrize(
+    ("line", "lines"),
+    [(2, None), (5, None), (8, range(8, 9)), (9, range(9, 11)), (12, range(11, 13)), (14, range(14, 15))],
+)
+def test_the_statement_at_a_line(line, lines):
+    assert statement_at(STATEMENTS, line) == lines
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "toy_mutated.py").write_text(MODULE)
+    (tmp_path / "test_toy.py").write_text(TEST)
+    yield tmp_path
+    assert (tmp_path / "toy_mutated.py").read_text() == MODULE
+
+
+def test_the_lines_that_a_test_executes(toy):
+    found = {test.name: test for test in traced(toy, ["test_toy.py"], ALONE)}
+    lines = {name: test.lines[str(toy / "toy_mutated.py")] for name, test in found.items()}
+    assert lines == {"test_toy.py::test_steps": [3, 4, 5, 6], "test_toy.py::test_no_steps": [3, 4, 6]}
+    assert all(0 <= test.seconds < 5 for test in found.values())
+
+
+def test_a_test_that_fails_without_a_mutant_is_an_error(toy):
+    (toy / "test_toy.py").write_text("def test_wrong():\n    assert 1 + 1 == 3")
+    with pytest.raises(RuntimeError, match=r"without a mutant: test_toy.py::test_wrong: AssertionError"):
+        traced(toy, ["test_toy.py"], ALONE)
+
+
+@pytest.mark.parametrize(
     ("old", "new", "state"),
     [
         ("found < size", "(found <= size)", CAUGHT),
         ("found += 1", "pass", TIMEOUT),
         ("len(str())", "1", SURVIVED),
         ("found if size else len(str())", "(found())", INVALID),
+        ("def steps", "1 / 0\ndef steps", INVALID),
         ("abs(n)", "__import__('os')._exit(0)", INVALID),
     ],
 )
-def test_what_becomes_of_a_mutant(old, new, state, tmp_path):
-    (tmp_path / "toy_mutated.py").write_text(MODULE)
-    (tmp_path / "test_toy.py").write_text(TEST)
+def test_what_becomes_of_a_mutant(old, new, state, toy, monkeypatch):
+    monkeypatch.setattr(judge, "LEAST", 0.5)
     start = MODULE.index(old)
     edit = edits_of(MODULE)[0]._replace(start=start, end=start + len(old), new=new)
-    environment = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(tmp_path)}
-    stage = Stage(("-x", "-c", "/dev/null", str(tmp_path / "test_toy.py")), environment, 3 if state == TIMEOUT else 60)
-    assert judged("toy_mutated", edit, [stage]).state == state
-    assert (tmp_path / "toy_mutated.py").read_text() == MODULE
+    test = TracedTest("test_toy.py::test_steps", 0.0, {})
+    assert judged("toy_mutated", edit, [test], ALONE).state == state

@@ -65,6 +65,30 @@ def drawn(sources: Mapping[str, str], seed: int) -> Iterator[tuple[str, Edit]]:
     yield from every
 
 
+def statement_at(source: str, line: int) -> range | None:
+    """Return the lines of the smallest statement at a line of a function; ``None`` if importing the module runs it.
+
+    Of a statement with a body, these are the lines before its body.
+    """
+    at_line = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.stmt) and line in _lines_of(node, whole=True)
+    ]
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    if not any(isinstance(node, functions) and line >= node.body[0].lineno for node in at_line):
+        return None
+    smallest = _lines_of(min(at_line, key=lambda node: len(_lines_of(node, whole=True))), whole=False)
+    return smallest if line in smallest else range(line, line + 1)
+
+
+def _lines_of(node: ast.stmt, *, whole: bool) -> range:
+    body = getattr(node, "body", None)
+    if whole or not body or body[0].lineno == node.lineno:
+        return range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    return range(node.lineno, body[0].lineno)
+
+
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     for name, value in ast.iter_fields(node):

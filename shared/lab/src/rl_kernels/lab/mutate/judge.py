@@ -1,37 +1,42 @@
-"""Run the tests on a mutant, one stage after the other, each in a fresh process, until one fails."""
+"""Show a mutant to the tests that execute its line, the quickest first, until one fails."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import resource
 import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 from rl_kernels.lab.mutate.edits import Edit
+from rl_kernels.lab.mutate.session import ARGUMENTS, COLLECTING, Chosen, Ended, Mutated, Traced, forked, limit_time
 
 CAUGHT, TIMEOUT, SURVIVED, INVALID = "caught", "timeout", "survived", "invalid"
 CRASHES = ("TypeError", "NameError", "UnboundLocalError", "SyntaxError", "AttributeError", "ImportError")
 CRASHED = re.compile(rf"\b(?:raised|got) (?:InterpreterError: )?(?:{'|'.join(CRASHES)})\b")
 """Matches the message of a check whose implementation crashed."""
-NOTHING_SELECTED = 5
-PATIENCE = 8
-"""Wall-clock limit of a stage, as a multiple of its limit of CPU time."""
+PASSED, NOTHING_SELECTED = 0, 5
+LEAST = 10.0
+"""Seconds of a core that any test may take with a mutant: the first of a process loads what others find loaded."""
+LONG = 10.0
+"""Tests that take more seconds of a core than this, with the trace, are not shown to mutants."""
 
 
-class Stage(NamedTuple):
-    """Tests that run together: arguments of pytest, variables of the environment, and seconds of a core's time."""
+class TracedTest(NamedTuple):
+    """A test without a mutant: its node id, seconds of CPU time, and the lines that it executed, by file."""
 
-    arguments: tuple[str, ...]
-    environment: Mapping[str, str]
-    seconds: int
+    name: str
+    seconds: float
+    lines: Mapping[str, Sequence[int]]
+
+    @property
+    def limit(self) -> float:
+        """Seconds of CPU time that it may take with a mutant."""
+        return LEAST + 5 * self.seconds
 
 
 class Verdict(NamedTuple):
@@ -42,38 +47,70 @@ class Verdict(NamedTuple):
     said: str = ""
 
 
-def judged(module: str, edit: Edit | None, stages: Sequence[Stage]) -> Verdict:
-    """Return the verdict of the first stage that fails, with ``edit`` in the module; without one, nothing is changed.
+def traced(folder: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> list[TracedTest]:
+    """Run tests once without a mutant, and trace the files of a folder; tests that are skipped or long are left out.
 
-    A crash (``TypeError`` and the like, or the end of the process) is no failure of a check: any call would show it.
+    Raises:
+        RuntimeError: a test fails, or pytest does not end.
     """
-    for stage in stages:
-        verdict = _run_stage(module, edit, stage)
-        if verdict.state != SURVIVED:
+    ended = forked(partial(_trace, folder, arguments), environment)
+    if ended.report is None:
+        raise RuntimeError(f"the process of {' '.join(arguments)} ended with {ended.code}")
+    tests = []
+    for name, test in ended.report["tests"].items():
+        outcomes = {*test["outcomes"].values()}
+        if "failed" in outcomes:
+            raise RuntimeError(f"a test fails without a mutant: {name}: {test['message']}")
+        if outcomes == {"passed"}:
+            tests.append(TracedTest(name, test["seconds"], test["lines"]))
+    return tests
+
+
+def judged(module: str, edit: Edit | None, tests: Sequence[TracedTest], environment: Mapping[str, str]) -> Verdict:
+    """Return the verdict of the first test that fails with ``edit`` in the module; without one, nothing is changed.
+
+    A crash (``TypeError`` and the like, an error in an import, the end of the process) is no failure of a check: any
+    call would show it.
+    A test that takes too long is run again, alone and with four times the time.
+    """
+    shown = list(tests)
+    while shown:
+        verdict = _verdict(_run(module, edit, {test.name: test.limit for test in shown}, environment))
+        names = [test.name for test in shown]
+        if verdict.state != TIMEOUT or verdict.where not in names:
             return verdict
+        place = names.index(verdict.where)
+        again = _verdict(_run(module, edit, {verdict.where: 4 * shown[place].limit}, environment))
+        if again.state != SURVIVED:
+            return again
+        shown = shown[place + 1 :]
     return Verdict(SURVIVED)
 
 
-def _run_stage(module: str, edit: Edit | None, stage: Stage) -> Verdict:
-    mutant = json.dumps(None if edit is None else {"module": module, "edit": list(edit)})
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "out.json")
-        command = [sys.executable, "-m", "rl_kernels.lab.mutate.child", mutant, str(out), *stage.arguments]
-        environment = {**os.environ, **stage.environment}
-        # Limit CPU time, because other processes may use the cores too; a process that only waits uses none.
-        limit = partial(resource.setrlimit, resource.RLIMIT_CPU, (stage.seconds, stage.seconds))
-        options: dict[str, Any] = {"env": environment, "capture_output": True, "timeout": PATIENCE * stage.seconds}
-        try:
-            done = subprocess.run(command, check=False, preexec_fn=limit, **options)
-        except subprocess.TimeoutExpired:
-            return Verdict(TIMEOUT, said="it waits")
-        if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-            return Verdict(TIMEOUT, said=f"{stage.seconds} s")
-        if not out.exists():
-            return Verdict(INVALID, said=f"the process ended with {done.returncode}")
-        ended = json.loads(out.read_text(encoding="utf-8"))
-    if ended["status"] in (0, NOTHING_SELECTED):
+def _trace(folder: Path, arguments: Sequence[str], out: Path) -> None:
+    pytest.main([*ARGUMENTS, *arguments], plugins=[Traced(folder, LONG, out)])
+
+
+def _run(module: str, edit: Edit | None, limits: Mapping[str, float], environment: Mapping[str, str]) -> Ended:
+    return forked(partial(_show, module, edit, limits), environment)
+
+
+def _show(module: str, edit: Edit | None, limits: Mapping[str, float], out: Path) -> None:
+    if edit is not None:
+        sys.meta_path.insert(0, Mutated(module, edit))
+    limit_time(COLLECTING)
+    files = dict.fromkeys(name.partition("::")[0] for name in limits)
+    pytest.main(["-x", *ARGUMENTS, *files], plugins=[Chosen(limits, out)])
+
+
+def _verdict(ended: Ended) -> Verdict:
+    report: dict[str, Any] = ended.report or {}
+    if ended.code in (-signal.SIGPROF, -signal.SIGALRM):
+        return Verdict(TIMEOUT, report.get("test", ""), "it takes too long")
+    if "status" not in report:
+        return Verdict(INVALID, said=f"the process ended with {ended.code}")
+    if report["status"] in (PASSED, NOTHING_SELECTED):
         return Verdict(SURVIVED)
-    first = ended["first"] or {"where": "", "type": "", "message": f"pytest ended with {ended['status']}"}
-    crashed = first["type"] in CRASHES or CRASHED.search(first["message"])
-    return Verdict(INVALID if crashed else CAUGHT, first["where"], f"{first['type']}: {first['message'][:160]}")
+    failure = report["failure"] or {"test": "", "type": "", "message": f"pytest ended with {report['status']}"}
+    crashed = failure["type"] in CRASHES or CRASHED.search(failure["message"])
+    return Verdict(INVALID if crashed else CAUGHT, failure["test"], f"{failure['type']}: {failure['message'][:160]}")
