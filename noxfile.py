@@ -89,8 +89,9 @@ INTERPRETED = {
     "3.9": "triton and (accuracy or gradients) and (fp16 or plain)",
 }
 
-# One process per core with one thread each: most tests are too small for threads.
-SPREAD = ("-n", "auto", "--dist", "worksteal")
+# Processes take all cores: threads of theirs would wait for each other, and must not spin meanwhile.
+ONE_THREAD = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 # A borrowing environment has no pip of its own. It uses that of the base, and so avoids an older setuptools.
 BORROWING = {"venv_backend": "venv", "venv_params": ["--without-pip"]}
@@ -124,9 +125,7 @@ def tests(session: nox.Session, package: str) -> None:
         session.install(*PINNED, *NVRTC)
     session.run("python", "-m", "pip", "check")
     session.run("python", "tools/installed.py", *map(module, present))
-    # Waiting threads must not spin, because that takes cores from the threads they wait for.
-    waiting = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
-    session.run("python", "-m", "pytest", *SPREAD, str(tests_of(package)), *session.posargs, env=waiting)
+    run_tests(session, [tests_of(package)])
 
 
 @nox.session
@@ -135,61 +134,47 @@ def floor(session: nox.Session) -> None:
     tools = [name for name in BASE_REQUIREMENTS if name not in ("torch", "numpy")]
     session.install(*FLOOR, *tools)
     install(session, *SHARED, *OPERATORS, MODELS)
-    folders = [str(tests_of(name)) for name in ("core", *OPERATORS, MODELS)]
-    env = {"OMP_NUM_THREADS": "1"}
     # Planted bugs and the other relations are covered by `tests`; PyTorch versions differ in how they trace.
     chosen = "not triton and not planted and (torch or not test_relation)"
-    session.run("python", "-m", "pytest", *SPREAD, "-k", chosen, *folders, *session.posargs, env=env)
+    run_tests(session, map(tests_of, ("core", *OPERATORS, MODELS)), "-k", chosen)
 
 
 @nox.session(**BORROWING)
 def trl(session: nox.Session) -> None:
     """Compare our scores and loss with TRL's own: the same tensors, small models of some families, a small trainer."""
-    borrow(session)
-    install(session, *SHARED, *siblings(MODELS), MODELS)
+    install_models(session)
     session.install(*PINNED, "trl", "transformers", "peft", "bitsandbytes", "torchao", "pytest-xdist")
-    env = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    files = sorted(map(str, (ROOT / "tests_integration").glob("test_trl*.py")))
-    session.run("python", "-m", "pytest", *SPREAD, *files, *session.posargs, env=env)
+    run_tests(session, sorted(tests_of(INTEGRATION).glob("test_trl*.py")), **OFFLINE)
 
 
 @nox.session(**BORROWING)
 def transformers(session: nox.Session) -> None:
     """Run the tests of models with the oldest transformers whose continuous batching is supported."""
-    borrow(session)
-    install(session, *SHARED, *siblings(MODELS), MODELS)
+    install_models(session)
     session.install(*TRANSFORMERS)
-    files = [str(tests_of(MODELS) / f"test_{name}.py") for name in MET]
-    env = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    session.run("python", "-m", "pytest", *SPREAD, *files, *session.posargs, env=env)
+    run_tests(session, [tests_of(MODELS) / f"test_{name}.py" for name in MET], **OFFLINE)
 
 
 @nox.session(**BORROWING)
 def verl(session: nox.Session) -> None:
     """Run verl's FSDP engine, its patched models and the recipe's configuration, as far as possible without a GPU."""
-    borrow(session)
-    install(session, *SHARED, *siblings(MODELS), MODELS)
+    install_models(session)
     session.install(*VERL)
     session.install("--no-deps", "verl==0.9.1")
     session.install(*PINNED, "pytest-xdist")
-    env = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    env["VERL_USE_EXTERNAL_MODULES"] = "rl_kernels.models.clients.verl"
-    files = sorted(map(str, (ROOT / "tests_integration").glob("test_verl*.py")))
-    session.run("python", "-m", "pytest", *SPREAD, *files, *session.posargs, env=env)
+    env = {**OFFLINE, "VERL_USE_EXTERNAL_MODULES": "rl_kernels.models.clients.verl"}
+    run_tests(session, sorted(tests_of(INTEGRATION).glob("test_verl*.py")), **env)
 
 
 @nox.session(**BORROWING)
 def vllm(session: nox.Session) -> None:
     """Run vLLM's engine with the plugin on the CPU, alone and in TRL; compare its log-probs with those of training."""
-    borrow(session)
-    install(session, *SHARED, *siblings(MODELS), MODELS)
+    install_models(session)
     session.install(*VLLM, "trl==1.16.0", "peft==0.21.2")
     session.install("--no-deps", "vllm==0.32.0")
     session.install(*PINNED, "pytest-xdist")
-    env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     names = ("vllm", "vllm_logprobs", "vllm_seams", "trl_vllm")
-    files = [str(ROOT / "tests_integration" / f"test_{name}.py") for name in names]
-    session.run("python", "-m", "pytest", *SPREAD, *files, *session.posargs, env=env)
+    run_tests(session, [tests_of(INTEGRATION) / f"test_{name}.py" for name in names], **OFFLINE)
 
 
 @nox.session(**BORROWING)
@@ -200,10 +185,7 @@ def interpreted(session: nox.Session, version: str) -> None:
     tested = [*OPERATORS, MODELS]
     install(session, *SHARED, *tested)
     session.install(*TRITON[version])
-    folders = [str(ROOT / "packages" / name / "tests") for name in tested]
-    # The interpreter is Python, so only processes make use of all cores.
-    env = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    session.run("python", "-m", "pytest", *SPREAD, "-k", INTERPRETED[version], *folders, *session.posargs, env=env)
+    run_tests(session, map(tests_of, tested), "-k", INTERPRETED[version], TRITON_INTERPRET="1")
 
 
 @nox.session(**BORROWING)
@@ -230,9 +212,7 @@ def check(session: nox.Session) -> None:
     install(session, *SHARED, *PACKAGES)
     # Each process may hold a gigabyte or two.
     jobs = ("--jobs", str(min(os.cpu_count() or 1, 4)))
-    # Processes take all cores: threads of theirs would wait for each other.
-    one = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
-    session.run("rl-kernels", "check", "--suite", "full", *jobs, *session.posargs, env=one)
+    session.run("rl-kernels", "check", "--suite", "full", *jobs, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(**BORROWING)
@@ -330,6 +310,18 @@ def install(session: nox.Session, *packages: str) -> None:
     """Install packages in editable mode, in one command: they pin each other, and no index has them."""
     wheels = [str(editable(session, folders()[name])) for name in packages]
     session.install("--no-index", "--no-deps", "--force-reinstall", *wheels)
+
+
+def install_models(session: nox.Session) -> None:
+    """Borrow the base environment, and install models with the packages that it requires."""
+    borrow(session)
+    install(session, *SHARED, *siblings(MODELS), MODELS)
+
+
+def run_tests(session: nox.Session, places: Iterable[Path], *options: str, **env: str) -> None:
+    """Run pytest with one process per core, of one thread each: most tests are too small for threads."""
+    command = ("python", "-m", "pytest", "-n", "auto", "--dist", "worksteal", *options, *map(str, places))
+    session.run(*command, *session.posargs, env={**ONE_THREAD, **env})
 
 
 def editable(session: nox.Session, folder: Path) -> Path:
