@@ -9,7 +9,7 @@ import torch
 
 from rl_kernels.core import BackendUnavailable
 from rl_kernels.demo import cli, report
-from rl_kernels.demo.report import Verdict, judged
+from rl_kernels.demo.report import judged
 from rl_kernels.demo.task import CPU, GPU
 from rl_kernels.demo.train import Trainer
 from rl_kernels.demo.ways import Ours
@@ -36,8 +36,8 @@ def test_a_short_run_is_judged_by_its_bits_and_says_what_to_try_next(small, tmp_
     document = recorded(tmp_path / "new" / "folder")
     assert document["settings"]["seed"] == 3
     ((_, steps),), cases = document["runs"].items(), document["comparison"]
-    verdict = judged(steps, cases, CPU.steps)
-    assert (document["verdict"], verdict.passed, verdict.record["enough"]) == (verdict.record, True, False)
+    verdict, _ = judged(steps, cases, CPU.steps)
+    assert (document["verdict"], verdict["passed"], verdict["enough"]) == (verdict, True, False)
     assert steps[0]["watched"].keys() == {each.name for each in cli.WATCHED}
     for each in (*cli.WATCHED, Ours("FP32")):
         assert [case["sequences"] for case in cases if case["numerics"] == each.name] == [32, 1]
@@ -60,8 +60,8 @@ def test_both_runs_of_a_llama_are_recorded_and_ours_is_judged(llama, tmp_path, c
     assert [list(step["watched"]) for step in stock] == [["stock PyTorch, FP32"], []]
     assert min(stock[0]["mismatches"], stock[0]["watched"]["stock PyTorch, FP32"]["mismatches"]) > 0
     # The stock run's numbers never decide.
-    assert verdict.record["compared"] == sum(step["tokens"] for step in ours) + ours[0]["tokens"]
-    assert verdict.record["mismatches"] == 0
+    assert verdict["compared"] == sum(step["tokens"] for step in ours) + ours[0]["tokens"]
+    assert verdict["mismatches"] == 0
     trained, watched = (document["backends"][f"rl-kernels, {dtype}"].keys() for dtype in ("BF16", "FP32"))
     assert watched == trained - {"grpo_loss"}
     assert "log-probs that differ in any bit, FP32    0  " in capsys.readouterr().out
@@ -104,7 +104,7 @@ def test_a_machine_that_cannot_run_the_llama_ends_in_one_line_and_status_2(tmp_p
 
 def test_ranks_that_cannot_train_end_in_one_line_and_status_2(capsys, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    ends(["--parallel", "tp"], "start it with torchrun --nproc-per-node 2 -m rl_kernels.demo", capsys)
+    ends(["--parallel", "tp"], "start it with torchrun --nproc-per-node 2 --no-python rl-kernels demo", capsys)
     ends(["--parallel", "dp", "--device", "cuda"], "--parallel: expected --device cpu", capsys)
     for way, ranks in (("tp", "8"), ("tp", "3"), ("dp", "3"), ("dp", "16")):
         monkeypatch.setenv("WORLD_SIZE", ranks)
@@ -116,7 +116,7 @@ def test_the_exit_status_tells_the_verdict(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "unusable", lambda arguments: None)
     for device, settings in (("cpu", CPU), ("cuda", GPU)):
         for passed, status in ((True, 0), (False, 1)):
-            asked, verdict = [], Verdict({}, passed, "")
+            asked, verdict = [], {"passed": passed}
             monkeypatch.setattr(cli, "run", lambda *call, to=asked, result=verdict: to.append(call[:2]) or result)
             argv = ["--device", device, "--steps", "7", "--seed", "5", "--out", str(tmp_path)]
             assert cli.main(argv) == status
@@ -145,11 +145,15 @@ RISING = [metrics(step) for step in range(1, 21)]
 
 @pytest.mark.smoke
 def test_the_verdict_needs_a_risen_reward_if_the_run_was_long_enough():
-    assert judged(RISING, [], 20).passed
-    assert judged(RISING, [case("stock PyTorch, FP32", 9)], 20).passed
-    assert not judged(RISING[::-1], [], 20).passed
-    assert not judged([metrics(step, reward=0.9) for step in range(20)], [], 20).passed
-    assert judged(RISING[::-1], [], 21).passed
+    level = [metrics(step, reward=0.9) for step in range(20)]
+    for steps, cases, needed, passed in (
+        (RISING, [], 20, True),
+        (RISING, [case("stock PyTorch, FP32", 9)], 20, True),
+        (RISING[::-1], [], 20, False),
+        (level, [], 20, False),
+        (RISING[::-1], [], 21, True),
+    ):
+        assert judged(steps, cases, needed)[0]["passed"] == passed
 
 
 @pytest.mark.smoke
@@ -157,11 +161,11 @@ def test_one_token_of_ours_that_differs_fails():
     """In training, in what is watched beside it, and at the end."""
     for changes, at_the_end in (({"mismatches": 1}, 0), ({"watched": watched(1)}, 0), ({}, 1)):
         last = metrics(20, **{"watched": watched(0), **changes})
-        verdict = judged([*RISING[:-1], last], [case(OURS_BF16, at_the_end)], 20)
-        assert (verdict.record["compared"], verdict.record["mismatches"], verdict.passed) == (220, 1, False)
-        assert verdict.text.startswith("ok      reward risen by at least 0.5: ")
-        assert "FAILED  log-probs through the operators that differ: 1 of 220" in verdict.text
-        assert not judged([last], [case(OURS_BF16, at_the_end)], 20).passed
+        verdict, text = judged([*RISING[:-1], last], [case(OURS_BF16, at_the_end)], 20)
+        assert (verdict["compared"], verdict["mismatches"], verdict["passed"]) == (220, 1, False)
+        assert text.startswith("ok      reward risen by at least 0.5: ")
+        assert "FAILED  log-probs through the operators that differ: 1 of 220" in text
+        assert not judged([last], [case(OURS_BF16, at_the_end)], 20)[0]["passed"]
 
 
 @pytest.mark.smoke
@@ -200,8 +204,8 @@ def test_the_table_of_steps_has_a_row_for_each_tenth(monkeypatch, capsys):
 @pytest.mark.gpu
 def test_not_one_bit_differs_on_a_gpu(tmp_path):
     verdict = cli.run(replace(GPU, steps=2, measure_every=1), "cuda", tmp_path)
-    assert verdict.record["compared"] > 0
-    assert verdict.record["mismatches"] == 0
+    assert verdict["compared"] > 0
+    assert verdict["mismatches"] == 0
     ours, stock = recorded(tmp_path)["runs"].values()
     for step in ours:
         assert step["kl"] == step["largest"] == step["watched"]["rl-kernels, FP32"]["largest"] == 0

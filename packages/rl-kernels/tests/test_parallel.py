@@ -7,19 +7,16 @@ import sys
 
 import pytest
 
-# As ``-m rl_kernels.demo``, with fewer sequences than by default.
+# As ``rl-kernels demo``, with fewer sequences than by default.
 LAUNCHED = """if True:
-    import runpy, sys
+    import sys
     from dataclasses import replace
     from rl_kernels.demo import cli, parallel
 
     cuts, Ranks = [], parallel.Ranks
     parallel.Ranks = lambda group, *rest, **options: cuts.append(group is not None) or Ranks(group, *rest, **options)
     cli.CPU = replace(cli.CPU, prompts=4, samples_per_prompt=8)
-    try:
-        runpy.run_module("rl_kernels.demo", run_name="__main__")
-    except SystemExit as ended:
-        assert ended.code == 0
+    assert cli.main(sys.argv[1:]) == 0
     # In tp the policy is cut over the ranks, but not in the one process that it is compared with.
     assert cuts[0] == ("tp" in sys.argv) and not any(cuts[1:])
 """

@@ -50,21 +50,21 @@ def main(argv: Sequence[str]) -> int:
     try:
         if arguments.parallel:
             return 0 if parallel.run(settings, arguments.parallel) else 1
-        return 0 if run(settings, arguments.device, arguments.out).passed else 1
+        return 0 if run(settings, arguments.device, arguments.out)["passed"] else 1
     except BackendUnavailable as error:
         parser.error(f"--device: {' '.join(str(error).split())}")
 
 
 def unusable(arguments: argparse.Namespace) -> str | None:
     """Say which argument cannot be used here, and why; make the folder, before time is spent on training."""
-    cuda, out = arguments.device == "cuda", arguments.out
-    if arguments.parallel:
-        allowed, ranks = parallel.RANKS[arguments.parallel], os.environ.get("WORLD_SIZE")
-        expected = f"expected one of {', '.join(map(str, allowed))} ranks with {arguments.parallel}"
-        if cuda:
-            return "--parallel: expected --device cpu; it shows bits, not speed"
+    cuda, way, out = arguments.device == "cuda", arguments.parallel, arguments.out
+    if way and cuda:
+        return "--parallel: expected --device cpu; it shows bits, not speed"
+    if way:
+        allowed, ranks = parallel.RANKS[way], os.environ.get("WORLD_SIZE")
         if ranks is None:
-            return "--parallel: start it with torchrun --nproc-per-node 2 -m rl_kernels.demo --parallel ..."
+            return "--parallel: start it with torchrun --nproc-per-node 2 --no-python rl-kernels demo --parallel ..."
+        expected = f"expected one of {', '.join(map(str, allowed))} ranks with {way}"
         return None if int(ranks) in allowed else f"--parallel: {expected}, got {ranks}"
     if cuda and find_spec("transformers") is None:
         return "--device: transformers is not installed: pip install transformers"
@@ -77,8 +77,8 @@ def unusable(arguments: argparse.Namespace) -> str | None:
     return None if os.access(out, os.W_OK) else f"--out: cannot write to {out}: permission denied"
 
 
-def run(settings: Settings, device: str, out: Path) -> report.Verdict:
-    """Train, compare, print, and write ``curves.png`` and ``run.json`` into ``out``.
+def run(settings: Settings, device: str, out: Path) -> Record:
+    """Train, compare, print, and write ``curves.png`` and ``run.json`` into ``out``; return the verdict.
 
     A Llama is trained twice, by ours and in stock PyTorch; the small policy once, and compared further at the end.
     """
@@ -92,15 +92,15 @@ def run(settings: Settings, device: str, out: Path) -> report.Verdict:
         runs[way.way] = report.train(trainer)
         backends |= trainer.backends
     cases = [] if settings.llama else compared(trainer)
-    verdict = report.judged(runs[Ours.way], cases, (GPU if settings.llama else CPU).steps)
+    verdict, text = report.judged(runs[Ours.way], cases, (GPU if settings.llama else CPU).steps)
     machine = environment(torch.device(device), ("rl-kernels", "transformers"))
     document: Record = {"model": {"parameters": parameters}, "environment": machine, "settings": asdict(settings)}
-    document |= {"backends": backends, "verdict": verdict.record, "comparison": cases, "runs": runs}
+    document |= {"backends": backends, "verdict": verdict, "comparison": cases, "runs": runs}
     write_json(out / "run.json", document)
     plot.draw(document, out / "curves.png")
     twice = ("the same run twice", *runs, report.QUOTIENT)
     print(table(twice, report.side_by_side(runs)) if settings.llama else report.comparison(cases))
-    print(f"\n{verdict.text}")
+    print(f"\n{text}")
     print(f"{out / 'curves.png'}, {out / 'run.json'} written; {time.perf_counter() - start:.0f} s\n{report.NEXT}")
     return verdict
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
-from typing import NamedTuple
 
 from rich.progress import track
 
@@ -24,48 +23,37 @@ QUOTIENT = "ours / stock"
 MARGIN = 0.5  # by which the mean reward, which lies between 0 and 1, must have risen
 
 
-class Verdict(NamedTuple):
-    """The verdict on a run."""
-
-    record: Record  # as run.json has it
-    passed: bool  # whether no bit differed, and the reward has risen if it is judged
-    text: str
-
-
-def judged(ours: Sequence[Record], cases: Sequence[Record], needed: int) -> Verdict:
-    """Judge a run by every comparison through the operators, and by its rewards if it has the ``needed`` steps."""
+def judged(ours: Sequence[Record], cases: Sequence[Record], needed: int) -> tuple[Record, str]:
+    """Return the verdict on a run, and its text: no bit differs, and the reward has risen in the ``needed`` steps."""
     gaps = [*ours, *(case["gap"] for case in cases if case["numerics"].startswith(Ours.way))]
     gaps += [gap for step in ours for name, gap in step["watched"].items() if name.startswith(Ours.way)]
     compared, mismatches = (sum(gap[count] for gap in gaps) for count in ("tokens", "mismatches"))
     tenth, enough, mark = max(1, len(ours) // 10), len(ours) >= needed, {True: "ok    ", False: "FAILED"}
     first, last = mean("reward", ours[:tenth]), mean("reward", ours[-tenth:])
     rewards, risen = f"{first:.3f} in the first tenth of the steps, {last:.3f} in the last", last >= first + MARGIN
-    text = f"{mark[risen]}  reward risen by at least {MARGIN}: {rewards}"
-    if not enough:
-        text = f"shown   reward: {rewards}; judged from {needed} steps on"
-    text += f"\n{mark[mismatches == 0]}  log-probs through the operators that differ: "
+    shown = f"shown   reward: {rewards}; judged from {needed} steps on\n"
+    text = f"{mark[risen]}  reward risen by at least {MARGIN}: {rewards}\n" if enough else shown
+    text += f"{mark[mismatches == 0]}  log-probs through the operators that differ: "
     text += f"{mismatches:,} of {compared:,}, in FP32 and BF16"
-    record = {"first_reward": first, "last_reward": last, "compared": compared}
-    record |= {"mismatches": mismatches, "enough": enough}
-    return Verdict(record, mismatches == 0 and (risen or not enough), text)
+    record = {"first_reward": first, "last_reward": last, "compared": compared, "mismatches": mismatches}
+    return {**record, "enough": enough, "passed": mismatches == 0 and (risen or not enough)}, text
 
 
 def train(trainer: Trainer) -> list[Record]:
     """Take all steps of a trainer; print a table of them, a progress bar below it, and some answers."""
-    history, latest = list[Record](), list[Record]()
+    history, every = list[Record](), -(-trainer.settings.steps // ROWS)
     numerics = "".join(f"{way.short} {way.dtype}".rjust(11) for way in (*trainer.watched, trainer.own))
     print(f"step  reward  solved{numerics}       KL  ms: rollout  update")
     for step in track(range(1, trainer.settings.steps + 1), "training"):
         history.append(trainer.step(step))
-        latest.append(history[-1])
-        if step % -(-trainer.settings.steps // ROWS) and step < trainer.settings.steps:
+        if step % every and step < trainer.settings.steps:
             continue
+        latest = history[(step - 1) // every * every :]
         gaps = [[record["watched"][way.name] for record in latest if record["watched"]] for way in trainer.watched]
         shares = "".join((share(records) if records else "").rjust(11) for records in (*gaps, latest))
         rates = f"{mean('reward', latest):8.3f}{mean('solved', latest):8.0%}{shares}{small(mean('kl', latest)):>9}"
         times = f"{1000 * mean('rollout_seconds', latest):13,.0f}{1000 * mean('update_seconds', latest):8,.0f}"
         print(f"{step:4}{rates}{times}")
-        latest = []
     answers = [(*pair, f"{reward:.2f}") for *pair, reward in trainer.answers[:: -(-len(trainer.answers) // SHOWN)]]
     print(f"{CAPTION} {trainer.settings.measure_every}.\n\n{table(('prompt', 'answer', 'reward'), answers)}\n")
     return history
@@ -103,22 +91,19 @@ def side_by_side(runs: Mapping[str, Sequence[Record]]) -> Iterator[tuple[str, ..
 def _summary(steps: Sequence[Record]) -> Iterator[tuple[str, str, float]]:
     """Yield label, text, and the value of a time, or 0. Times skip the first step, in which kernels are compiled."""
     last, warm = steps[-max(1, len(steps) // 10) :], steps[1:] or steps
-    fp32 = [gap for step in steps for gap in step["watched"].values()]
-    kinds = [("", steps), (", FP32", fp32)] if fp32 else [("", steps)]
-    for kind, gaps in kinds:
-        yield f"log-probs that differ in any bit{kind}", share(gaps), 0
+    for kind, gaps in {"": steps, ", FP32": [gap for step in steps for gap in step["watched"].values()]}.items():
+        if gaps:
+            yield f"log-probs that differ in any bit{kind}", share(gaps), 0
+            yield f"KL, nats a token{kind}", small(mean("kl", gaps)), 0
+            yield f"largest distance of a ratio from 1{kind}", small(max(gap["largest"] for gap in gaps)), 0
+    yield "tokens with a ratio other than 1", f"{mean('ratios_off', steps) / mean('tokens', steps):.2%}", 0
+    yield "clip fraction", f"{mean('clip_fraction', steps):.2%}", 0
     yield "reward, last tenth of the steps", f"{mean('reward', last):.3f}", 0
     yield "solved, last tenth of the steps", f"{mean('solved', last):.0%}", 0
-    for kind, gaps in kinds:
-        yield f"KL, nats a token{kind}", small(mean("kl", gaps)), 0
-    yield "tokens with a ratio other than 1", f"{mean('ratios_off', steps) / mean('tokens', steps):.2%}", 0
-    for kind, gaps in kinds:
-        yield f"largest distance of a ratio from 1{kind}", small(max(gap["largest"] for gap in gaps)), 0
-    yield "clip fraction", f"{mean('clip_fraction', steps):.2%}", 0
     for part in ("rollout", "update"):
-        value = median(step[f"{part}_seconds"] for step in warm)
-        yield f"{part}, ms a step", f"{1000 * value:,.0f}", value
-    labels = {"rollout, s": "rollout_seconds", "update, s": "update_seconds", "all steps but the first, s": "seconds"}
-    totals = {label: sum(step[name] for step in warm) for label, name in labels.items()}
-    for label, value in {**totals, "the first, s": steps[0]["seconds"]}.items():
-        yield label, f"{value:.1f}", value
+        seconds = [step[f"{part}_seconds"] for step in warm]
+        yield f"{part}, ms a step", f"{1000 * median(seconds):,.0f}", median(seconds)
+        yield f"{part}, s", f"{sum(seconds):.1f}", sum(seconds)
+    for label, part_of_steps in (("all steps but the first, s", warm), ("the first, s", steps[:1])):
+        total = sum(step["seconds"] for step in part_of_steps)
+        yield label, f"{total:.1f}", total

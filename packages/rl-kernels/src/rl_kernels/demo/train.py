@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,16 +80,11 @@ class Trainer:
 
     def step(self, step: int) -> Record:
         """Sample a batch, and learn from it; the gap is between its rollout and the first training pass."""
-        with self._timed(step, self.own) as rollout:
-            batch = self.sample()
-        with self._timed(step, self.own) as score:
-            batch = self.scored(batch)
-        watched = {}
-        for numerics in self.watched if (step - 1) % self.settings.measure_every == 0 else ():
-            with self._timed(step, numerics):
-                watched[numerics.name] = self.compare(numerics, batch)
-        with self._timed(step, self.own) as update:
-            first, last = self._learn(batch, self.settings.rate(step))
+        batch, rollout_seconds = self._timed(step, self.own, self.sample)
+        batch, score_seconds = self._timed(step, self.own, self.scored, batch)
+        watched = self.watched if (step - 1) % self.settings.measure_every == 0 else ()
+        gaps = {each.name: self._timed(step, each, self.compare, each, batch)[0] for each in watched}
+        (first, last), update_seconds = self._timed(step, self.own, self._learn, batch, self.settings.rate(step))
         return {
             **gap(batch.logps[batch.mask], first[batch.mask]),
             "step": step,
@@ -99,24 +92,24 @@ class Trainer:
             "solved": float((batch.rewards == 1).float().mean()),  # share of answers that earned the whole reward
             "clip_fraction": clip_fraction(last, batch, self.settings),  # as the last update on the batch found it
             "clipped_at_once": clip_fraction(first, batch, self.settings),  # before any update
-            "rollout_seconds": rollout.seconds,
-            "update_seconds": update.seconds,
-            "seconds": rollout.seconds + score.seconds + update.seconds,
-            "watched": watched,  # the gap in other numerics, of the same weights and tokens
+            "rollout_seconds": rollout_seconds,
+            "update_seconds": update_seconds,
+            "seconds": rollout_seconds + score_seconds + update_seconds,
+            "watched": gaps,  # the gap in other numerics, of the same weights and tokens
         }
 
-    @contextmanager
-    def _timed(self, step: int, numerics: Stock) -> Iterator[SimpleNamespace]:
-        """Time a part of a step, and note the backends that it chooses: all in the first, then only new ones."""
-        synchronize, part = torch.get_device_module(self.device).synchronize, SimpleNamespace()
+    def _timed(self, step: int, numerics: Stock, part: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+        """Run and time a part of a step; note the backends that it chooses: all in the first, then only new ones."""
+        synchronize = torch.get_device_module(self.device).synchronize
         synchronize()
         start = time.perf_counter()
         # Launch plans are not kept between calls while every call is recorded.
         with record_dispatch(every_call=step == 1) as choices:
-            yield part
+            result = part(*arguments)
         synchronize()
-        part.seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start
         self.backends.setdefault(numerics.name, {}).update({choice.operator: choice.backend for choice in choices})
+        return result, seconds
 
     def sample(self) -> Batch:
         """Draw prompts and sample a group of answers to each prompt, or to each prompt of this rank."""
@@ -125,8 +118,9 @@ class Trainer:
         prompts = [prompt for prompt in drawn for _ in range(settings.samples_per_prompt)]
         generator = torch.Generator(self.device).manual_seed(self.draws.getrandbits(63))
         size = settings.prompts * settings.samples_per_prompt
-        first, rows = (0, len(prompts)) if self.group is None else (group_rank(self.group) * size, size)
-        return sample(self.loaded(self.sampler), prompts, self.sampler, settings, generator, slice(first, first + rows))
+        first = 0 if self.group is None else group_rank(self.group) * size
+        mine = slice(None) if self.group is None else slice(first, first + size)
+        return sample(self.loaded(self.sampler), prompts, self.sampler, settings, generator, mine)
 
     @torch.no_grad()
     def loaded(self, numerics: Stock) -> Any:
