@@ -190,13 +190,21 @@ def judge_all(pool: Executor, args: argparse.Namespace) -> dict[int, dict[str, A
     )
     end = time.monotonic() + (args.seconds or float("inf"))
     head = {"seed": args.seed, "sources": sources_commit()}
-    before = recorded(args.json, head, again=args.again)
+    before = recorded(args.json, head)
     judgments: dict[int, dict[str, Any]] = {}
+
+    def record() -> None:
+        if args.json:
+            write(args.json, head, in_order(judgments))
+
     while missing := args.count - sum(judgment["state"] != INVALID for judgment in judgments.values()):
         batch = dict(enumerate(islice(drawn_mutants, missing), len(judgments)))
         known = {number: before.get(json.dumps(mutant.entry)) for number, mutant in batch.items()}
         judgments.update((number, judgment) for number, judgment in known.items() if judgment)
-        waiting = {pool.submit(judge, batch[number], end): number for number in batch if not known[number]}
+        record()
+        states = {number: judgment["state"] for number, judgment in known.items() if judgment}
+        settled = {number for number, state in states.items() if not (args.again and state == SURVIVED)}
+        waiting = {pool.submit(judge, batch[number], end): number for number in batch if number not in settled}
         for future in as_completed(waiting):
             verdict, mutant = future.result(), batch[waiting[future]]
             if verdict is not None:
@@ -204,8 +212,7 @@ def judge_all(pool: Executor, args: argparse.Namespace) -> dict[int, dict[str, A
                 place = f"{mutant.module}:{edit.line} {edit.kind}"
                 print(f"{verdict.state:9}{place}: {edit.old} -> {edit.new} [{verdict.said}]", flush=True)
                 judgments[waiting[future]] = {**mutant.entry, **where}
-                if args.json:
-                    write(args.json, head, in_order(judgments))
+                record()
         if len(batch) < missing or time.monotonic() > end:
             break
     return judgments
@@ -223,8 +230,8 @@ def sources_commit() -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def recorded(path: Path | None, head: Mapping[str, Any], *, again: bool) -> dict[str, dict[str, Any]]:
-    """Return the judged mutants of a record with this head, by their entry as JSON; ``again``: no survivors."""
+def recorded(path: Path | None, head: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the judged mutants of a record with this head, by their entry as JSON."""
     if path is None or not path.exists():
         return {}
     record = json.loads(path.read_text(encoding="utf-8"))
@@ -232,7 +239,6 @@ def recorded(path: Path | None, head: Mapping[str, Any], *, again: bool) -> dict
     return {
         json.dumps({name: mutant[name] for name in mutant if name not in ("state", "where")}): mutant
         for mutant in (record["mutants"] if same else [])
-        if not (again and mutant["state"] == SURVIVED)
     }
 
 
