@@ -14,9 +14,9 @@ from rl_kernels.core.operator import Call as Described
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.testing import IGNORED, Draw, bits_of
 from rl_kernels.core.testing.planted import Bug, planted
-from rl_kernels.linear_logp import vocab_shards
+from rl_kernels.linear_logp import linear_logp, vocab_shards
 from rl_kernels.linear_logp.backward import Tree
-from rl_kernels.linear_logp.op import OPERATOR, ops
+from rl_kernels.linear_logp.op import OPERATOR, describe, ops
 from rl_kernels.linear_logp.spec import virtual
 
 MODULES = tuple(f"rl_kernels.linear_logp.{name}" for name in ("inputs", "backward", "backends.native"))
@@ -208,3 +208,9 @@ def test_tree_is_a_balanced_sum_in_few_buffers() -> None:
             tree.add(buffer.copy_(value))
         assert torch.equal(tree.total(), tree_sum(values) if terms else torch.zeros(5, 3))
         assert len(made) <= max(terms.bit_length(), 1)
+
+
+def test_the_choice_of_a_backend_sees_the_sizes_of_the_whole_vocabulary() -> None:
+    hidden, weight, bias = torch.ones(3, 16), torch.ones(70, 16), torch.ones(70)
+    assert dict(describe(hidden, weight).traits) == {"D": 16, "V": 70, "bias": False}
+    assert dict(describe(hidden, weight, bias=bias, vocab_size=280).traits) == {"D": 16, "V": 280, "bias": True}
