@@ -56,7 +56,7 @@ NOT_RUN = {
     r"rl-kernels compile.*": "the session `kernels`",
     r"rl-kernels check --op scaled_add .*": "test_new_operator.py",
     r"python rl-kernels-gpu/run\.py .*|tar xzf .*": "needs a GPU and a bundle of `nox -s gpu`: test_gpu_tools.py",
-    r"torchrun .* -m rl_kernels\.demo .*": "packages/rl-kernels/tests/test_parallel.py",
+    r"torchrun .* rl-kernels demo .*": "packages/rl-kernels/tests/test_parallel.py",
     r"torchrun .* tools/ranks\.py.*": "needs two GPUs",
     r"python -m verl\..*": "needs GPUs: the recipe says so",
     r"(place=|rm -r \$place$|python -m venv |\. \.venv/|pytest packages/|grep |git tag |cd ).*": "the shell's own",

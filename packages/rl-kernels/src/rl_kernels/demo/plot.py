@@ -40,9 +40,7 @@ def draw(document: Record, path: Path) -> None:
     runs, size = document["runs"], document["model"]["parameters"]
     figure = Figure(figsize=(15, 8), layout="constrained")
     (bits, ratio, kl), (reward, clock, time) = figure.subplots(2, 3)
-    lines = sorted(
-        _lines(runs, document["settings"]["dtype"]), key=lambda line: (not line.label.startswith("stock"), line.label)
-    )
+    lines = sorted(_lines(runs), key=lambda line: (not line.label.startswith("stock"), line.label))
     zero_and_powers(bits, lines, [[100 * gap["mismatches"] / gap["tokens"] for gap in line.gaps] for line in lines])
     bits.set(title="Tokens whose log-prob differs in any bit", ylabel="% of tokens")
     zero_and_powers(ratio, lines, [[gap["largest"] for gap in line.gaps] for line in lines])
@@ -69,11 +67,12 @@ def draw(document: Record, path: Path) -> None:
     save(figure, path)
 
 
-def _lines(runs: Mapping[str, Sequence[Record]], dtype: str) -> Iterator[Line]:
+def _lines(runs: Mapping[str, Sequence[Record]]) -> Iterator[Line]:
     for name, steps in runs.items():
-        # The numerics that train are measured in every step.
-        own = f"{name}, {dtype}"
-        for key in (*dict.fromkeys(key for step in steps for key in step["watched"]), own):
+        watched = dict.fromkeys(key for step in steps for key in step["watched"])
+        # The numerics that train are measured in every step, in the dtype that is not watched.
+        own = f"{name}, {'FP32' if f'{name}, BF16' in watched else 'BF16'}"
+        for key in (*watched, own):
             measured = [step for step in steps if key in {own, *step["watched"]}]
             gaps = [step if key == own else step["watched"][key] for step in measured]
             differ, tokens = (sum(gap[count] for gap in gaps) for count in ("mismatches", "tokens"))
