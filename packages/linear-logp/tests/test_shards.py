@@ -14,7 +14,7 @@ from rl_kernels.core.operator import Call as Described
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.testing import IGNORED, Draw, bits_of
 from rl_kernels.core.testing.planted import Bug, planted
-from rl_kernels.linear_logp import linear_logp, vocab_shards
+from rl_kernels.linear_logp import vocab_shards
 from rl_kernels.linear_logp.backward import Tree
 from rl_kernels.linear_logp.op import OPERATOR, describe, ops
 from rl_kernels.linear_logp.spec import virtual
