@@ -59,7 +59,8 @@ NOT_RUN = {
     r"torchrun .* rl-kernels demo .*": "packages/rl-kernels/tests/test_parallel.py",
     r"torchrun .* tools/ranks\.py.*": "needs two GPUs",
     r"python -m verl\..*": "needs GPUs: the recipe says so",
-    r"(place=|rm -r \$place$|python -m venv |\. \.venv/|pytest packages/|grep |git tag |cd ).*": "the shell's own",
+    r"(place=|rm -r \$place$|python -m venv |\. \.venv/|pytest packages/|grep |git tag ).*": "the shell's own",
+    r"(cd |export ).*": "the shell's own",
 }
 """What is not run here, and what tests it."""
 ALL = sorted({command for file in documents() for command in commands(file)})

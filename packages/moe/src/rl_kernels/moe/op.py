@@ -154,6 +154,7 @@ OPERATOR = Operator(
     ),
     describe=describe,
     functions=("route",),
+    canary="rl_kernels.moe.canary",
 )
 
 ops = define(OPERATOR)

@@ -10,6 +10,7 @@ import torch
 from rl_kernels.core.triton_lib.ahead import empty
 from rl_kernels.moe.activations import NAMES
 from rl_kernels.moe.backends.triton import backend
+from rl_kernels.moe.choice import SCORINGS
 
 COUNT, WIDTH, INNER, SLOTS = 128, 2048, 768, 8
 """Experts, D, F and slots of Qwen3-30B-A3B."""
@@ -34,3 +35,10 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
         without = (None, None, None, None, activation, False)
         needs = [True, True, *[False] * 4]
         yield partial(backend.backward_into, hidden, *routes, *without, *buffers, needs)
+    for scoring, groups, kept in zip(SCORINGS, (1, 8, 1), (1, 4, 1), strict=True):
+        router, logits = empty(COUNT, WIDTH, dtype=dtype), empty(TOKENS[1], COUNT)
+        hidden = empty(TOKENS[1], WIDTH, dtype=dtype)
+        ids, grad = empty(TOKENS[1], SLOTS, dtype=torch.int32), empty(TOKENS[1], SLOTS)
+        yield partial(backend.route_choose, logits, None, None, SLOTS, groups, kept, scoring, True, 1.0)
+        form = (scoring, True, 1.0, [True, True, False])
+        yield partial(backend.route_backward, grad, None, hidden, router, logits, ids, *form)

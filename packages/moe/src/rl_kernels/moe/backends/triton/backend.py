@@ -133,11 +133,11 @@ def backward_into(
             bounds = order[routes:]
             if routes:
                 dh = torch.empty_like(scaled, dtype=torch.float32)
-                of_activation(grad, down, None, dh, order, bounds)
+                of_activation(grad, down.mT, None, dh, order, bounds)
                 activate(dh, z, weights, grad, biases[1], dz, scaled, dots, order, bounds)
             if needs[0] and routes:
                 dx = hidden.new_empty((routes, width))
-                of_hidden(dz, gate_up, None, dx, order, bounds)
+                of_hidden(dz, gate_up.mT, None, dx, order, bounds)
                 combine(dx, ids, None, None, dhidden)
             if needs[2] or gate_up_grad is not None:
                 of_gate_up(dz, hidden, dgate_up if gate_up_grad is None else gate_up_grad, order, bounds)

@@ -83,7 +83,9 @@ class Product:
         bounds: torch.Tensor,
     ) -> None:
         """Launch it: ``a[M, K]`` in the dtype of b, ``bias[E, N]`` or None and ``out[T k, N]`` are contiguous."""
-        self._launch(a, b if self._box is None else self._box.of(b), bias, out, routes, bounds)
+        if self._box is not None:
+            b = self._box.of((b if self._kind == ROWS.value else b.mT).flatten(0, 1))
+        self._launch(a, b, bias, out, routes, bounds)
 
 
 def _operand(b: torch.Tensor, cut: Schedule) -> tuple[int, Box | None]:
