@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rl_kernels.core.testing import Case
 from rl_kernels.lab.dimensions import ROWS, paired, swept
@@ -25,17 +26,22 @@ AXES = {
 """Values of each option; None leaves it out. ``dtype`` is the dtype of the case, not an option."""
 
 
-def _swept(name: str, others: dict[str, int], values: Sequence[int], options: dict[str, object]) -> Iterator[Case]:
+def _swept(
+    name: str, others: dict[str, int], values: Sequence[int], options: dict[str, object], **kind: Any
+) -> Iterator[Case]:
     """Yield a case for each value of one size; every other one has the options."""
     del others[name]
-    yield from swept(name, others, values, ({}, options))
+    yield from swept(name, others, values, ({}, options), **kind)
 
 
+FEW = (1, 2, 33, 65)
+"""Tokens for less and more than a tile of 64 routes; Triton's interpreter takes milliseconds for each row."""
 EDGES = (1, 2, 15, 16, 17, 33, 63, 64, 65, 128, 257, 1025)
 """Widths around those of tiles and blocks."""
 DIMENSIONS: tuple[Case, ...] = (
-    *paired("pairs", sizes(6, 16, 12, 3, 2), AXES),
-    *_swept("tokens", sizes(0, 8, 5, 3, 2), ROWS[:-1], {"shared": True}),
+    *paired("pairs", sizes(4, 16, 12, 3, 2), AXES),
+    *_swept("tokens", sizes(0, 8, 5, 3, 2), FEW, {"shared": True}),
+    *_swept("tokens", sizes(0, 8, 5, 3, 2), [count for count in ROWS if count not in FEW], {}, suite="full"),
     *_swept("width", sizes(3, 0, 5, 3, 2), EDGES, {"biases": True}),
     # With one term, eager PyTorch's gradient of a route's weight has one rounding, which may be exact by chance.
     *_swept("inner", sizes(3, 8, 0, 3, 2), EDGES[1:], {"transposed": True}),
