@@ -36,13 +36,14 @@ def _swept(
 
 FEW = (1, 2, 33, 65)
 """Tokens for less and more than a tile of 64 routes; Triton's interpreter takes milliseconds for each row."""
-EDGES = (1, 2, 15, 16, 17, 33, 63, 64, 65, 128, 257, 1025)
-"""Widths around those of tiles and blocks."""
+EDGES, MORE = (2, 17, 65), (1, 15, 16, 33, 63, 64, 128, 257, 1025)
+"""Widths around those of tiles and blocks, with gradients and without."""
 DIMENSIONS: tuple[Case, ...] = (
     *paired("pairs", sizes(4, 16, 12, 3, 2), AXES),
     *_swept("tokens", sizes(0, 8, 5, 3, 2), FEW, {"shared": True}),
     *_swept("tokens", sizes(0, 8, 5, 3, 2), [count for count in ROWS if count not in FEW], {}, suite="full"),
     *_swept("width", sizes(3, 0, 5, 3, 2), EDGES, {"biases": True}),
-    # With one term, eager PyTorch's gradient of a route's weight has one rounding, which may be exact by chance.
-    *_swept("inner", sizes(3, 8, 0, 3, 2), EDGES[1:], {"transposed": True}),
+    *_swept("inner", sizes(3, 8, 0, 3, 2), EDGES, {"transposed": True}),
+    *_swept("width", sizes(3, 0, 5, 3, 2), MORE, {"biases": True}, relations=("accuracy",)),
+    *_swept("inner", sizes(3, 8, 0, 3, 2), MORE, {"transposed": True}, relations=("accuracy",)),
 )

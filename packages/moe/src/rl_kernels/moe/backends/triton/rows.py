@@ -156,7 +156,8 @@ def combine(
     inside = c < D
     total = tl.zeros([WIDTH], tl.float32)
     for slot in range(SLOTS):
-        expert = tl.load(IDS + token * SLOTS + slot)
+        # A block of equal ids: Triton 3.9's interpreter takes no mask made with a scalar.
+        expert = tl.zeros([WIDTH], tl.int64) + tl.load(IDS + token * SLOTS + slot)
         is_here = (expert >= 0) & (expert < E)
         y = tl.load(Y + (token * SLOTS + slot) * D + c, mask=inside & is_here, other=0.0).to(tl.float32)
         if WEIGHTS is not None:
