@@ -37,6 +37,8 @@ from rl_kernels.lab.bench.report import as_table, digits
 
 PACKAGES = ("trl", "vllm", "transformers", "rl-kernels-models", "rl-kernels-attention", "rl-kernels-linear-logp")
 PARTS = {"rollout": "sampling", "sync": "sync of weights", "scoring": "pass for old log-probs", "step": "whole step"}
+PORT = 29610
+"""Of the first way; an engine's process group listens on it."""
 WARMUP = 2
 """Turns that are not counted: compilation, and memory that is allocated once."""
 
@@ -81,6 +83,11 @@ class Meter:
         """End a step."""
         self.seconds["step"][-1] = self._now() - self._begun
 
+    def results(self) -> dict[str, Any]:
+        """Return seconds, counts and memory so far."""
+        peak = torch.cuda.max_memory_allocated() / 2**20 if self._trainer.model.device.type == "cuda" else None
+        return {"seconds": self.seconds, "tokens": self.tokens, "differ": self.differ, "peak_mib": peak}
+
     def _timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:
             begun = self._now()
@@ -97,17 +104,17 @@ class Meter:
 
 
 def train(way: str, args: argparse.Namespace, calls: Any) -> None:
-    """Train in one way, a step for each message; then send the results."""
-    os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", **WAYS[way][0]})
+    """Train in one way, a step for each message, which the results so far answer and whether they are all."""
+    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT + list(WAYS).index(way))}
+    own |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    os.environ.update(own | WAYS[way][0])
     with tempfile.TemporaryDirectory() as name:
         os.environ["VLLM_CACHE_ROOT"] = str(Path(name) / "cache")
         meter = Meter(trainer_with_engine(way, args, Path(name)))
         trainer = meter._trainer
         trainer.add_callback(turns(meter, calls))
         trainer.train()
-    peak = torch.cuda.max_memory_allocated() / 2**20 if args.device == "cuda" else None
-    counts = {"tokens": meter.tokens, "differ": meter.differ, "peak_mib": peak}
-    calls.send({"seconds": meter.seconds, **counts})
+    calls.send((meter.results(), True))
 
 
 def trainer_with_engine(way: str, args: argparse.Namespace, folder: Path) -> Any:
@@ -146,7 +153,7 @@ def turns(meter: Meter, calls: Any) -> Any:
 
     class Turns(TrainerCallback):
         def on_step_begin(self, *_: Any, **options: Any) -> None:
-            calls.send("ready")
+            calls.send((meter.results(), False))
             calls.recv()
             meter.begin()
 
@@ -156,10 +163,10 @@ def turns(meter: Meter, calls: Any) -> Any:
     return Turns()
 
 
-def measured(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Train in all ways, in turn; return their results."""
+def measured(args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> dict[str, dict[str, Any]]:
+    """Train in all ways, in turn; return their results, and keep them after each turn."""
     context = multiprocessing.get_context("spawn")
-    ends, processes, results = {}, [], {}
+    ends, processes = {}, []
     for way in args.ways:
         ends[way], other = context.Pipe()
         processes.append(context.Process(target=train, args=(way, args, other)))
@@ -168,16 +175,15 @@ def measured(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         other.close()
     try:
         answers = {way: end.recv() for way, end in ends.items()}
-        while answers:
-            for way in list(answers):
+        while going := [way for way, (_, over) in answers.items() if not over]:
+            for way in going:
                 ends[way].send("go")
                 answers[way] = ends[way].recv()
-                if answers[way] != "ready":
-                    results[way] = answers.pop(way)
+            keep({way: result for way, (result, _) in answers.items()})
     finally:
         for process in processes:
-            process.join(20) if len(results) == len(args.ways) else process.kill()
-    return results
+            process.kill()
+    return {way: result for way, (result, _) in answers.items()}
 
 
 def rows_of(ways: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
@@ -220,12 +226,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         cli.error("--device: this PyTorch sees no GPU")
     args.ways = list(dict.fromkeys(args.ways))
-    ways = measured(args)
+    settings = {name: value for name, value in vars(args).items() if name != "json"}
+    machine = environment(torch.device(args.device), PACKAGES)
+
+    def keep(ways: dict[str, Any]) -> None:
+        if args.json:
+            write_json(args.json, {"version": 1, "environment": machine, "settings": settings, "ways": ways})
+
+    ways = measured(args, keep)
     print(as_table(rows_of(ways)))
-    if args.json:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
-        machine = environment(torch.device(args.device), PACKAGES)
-        write_json(args.json, {"version": 1, "environment": machine, "settings": settings, "ways": ways})
     return int(OURS in ways and ways[OURS]["differ"] > 0)
 
 
