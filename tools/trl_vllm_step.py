@@ -16,31 +16,27 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from sections.training import PARTS, trl_with_vllm
 from trl_step import trainer_of
 from vllm_engines import OURS, WAYS
 
 from rl_kernels.core.command import Parser, count, writable, write_json
 from rl_kernels.core.testing import bits_of
 from rl_kernels.lab.bench.environment import environment
-from rl_kernels.lab.bench.report import as_table, digits
 
 PACKAGES = ("trl", "vllm", "transformers", "rl-kernels-models", "rl-kernels-attention", "rl-kernels-linear-logp")
-PARTS = {"rollout": "sampling", "sync": "sync of weights", "scoring": "pass for old log-probs", "step": "whole step"}
 PORT = 29610
 """Of the first way; an engine's process group listens on it."""
-WARMUP = 2
-"""Turns that are not counted: compilation, and memory that is allocated once."""
 
 
 class Meter:
@@ -186,18 +182,6 @@ def measured(args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -
     return {way: result for way, (result, _) in answers.items()}
 
 
-def rows_of(ways: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """Return the table: medians in ms, memory and counts."""
-    rows = [["", *ways]]
-    for part, label in PARTS.items():
-        values = [1e3 * statistics.median(way["seconds"][part][WARMUP:]) for way in ways.values()]
-        rows.append([f"{label}, ms", *map(digits, values)])
-    if all(way["peak_mib"] for way in ways.values()):
-        rows.append(["peak memory, MiB", *(f"{way['peak_mib']:,.0f}" for way in ways.values())])
-    rows.append(["tokens that differ", *(f"{way['differ']:,} of {way['tokens']:,}" for way in ways.values())])
-    return rows
-
-
 def parser() -> Parser:
     """Return the parser of the command line."""
     cli = Parser("trl_vllm_step.py", "Time steps of TRL with vLLM in its process, and count tokens that differ.")
@@ -234,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_json(args.json, {"version": 1, "environment": machine, "settings": settings, "ways": ways})
 
     ways = measured(args, keep)
-    print(as_table(rows_of(ways)))
+    print(trl_with_vllm({"environment": machine, "settings": settings, "ways": ways}))
     return int(OURS in ways and ways[OURS]["differ"] > 0)
 
 
