@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from rl_kernels.core import fp64, products, verified
+from rl_kernels.core.calls import forget
+from rl_kernels.core.rowwise.operands import pad_to
 from rl_kernels.core.testing import Draw, bits_of
 from rl_kernels.core.verified import Way
 
@@ -72,8 +74,10 @@ def plant(monkeypatch):
 
     monkeypatch.setattr(verified, "_ways", {})
     verified.tile_of.cache_clear()
+    forget()
     yield put
     verified.tile_of.cache_clear()
+    forget()
 
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.__name__)
@@ -117,13 +121,35 @@ def test_tiles_and_blocks_give_the_same_bits_and_fp64_their_values(monkeypatch):
     a, b = draw.normal(70, 100), draw.normal(100, 90)
     left, dc, start = draw.normal(40, 100), draw.normal(40, 70), draw.normal(100, 70)
     whole, chain = products.matmul(a, b), products.chain_dw(left, dc, start.clone())
+    forget()
     monkeypatch.setattr(verified, "way_of", lambda kind: Way.TILES)
     assert torch.equal(bits_of(products.matmul(a, b)), bits_of(whole))
+    forget()
     for way in (Way.TILES, Way.FP64):
         monkeypatch.setattr(verified, "way_of_steps", lambda out, settings, way=way: way)
         found = products.chain_dw(left, dc, start.clone())
         torch.testing.assert_close(found, chain, rtol=1e-5, atol=1e-4)
         assert way is Way.FP64 or torch.equal(found, chain)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_few_rows_are_one_block_as_low_as_the_library_keeps_their_bits(plant, keeps):
+    draw, heights = Draw(torch.float32), []
+
+    def library(block, right):
+        heights.append(len(block))
+        if len(block) < 8 and not keeps:
+            return halves(block, right)
+        return TRUE_LIBRARY(pad_to(block, 0, 8), right)[: len(block)]
+
+    plant(library)
+    a, b = draw.normal(17, 96), draw.normal(96, 100)
+    whole = products.matmul(a, b)
+    for count, lowest in ((1, 1), (3, 4), (4, 4), (5, 8), (9, 16), (15, 16)):
+        products.matmul(a[:count], b)
+        heights.clear()
+        assert torch.equal(products.matmul(a[:count], b), whole[:count])
+        assert heights == [lowest if keeps else max(lowest, 8)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

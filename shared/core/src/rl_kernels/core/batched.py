@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from rl_kernels.core import fp64, products, verified
+from rl_kernels.core import fp64, verified
+from rl_kernels.core.blocks import tiles
 from rl_kernels.core.verified import TILE_COLUMNS, TILE_ROWS, Settings, Way, normal, tile_of, without_modes
 
 
@@ -53,7 +54,7 @@ def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) 
         way = way_of(Kind((*a.shape, b.shape[2]), *strides, settings))
         if way is Way.WHOLE:
             return library(a, b, out)
-        multiply_one = products.tiles if way is Way.TILES else fp64.matmul
+        multiply_one = tiles if way is Way.TILES else fp64.matmul
         parts = [multiply_one(rows, columns)[: a.shape[1], : b.shape[2]] for rows, columns in zip(a, b, strict=True)]
         return torch.stack(parts) if out is None else out.add_(torch.stack(parts))
 

@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rl_kernels.core.layout import ALIGNED
+from rl_kernels.core.layout import ALLOCATED
 
 T = TypeVar("T")
 Launches = Callable[..., Any]
@@ -64,8 +64,8 @@ def kind_of(args: tuple[Any, ...]) -> tuple[object, ...] | None:
                 None
                 if x is None
                 # An index in place of a device, whose hash takes longer.
-                else (kind, x.shape, x.stride(), x.dtype, x.get_device(), x.is_neg(), x.data_ptr() % ALIGNED)
-                if (kind := type(x)) in OWN and x.is_cuda
+                else (kind, x.shape, x.stride(), x.dtype, x.get_device(), x.is_neg(), x.data_ptr() % ALLOCATED)
+                if (kind := type(x)) in OWN and (x.is_cuda or x.is_cpu)
                 # The type is part of it, because True == 1.
                 else (kind, x)
                 if kind in NUMBERS
@@ -79,7 +79,7 @@ def kind_of(args: tuple[Any, ...]) -> tuple[object, ...] | None:
 
 def _kind_of_other(x: Any) -> tuple[object, ...]:
     if isinstance(x, torch.Tensor):
-        alignment = 0 if isinstance(x, FakeTensor) else x.data_ptr() % ALIGNED
+        alignment = 0 if isinstance(x, FakeTensor) else x.data_ptr() % ALLOCATED
         return type(x), x.shape, x.stride(), x.dtype, x.device, x.is_neg(), alignment
     return type(x), tuple(x) if isinstance(x, list) else x
 
@@ -89,7 +89,7 @@ class Ready(NamedTuple):
 
     Attributes:
         backend: name of the chosen backend.
-        launches: those of the raw op that it calls; None if its kernels are not prepared, as those of ``native``.
+        launches: those of the raw op that it calls; None if they are not prepared.
     """
 
     backend: str

@@ -8,6 +8,8 @@ import torch
 
 ALIGNED = 16
 """Bytes of which addresses and the strides of rows are multiples, where 16 bytes are loaded at once or by TMA."""
+ALLOCATED = 64
+"""Bytes to which PyTorch aligns its allocations; a library may choose its kernel by an address modulo these."""
 
 
 def readable(x: torch.Tensor, fits: bool) -> torch.Tensor:

@@ -13,23 +13,23 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Callable
 from itertools import product
 
 import torch
 
 from rl_kernels.core import fp64, verified
+from rl_kernels.core.blocks import WIDTH, Plan, inner_multiple
+from rl_kernels.core.calls import Memory, kind_of
 from rl_kernels.core.constants import STEP
 from rl_kernels.core.rowwise.operands import compute_dtype, pad_to
 from rl_kernels.core.verified import HEIGHTS, TILE_COLUMNS, TILE_ROWS, Kind, Settings, Way
 
-WIDTH = 4096
-"""Largest number of columns of a block: bounds the memory of a trial, and of a piece of a 16-bit operand in FP32."""
-MANY, PAIRS = 256, 8
-"""Sums of at least ``MANY`` terms are padded to a multiple of ``PAIRS``: a trial needs pairs of terms, which cancel."""
 ROWS = 512
 """Rows of a chain that are converted to FP32 at a time."""
 SIZES = ((100, 37), (64, 256), (576, 192))
 """K and N that ``doctor`` tries."""
+_memory = Memory[Callable[..., torch.Tensor]]()
 
 
 def matmul(
@@ -51,116 +51,55 @@ def matmul(
         out: ``[M, N]`` in the dtype of the result, which is ``compute_dtype(a.dtype)``, or None. It is written and
             returned.
     """
+    kind = kind_of((a, b, out_dtype, bias is None))
+    launch = _memory.get(kind)
+    if launch is None:
+        launch = prepare(a, b, bias, out_dtype)
+        if kind is not None:
+            _memory.add(kind, launch)
+    return launch(a, b, bias, out)
+
+
+def prepare(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None
+) -> Callable[..., torch.Tensor]:
+    """Return ``matmul`` of operands of this kind (``calls``), to be called with them, the bias and maybe ``out``."""
     computed = compute_dtype(a.dtype)
-    result_dtype = out_dtype or computed
-    if a.device.type != "cpu" or a.dtype == torch.float64:
-        product = _with_bias(fp64.matmul(a, b), bias, result_dtype)
-        return product if out is None else out.copy_(product)
-    if result_dtype == a.dtype == b.dtype and result_dtype != computed and bias is None:
-        return _product(a, b, result_dtype)
-    return _with_bias(_product(a.to(computed), b, computed, out), bias, result_dtype)
+    result = out_dtype or computed
+    if not a.is_cpu or computed == torch.float64:
+        return functools.partial(_in_fp64, result)
+    dtype, plans = result if result == a.dtype == b.dtype and bias is None else computed, dict[Settings, Plan]()
+    converts = a.dtype != dtype
+
+    def launch(
+        a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        settings, left = verified.current_settings(dtype), a.to(dtype) if converts else a
+        plan = plans.get(settings)
+        if plan is not None and settings.onednn:
+            product = plan(left, b, out)
+        else:
+            with verified.applied(settings):
+                plan = plan or plans.setdefault(settings, Plan(left, b, settings))
+                product = plan(left, b, out)
+        if bias is not None:
+            product += bias
+        return product if dtype == result else product.to(result)
+
+    return launch
 
 
-def _with_bias(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def _in_fp64(
+    result: torch.dtype,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    product = fp64.matmul(a, b)
     if bias is not None:
         product += bias
-    return product.to(dtype)
-
-
-def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the product of ``a`` in its dtype, or write it to ``out``."""
-    if out is None:
-        out = a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
-    left = _pad_inner(a, 1).contiguous()
-    if verified.offset_of(left):
-        left = left.clone()
-    settings = verified.current_settings(dtype)
-    with verified.applied(settings):
-        if b.shape[1] <= WIDTH:
-            _multiply_columns(left, b, out, settings)
-            return out
-        for first in range(0, b.shape[1], WIDTH):
-            part = slice(first, first + WIDTH)
-            _multiply_columns(left, b[:, part], out[:, part], settings)
-    return out
-
-
-def _multiply_columns(left: torch.Tensor, b: torch.Tensor, out: torch.Tensor, settings: Settings) -> None:
-    """Write ``left @ b`` to ``out``, block by block."""
-    width = out.shape[1]
-    if not width:
-        return
-    right = _packed_right(b, out.dtype)
-    padded = right.shape[1]
-    layout = padded, out.dtype, right.stride(0) == 1, verified.offset_of(right), settings
-    for first, end, height in blocks(out.shape[0]):
-        full, alone = end - first == height, height >= out.shape[0]
-        block = left if alone else left[first:end]
-        part = out if alone else out[first:end]
-        if not full:
-            block = pad_to(block, 0, height)
-        way = verified.way_of(Kind(height, left.shape[1], *layout))
-        if way is not Way.WHOLE:
-            product = (tiles if way is Way.TILES else _in_fp64)(block, right)
-        elif full and width == padded:
-            verified.library(block, right, part)
-            continue
-        else:
-            product = verified.library(block, right)
-        part.copy_(product[: end - first, :width])
-
-
-@functools.lru_cache(1024)
-def blocks(count: int) -> tuple[tuple[int, int, int], ...]:
-    """Cut rows into the blocks that the library gets, the highest first; return (first row, end, height) of each."""
-    cuts, first = [], 0
-    for height in HEIGHTS:
-        while count - first >= height or (height == HEIGHTS[-1] and first < count):
-            cuts.append((first, min(first + height, count), height))
-            first += height
-    return tuple(cuts)
-
-
-def _packed_right(b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the right operand as the library gets it: without gaps, row by row or column by column, sizes padded."""
-    b = _pad_inner(b.to(dtype), 0)
-    if b.shape[1] < TILE_ROWS:
-        # Libraries multiply by a narrow matrix in other orders.
-        b = pad_to(b, 1, TILE_ROWS)
-    if b.stride() == (1, b.shape[0]):
-        return b
-    return b.t().contiguous().t() if b.stride(0) == 1 else b.contiguous()
-
-
-def _pad_inner(x: torch.Tensor, dim: int) -> torch.Tensor:
-    return pad_to(x, dim, _inner_multiple(x.shape[dim]))
-
-
-def _inner_multiple(inner: int) -> int:
-    """Return the multiple to which an inner size is padded. Short sums often have the same bits in another order."""
-    return PAIRS if inner >= MANY else STEP
-
-
-def tiles(block: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return ``block @ right`` by library products of the shape of the tile that was tried."""
-    return verified.on_one_thread(lambda: _tiles(block, right))
-
-
-def _tiles(block: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    rows, columns = pad_to(block, 0, TILE_ROWS), pad_to(right.t(), 0, TILE_COLUMNS)
-    out = block.new_empty((len(rows), len(columns)))
-    for column in range(0, len(columns), TILE_COLUMNS):
-        part = slice(column, column + TILE_COLUMNS)
-        # A copy, so that all tiles lie alike in memory.
-        right = columns[part].clone(memory_format=torch.contiguous_format)
-        for row in range(0, len(rows), TILE_ROWS):
-            here = slice(row, row + TILE_ROWS)
-            out[here, part] = verified.library(rows[here], right.t())
-    return out
-
-
-def _in_fp64(block: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return fp64.matmul(block, right).to(block.dtype)
+    return product.to(result) if out is None else out.copy_(product)
 
 
 def chain_dw(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -217,7 +156,7 @@ def _add_steps_by_tiles(left: torch.Tensor, right: torch.Tensor, total: torch.Te
 def ways(inner: int, columns: int, dtype: torch.dtype, *, transposed: bool = True) -> Counter[Way]:
     """Return for how many heights of a block the product with ``[inner, columns]`` takes each way."""
     settings = verified.current_settings(dtype)
-    size = inner + -inner % _inner_multiple(inner), min(max(columns, TILE_ROWS), WIDTH)
+    size = inner + -inner % inner_multiple(inner), min(max(columns, TILE_ROWS), WIDTH)
     with verified.applied(settings):
         kinds = (Kind(height, *size, dtype, transposed, 0, settings) for height in HEIGHTS)
         return Counter(verified.way_of(kind) for kind in kinds)

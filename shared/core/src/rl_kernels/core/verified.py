@@ -19,14 +19,13 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rl_kernels.core.constants import STEP
+from rl_kernels.core.layout import ALLOCATED
 
 T = TypeVar("T")
 HEIGHTS = (512, 256, 128, 64, 32, 16, 8)
-"""Rows of a block. With fewer than 4, libraries add in the order of a matrix times a vector."""
+"""Rows of a block. With fewer, libraries often add in the order of a matrix times a vector."""
 TILE_ROWS, TILE_COLUMNS = 16, 64
 """Size of the small product with which all products are compared; for steps of a chain, 64 rows and 64 columns."""
-ALIGNMENT = 64
-"""Bytes to which PyTorch aligns its allocations; the address of a weight modulo these is part of a kind."""
 ERROR = 16 * 2.0**-24
 """Largest error of a tile in units of the sum of the magnitudes of its terms; sums in FP32 show up to 3.2 * 2**-24."""
 
@@ -68,6 +67,7 @@ class Kind(NamedTuple):
     settings: Settings
 
 
+_settings = functools.cache(Settings)
 _precision = getattr(torch._C, "_get_fp32_precision_getter", None)
 _ways: dict[Kind, Way] = {}
 _ways_of_steps: dict[tuple[torch.Size, tuple[int, ...], int, Settings], Way] = {}
@@ -80,7 +80,7 @@ def current_settings(dtype: torch.dtype) -> Settings:
         # PyTorch before 2.9 has one setting for all libraries.
         precision = _precision("mkldnn", "matmul") if _precision else torch.get_float32_matmul_precision()
         onednn = precision in ("none", "ieee", "highest")
-    return Settings(torch.get_num_threads(), onednn)
+    return _settings(torch.get_num_threads(), onednn)
 
 
 class applied:
@@ -107,7 +107,7 @@ def library(block: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None =
 
 def offset_of(x: torch.Tensor) -> int:
     """Return the bytes from the last aligned address to the first element."""
-    return x.data_ptr() % ALIGNMENT
+    return x.data_ptr() % ALLOCATED
 
 
 def way_of(kind: Kind) -> Way:

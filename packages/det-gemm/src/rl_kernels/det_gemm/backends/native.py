@@ -11,15 +11,20 @@ from __future__ import annotations
 import torch
 
 from rl_kernels.core import products
+from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.layout import flat_rows
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.det_gemm.chains import add_chains
 from rl_kernels.det_gemm.segments import bounds, merge_segments
 
 
-def forward(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+@prepared
+def forward(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> Launches:
     """Return ``a[M, K] @ weight[N, K]^T + bias[N]`` in ``out_dtype``."""
-    return _shaped(products.matmul(flat_rows(a), weight.t(), bias, out_dtype), a)
+    multiply = products.prepare(flat_rows(a), weight.t(), bias, out_dtype)
+    if a.ndim == 2:
+        return lambda a, weight, bias, _: multiply(a, weight.t(), bias)
+    return lambda a, weight, bias, _: _shaped(multiply(flat_rows(a), weight.t(), bias), a)
 
 
 def segmented(
@@ -32,7 +37,7 @@ def segmented(
 ) -> torch.Tensor:
     """Return the product of ``forward``, K in segments whose sums a tree merges."""
     if segments == 1:
-        return forward(a, weight, bias, out_dtype)
+        return _shaped(products.matmul(flat_rows(a), weight.t(), bias, out_dtype), a)
     cuts = bounds(a.shape[-1], segments, length)
     return _shaped(merge_segments(flat_rows(a), weight.t(), bias, out_dtype, cuts, products.matmul), a)
 

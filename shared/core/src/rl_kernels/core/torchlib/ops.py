@@ -9,6 +9,7 @@ prepares (``calls.prepared``) are remembered by the kind of their arguments, who
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -65,8 +66,11 @@ class Op:
     def ready(self, *args: Any) -> Ready:
         """Prepare calls with arguments of this kind, for ``call``; the last argument names a backend."""
         # In this order: torch.compile cannot trace the import of a backend.
-        is_prepared = _may_run(args) and isinstance(self._function(args[-1]), prepared)
-        return Ready(args[-1], self._launches(args) if is_prepared else None)
+        if not _may_run(args):
+            return Ready(args[-1])
+        if args[-1] == "native":
+            return Ready(args[-1], functools.partial(as_native, self._launches(args)))
+        return Ready(args[-1], self._launches(args) if isinstance(self._function(args[-1]), prepared) else None)
 
     def call(self, ready: Ready, *args: Any) -> Any:
         """Call the op with arguments of the kind that ``ready`` was made for, without the backend."""
@@ -77,20 +81,8 @@ class Op:
     def run(self, *args: Any) -> Any:
         """Run the implementation."""
         self._count_writes(args)
-        *inputs, backend = args
         launches = self._launches(args)
-        if backend == "native":
-            inputs, launches = [launches, *inputs], as_native
-        device_type = args[0].device.type
-        if not torch.is_autocast_enabled(device_type):
-            return launches(*inputs)
-        # Inside a backend, autocast would silently turn an FP32 product into BF16. Set directly, because its context
-        # manager takes longer than a launch.
-        torch.set_autocast_enabled(device_type, False)
-        try:
-            return launches(*inputs)
-        finally:
-            torch.set_autocast_enabled(device_type, True)
+        return as_native(launches, *args[:-1]) if args[-1] == "native" else _without_autocast(launches, *args[:-1])
 
     def _count_writes(self, args: tuple[Any, ...]) -> None:
         """Give what the op overwrites a new version: autograd does not see a kernel's writes.
@@ -181,11 +173,24 @@ def define_check(name: str, schema: str, check: Callable[..., None]) -> Callable
     return lambda *args: check(*args) if _may_run(args) else op(*args)
 
 
-def as_native(kernel: Callable[..., Any], *inputs: Any) -> Any:
-    """Call a kernel made of PyTorch ops; while it runs, ``within_native`` is True in this thread."""
-    _native.depth += 1
+def _without_autocast(kernel: Callable[..., Any], *inputs: Any) -> Any:
+    """Call a kernel with autocast off: inside a backend it would silently turn an FP32 product into BF16."""
+    device_type = inputs[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return kernel(*inputs)
+    # Set directly, because its context manager takes longer than a launch.
+    torch.set_autocast_enabled(device_type, False)
     try:
         return kernel(*inputs)
+    finally:
+        torch.set_autocast_enabled(device_type, True)
+
+
+def as_native(kernel: Callable[..., Any], *inputs: Any) -> Any:
+    """Call a kernel made of PyTorch ops, with autocast off; ``within_native`` is True in this thread meanwhile."""
+    _native.depth += 1
+    try:
+        return _without_autocast(kernel, *inputs) if torch._C._is_any_autocast_enabled() else kernel(*inputs)
     finally:
         _native.depth -= 1
 

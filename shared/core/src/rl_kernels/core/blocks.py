@@ -1,0 +1,183 @@
+"""Products of a CPU's library on blocks of rows of fixed heights, planned once for each kind of operands.
+
+A plan says how the operands are packed, and how each block is multiplied: whole, in tiles of one small shape, or in
+FP64, as ``verified`` finds by a trial of that kind of block. All ways give a row the same bits in every block.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from rl_kernels.core import fp64, verified
+from rl_kernels.core.constants import STEP
+from rl_kernels.core.rowwise.operands import pad_to
+from rl_kernels.core.verified import HEIGHTS, TILE_COLUMNS, TILE_ROWS, Kind, Settings, Way
+
+FEW = (1, 4)
+"""Rows of lower blocks, for products whose bits they keep."""
+WIDTH = 4096
+"""Largest number of columns of a block: bounds the memory of a trial, and of a piece of a 16-bit operand in FP32."""
+MANY, PAIRS = 256, 8
+"""Sums of at least ``MANY`` terms are padded to a multiple of ``PAIRS``: a trial needs pairs of terms, which cancel."""
+
+
+class _Step(NamedTuple):
+    """The product of a block.
+
+    Attributes:
+        rows: of the left operand; None for all.
+        missing: rows of zeros that fill the block, or None.
+        multiply: computes the product.
+        size: rows and columns of the product that belong to the result; None if the library writes the result.
+    """
+
+    rows: slice | None
+    missing: torch.Tensor | None
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    size: tuple[int, int] | None
+
+    def run(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """Return the product of all rows, or write it to its rows of ``out``."""
+        rows, missing, multiply, size = self
+        block, part = (left, out) if rows is None or out is None else (left[rows], out[rows])
+        if missing is not None:
+            block = torch.cat((block, missing))
+        if size is None:
+            return verified.library(block, right, part)
+        product, (count, width) = multiply(block, right), size
+        if part is not None:
+            return part.copy_(product[:count, :width])
+        # A copy, because autograd would forbid in-place changes of a view.
+        return (product if product.shape[1] == width else product[:, :width]).narrow_copy(0, 0, count)
+
+
+class _Piece(NamedTuple):
+    """Columns of the right operand (None for all), whether they are packed, and the blocks that they multiply."""
+
+    columns: slice | None
+    is_packed: bool
+    steps: list[_Step]
+
+
+class Plan:
+    """The product ``a @ b`` in the dtype of ``a``, for operands of one kind, under settings that are in effect.
+
+    Args:
+        a: ``[M, K]``, FP32 or 16 bits, on a CPU.
+        b: ``[K, N]`` in the dtype of ``a``, or in 16 bits beside an FP32 ``a``.
+        settings: ``verified.current_settings``, which are applied.
+    """
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor, settings: Settings) -> None:
+        (count, columns), left, dtype = (a.shape[0], b.shape[1]), _packed_left(a), a.dtype
+        self._packs_left, self._pieces = left is not a, list[_Piece]()
+        for first in range(0, columns, WIDTH):
+            part = slice(first, first + WIDTH) if columns > WIDTH else None
+            piece = b if part is None else b[:, part]
+            right = _packed_right(piece, dtype)
+            layout = left.shape[1], right.shape[1], dtype, right.stride(0) == 1, verified.offset_of(right), settings
+            self._pieces.append(_Piece(part, right is not piece, _steps(count, piece.shape[1], layout)))
+        self._is_one_step = len(self._pieces) == 1 == len(self._pieces[0].steps)
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """Return the product, or write it to ``out`` and return that."""
+        left = _packed_left(a) if self._packs_left else a
+        if out is None and not self._is_one_step:
+            out = a.new_empty((a.shape[0], b.shape[1]))
+        for columns, is_packed, steps in self._pieces:
+            right, part = (b, out) if columns is None or out is None else (b[:, columns], out[:, columns])
+            if is_packed:
+                right = _packed_right(right, a.dtype)
+            for step in steps:
+                result = step.run(left, right, part)
+        return result if out is None else out
+
+
+def _steps(count: int, width: int, layout: tuple[Any, ...]) -> list[_Step]:
+    """Cut rows into blocks, the highest first, of ``width`` columns; ``layout`` is a ``Kind`` without its height."""
+    steps, first = [], 0
+    while first < count:
+        height = _height(count - first, layout)
+        end = min(first + height, count)
+        rows = None if end - first == count else slice(first, end)
+        steps.append(_step(rows, end - first, width, Kind(height, *layout)))
+        first = end
+    return steps
+
+
+def _height(count: int, layout: tuple[Any, ...]) -> int:
+    """Return the height of the next block of ``count`` rows: few are one block, as low as the library allows."""
+    if count >= HEIGHTS[-2]:
+        return next(height for height in HEIGHTS if height <= count)
+    for height in FEW:
+        if height >= count and verified.way_of(Kind(height, *layout)) is Way.WHOLE:
+            return height
+    return HEIGHTS[-1] if count <= HEIGHTS[-1] else HEIGHTS[-2]
+
+
+def _step(rows: slice | None, count: int, width: int, kind: Kind) -> _Step:
+    way, missing = verified.way_of(kind), kind.height - count
+    is_whole = way is Way.WHOLE and not missing and width == kind.columns
+    zeros = _zeros(missing, kind.inner, kind.dtype) if missing else None
+    return _Step(rows, zeros, MULTIPLY[way], None if is_whole else (count, width))
+
+
+@functools.lru_cache(256)
+def _zeros(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    with verified.without_modes():
+        return torch.zeros((rows, columns), dtype=dtype, device="cpu")
+
+
+def _packed_left(a: torch.Tensor) -> torch.Tensor:
+    """Return the left operand as the library gets it: row by row without gaps, aligned, its inner size padded."""
+    left = _pad_inner(a, 1).contiguous()
+    return left.clone() if verified.offset_of(left) else left
+
+
+def _packed_right(b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the right operand as the library gets it: without gaps, row by row or column by column, sizes padded."""
+    b = _pad_inner(b.to(dtype), 0)
+    if b.shape[1] < TILE_ROWS:
+        # Libraries multiply by a narrow matrix in other orders.
+        b = pad_to(b, 1, TILE_ROWS)
+    if b.stride() == (1, b.shape[0]):
+        return b
+    return b.t().contiguous().t() if b.stride(0) == 1 else b.contiguous()
+
+
+def _pad_inner(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return pad_to(x, dim, inner_multiple(x.shape[dim]))
+
+
+def inner_multiple(inner: int) -> int:
+    """Return the multiple to which an inner size is padded. Short sums often have the same bits in another order."""
+    return PAIRS if inner >= MANY else STEP
+
+
+def tiles(block: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return ``block @ right`` by library products of the shape of the tile that was tried; zeros are appended."""
+    return verified.on_one_thread(lambda: _tiles(block, right))
+
+
+def _tiles(block: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    rows, columns = pad_to(block, 0, TILE_ROWS), pad_to(right.t(), 0, TILE_COLUMNS)
+    out = block.new_empty((len(rows), len(columns)))
+    for column in range(0, len(columns), TILE_COLUMNS):
+        part = slice(column, column + TILE_COLUMNS)
+        # A copy, so that all tiles lie alike in memory.
+        right = columns[part].clone(memory_format=torch.contiguous_format)
+        for row in range(0, len(rows), TILE_ROWS):
+            here = slice(row, row + TILE_ROWS)
+            out[here, part] = verified.library(rows[here], right.t())
+    return out
+
+
+MULTIPLY: dict[Way, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    Way.WHOLE: lambda block, right: verified.library(block, right),
+    Way.TILES: tiles,
+    Way.FP64: lambda block, right: fp64.matmul(block, right).to(block.dtype),
+}
