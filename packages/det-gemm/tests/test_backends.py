@@ -20,21 +20,26 @@ PLANTED = (
         "native",
         (
             "rl_kernels.core.rowwise.operands",
+            "rl_kernels.core.blocks",
             "rl_kernels.core.products",
             *(f"rl_kernels.det_gemm.{name}" for name in ("segments", "backends.native")),
         ),
         (
             Bug(
                 "library product of the rows as they are",
-                "_multiply_columns(left, b, out, settings)\n            return out",
-                "return torch.mm(a, b.to(dtype))",
+                "left = _packed_left(a) if self._packs_left else a",
+                "return torch.mm(a, b.to(a.dtype), out=out)",
             ),
-            Bug("strides of b ignored", "b, out.dtype", "b.as_strided(b.shape, (b.shape[1], 1)), out.dtype"),
-            Bug("steps in descending order", "range(0, len(left), STEP)", "reversed(range(0, len(left), STEP))"),
+            Bug("strides of b ignored", "part = (b, out) if", "part = (b.as_strided(b.shape, (b.shape[1], 1)), out) if"),
+            Bug(
+                "steps in descending order",
+                "zip(left.t().split(STEP, 1), right.split(STEP), strict=True)",
+                "zip(left.t().split(STEP, 1)[::-1], right.split(STEP)[::-1], strict=True)",
+            ),
             Bug(
                 "step rounded to BF16",
-                "total.addmm_(left[row : row + STEP].t(), right[row : row + STEP])",
-                "total += (left[row : row + STEP].t() @ right[row : row + STEP]).bfloat16()",
+                "total.addmm_(left_step, right_step)",
+                "total += (left_step @ right_step).bfloat16()",
             ),
         ),
         ("odd", "linear-column-major", "dw-continued"),

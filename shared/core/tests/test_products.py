@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rl_kernels.core import products
+from rl_kernels.core import blocks, products, verified
 from rl_kernels.core.constants import STEP
 from rl_kernels.core.products import matmul
 from rl_kernels.core.rowwise.ids import outside, select
@@ -89,6 +89,19 @@ def test_rows_of_a_product_do_not_depend_on_the_batch(torch_threads, threads, k,
             assert same_bits(matmul(a[row : row + 1], b, out_dtype=dtype), whole[row : row + 1]), f"row {row} alone"
         order = torch.randperm(70)
         assert same_bits(matmul(a[order], b, out_dtype=dtype), whole[order])
+
+
+@pytest.mark.parametrize("count", [1, 8, 9, 17, 40, 41, 255, 257, 400, 513, 5000])
+def test_blocks_hold_all_rows_and_only_the_last_has_fewer(count):
+    *full, last = blocks.heights(count)
+    assert set(full) | {last} <= set(verified.HEIGHTS)
+    assert sum(full) < count <= sum(full) + last
+    # No more calls and rows than blocks without zero rows would take.
+    calls, rest = 0, count
+    for height in verified.HEIGHTS:
+        calls, rest = calls + rest // height, rest % height
+    greedy = (calls + (rest > 0)) * blocks.CALL + count + -rest % 8
+    assert (len(full) + 1) * blocks.CALL + sum(full) + last <= greedy
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, *HALF_AND_FLOAT])

@@ -145,7 +145,7 @@ def test_few_rows_are_one_block_as_low_as_the_library_keeps_their_bits(plant, ke
     plant(library)
     a, b = draw.normal(17, 96), draw.normal(96, 100)
     whole = products.matmul(a, b)
-    for count, lowest in ((1, 1), (3, 4), (4, 4), (5, 8), (9, 16), (15, 16)):
+    for count, lowest in ((1, 1), (3, 4), (4, 4), (5, 8), (9, 16)):
         products.matmul(a[:count], b)
         heights.clear()
         assert torch.equal(products.matmul(a[:count], b), whole[:count])

@@ -17,6 +17,8 @@ from rl_kernels.core.constants import STEP
 from rl_kernels.core.rowwise.operands import pad_to
 from rl_kernels.core.verified import HEIGHTS, TILE_COLUMNS, TILE_ROWS, Kind, Settings, Way
 
+CALL = 12
+"""Cost of a call of the library, in rows of a block; measured for K x N of 576x192 to 1536x576."""
 FEW = (1, 4)
 """Rows of lower blocks, for products whose bits they keep."""
 WIDTH = 4096
@@ -98,25 +100,34 @@ class Plan:
 
 
 def _steps(count: int, width: int, layout: tuple[Any, ...]) -> list[_Step]:
-    """Cut rows into blocks, the highest first, of ``width`` columns; ``layout`` is a ``Kind`` without its height."""
+    """Return the products of ``count`` rows by ``width`` columns; ``layout`` is a ``Kind`` without its height."""
     steps, first = [], 0
-    while first < count:
-        height = _height(count - first, layout)
+    for height in heights(count):
         end = min(first + height, count)
+        for few in FEW:
+            if end - first <= few < height and verified.way_of(Kind(few, *layout)) is Way.WHOLE:
+                height = few
+                break
         rows = None if end - first == count else slice(first, end)
         steps.append(_step(rows, end - first, width, Kind(height, *layout)))
         first = end
     return steps
 
 
-def _height(count: int, layout: tuple[Any, ...]) -> int:
-    """Return the height of the next block of ``count`` rows: few are one block, as low as the library allows."""
-    if count >= HEIGHTS[-2]:
-        return next(height for height in HEIGHTS if height <= count)
-    for height in FEW:
-        if height >= count and verified.way_of(Kind(height, *layout)) is Way.WHOLE:
-            return height
-    return HEIGHTS[-1] if count <= HEIGHTS[-1] else HEIGHTS[-2]
+def heights(count: int) -> list[int]:
+    """Return the heights of the blocks of ``count`` rows, the highest first; only the last one may have fewer rows."""
+    return [HEIGHTS[0]] * (count // HEIGHTS[0]) + _cheapest(count % HEIGHTS[0])[1]
+
+
+@functools.lru_cache(HEIGHTS[0])
+def _cheapest(count: int) -> tuple[int, list[int]]:
+    """Return the cost of the cheapest blocks of fewer rows than the highest block has, and their heights."""
+    if not count:
+        return 0, []
+    covering = min(height for height in HEIGHTS if height >= count)
+    below = max((height for height in HEIGHTS if height < count), default=covering)
+    cost, rest = _cheapest(max(count - below, 0))
+    return min((CALL + covering, [covering]), (CALL + below + cost, [below, *rest]))
 
 
 def _step(rows: slice | None, count: int, width: int, kind: Kind) -> _Step:
@@ -134,8 +145,7 @@ def _zeros(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _packed_left(a: torch.Tensor) -> torch.Tensor:
     """Return the left operand as the library gets it: row by row without gaps, aligned, its inner size padded."""
-    left = _pad_inner(a, 1).contiguous()
-    return left.clone() if verified.offset_of(left) else left
+    return verified.aligned(_pad_inner(a, 1))
 
 
 def _packed_right(b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -132,12 +132,12 @@ def chain_dw(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> torch.Tens
 
 def _padded_terms(x: torch.Tensor, size: int) -> torch.Tensor:
     """Return rows in FP32, whole steps of them, and ``size`` columns; zeros are appended."""
-    return pad_to(torch.nn.functional.pad(x.float(), (0, size - x.shape[1])), 0, STEP).contiguous()
+    return verified.aligned(pad_to(pad_to(x.float(), 1, size), 0, STEP))
 
 
 def _add_steps(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor) -> None:
-    for row in range(0, len(left), STEP):
-        total.addmm_(left[row : row + STEP].t(), right[row : row + STEP])
+    for left_step, right_step in zip(left.t().split(STEP, 1), right.split(STEP), strict=True):
+        total.addmm_(left_step, right_step)
 
 
 def _add_steps_by_tiles(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor) -> None:

@@ -196,8 +196,7 @@ def _ids_in_range(ids: torch.Tensor, size: int, ignore_index: int | None, name: 
     checked = ids if ignore_index is None else ids[ids != ignore_index]
     if not checked.numel():
         return
-    # One copy from a GPU, not two.
-    low, high = torch.stack(torch.aminmax(checked)).tolist()
+    low, high = _range(checked)
     if low < 0 or high >= size:
         ignored = "" if ignore_index is None else f" or {ignore_index} (ignored)"
         hint = ignorable and ignore_index is None and low == IGNORED
@@ -205,10 +204,19 @@ def _ids_in_range(ids: torch.Tensor, size: int, ignore_index: int | None, name: 
         raise ValueError(f"{name}: expected values in [0, {size}){ignored}, got values in [{low}, {high}]{advice}")
 
 
+def _range(x: torch.Tensor) -> tuple[Any, Any]:
+    low, high = torch.aminmax(x)
+    if x.is_cpu:
+        return low.item(), high.item()
+    # One copy from a GPU, not two.
+    low, high = torch.stack((low, high)).tolist()
+    return low, high
+
+
 def _require_positive(value: torch.Tensor, name: str) -> None:
     if not value.numel():
         return
-    low, high = torch.stack(torch.aminmax(value)).tolist()
+    low, high = _range(value)
     if not low >= RANGES[value.dtype][0]:
         raise ValueError(f"{name}: expected values > 0, the smallest is {low}")
     if high == math.inf:

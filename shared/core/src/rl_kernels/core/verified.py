@@ -110,6 +110,12 @@ def offset_of(x: torch.Tensor) -> int:
     return x.data_ptr() % ALLOCATED
 
 
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` row by row without gaps, from an aligned address on."""
+    x = x.contiguous()
+    return x.clone() if offset_of(x) else x
+
+
 def way_of(kind: Kind) -> Way:
     """Return the way in which products of this kind keep a row's bits; call it within ``applied(kind.settings)``."""
     way = _ways.get(kind)

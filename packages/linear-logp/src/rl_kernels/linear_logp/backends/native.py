@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core import products
+from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.constants import FAN, UNIT
 from rl_kernels.core.rowwise import softmax
 from rl_kernels.core.rowwise.ids import outside, select
@@ -75,9 +76,10 @@ def finish(
     return logp, lse, row_entropy, norm
 
 
-def backward(*args: Any) -> tuple[torch.Tensor, ...]:
+@prepared
+def backward(*args: Any) -> Launches:
     """Return the gradients of hidden, weight and bias, or with totals those of hidden and bias; empty if not needed."""
-    return Backward(Steps(), *args)(*args)
+    return Backward(Steps(), *args)
 
 
 backward_main_grad = backward
