@@ -30,7 +30,9 @@ PLANTED = (
                 "left = _packed_left(a) if self._packs_left else a",
                 "return torch.mm(a, b.to(a.dtype), out=out)",
             ),
-            Bug("strides of b ignored", "part = (b, out) if", "part = (b.as_strided(b.shape, (b.shape[1], 1)), out) if"),
+            Bug(
+                "strides of b ignored", "part = (b, out) if", "part = (b.as_strided(b.shape, (b.shape[1], 1)), out) if"
+            ),
             Bug(
                 "steps in descending order",
                 "zip(left.t().split(STEP, 1), right.split(STEP), strict=True)",

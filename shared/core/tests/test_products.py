@@ -171,6 +171,16 @@ def test_chain_dw_continues_a_buffer_of_any_strides():
         assert same_bits(products.chain_dw(a, dc, layout(start)), expected)
 
 
+@pytest.mark.parametrize("layout", ["row by row", "column by column"])
+def test_a_tall_gradient_is_finished_slab_by_slab(monkeypatch, layout):
+    draw = Draw(torch.float32)
+    a, dc, start = draw.normal(40, 300), draw.normal(40, 70), draw.normal(300, 70)
+    whole = products.chain_dw(a, dc, start.clone())
+    monkeypatch.setattr(products, "SLAB", 128)
+    out = start.clone() if layout == "row by row" else start.t().contiguous().t()
+    assert same_bits(products.chain_dw(a, dc, out), whole)
+
+
 # Sizes that are multiples of 16 are not padded, and so reach the library in the layout that they came in.
 @pytest.mark.parametrize(("m", "k", "n"), [(40, 19, 33), (32, 48, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

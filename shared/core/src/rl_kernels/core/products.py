@@ -27,6 +27,8 @@ from rl_kernels.core.verified import HEIGHTS, TILE_COLUMNS, TILE_ROWS, Kind, Set
 
 ROWS = 512
 """Rows of a chain that are converted to FP32 at a time."""
+SLAB = 2048
+"""Rows of a gradient that are finished before the next ones, so that they stay in the cache."""
 SIZES = ((100, 37), (64, 256), (576, 192))
 """K and N that ``doctor`` tries."""
 _memory = Memory[Callable[..., torch.Tensor]]()
@@ -108,10 +110,16 @@ def chain_dw(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> torch.Tens
     Splitting M at multiples of 16 over several calls, or appending zero rows, changes no bit. ``out`` is FP32, for FP64
     operands FP64, and has any strides.
     """
-    if out.device.type != "cpu" or out.dtype == torch.float64:
+    if not out.is_cpu or out.dtype == torch.float64:
         return fp64.chain_dw(a, dc, out)
-    if not len(a) or not out.numel():
-        return out
+    if len(a) and out.shape[1]:
+        for first in range(0, len(out), SLAB):
+            part = slice(first, first + SLAB)
+            _add_chain(*((a[:, part], dc, out[part]) if len(out) > SLAB else (a, dc, out)))
+    return out
+
+
+def _add_chain(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> None:
     # Libraries add to a narrow matrix in other orders, and to other strides through a copy in each step.
     is_plain = min(out.shape) >= TILE_COLUMNS and 1 in out.stride()
     total = out if is_plain else pad_to(pad_to(out, 0, TILE_COLUMNS), 1, TILE_COLUMNS).contiguous()
@@ -119,7 +127,8 @@ def chain_dw(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> torch.Tens
     with verified.applied(settings):
         way = verified.way_of_steps(total, settings)
         if way is Way.FP64:
-            return fp64.chain_dw(a, dc, out)
+            fp64.chain_dw(a, dc, out)
+            return
         for first in range(0, len(a), ROWS):
             part = slice(first, first + ROWS)
             left, right = (_padded_terms(x[part], size) for x, size in zip((a, dc), total.shape, strict=True))
@@ -127,7 +136,8 @@ def chain_dw(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> torch.Tens
                 _add_steps(left, right, total)
             else:
                 verified.on_one_thread(functools.partial(_add_steps_by_tiles, left, right, total))
-    return out if is_plain else out.copy_(total[: out.shape[0], : out.shape[1]])
+    if not is_plain:
+        out.copy_(total[: out.shape[0], : out.shape[1]])
 
 
 def _padded_terms(x: torch.Tensor, size: int) -> torch.Tensor:

@@ -13,7 +13,6 @@ import torch
 from rl_kernels.core import products
 from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.layout import flat_rows
-from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.det_gemm.chains import add_chains
 from rl_kernels.det_gemm.segments import bounds, merge_segments
 
@@ -50,8 +49,15 @@ def _shaped(out: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
 
 def weight_gradient(a: torch.Tensor, dc: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """Return ``a[M, K]^T @ dc[M, N]`` in ``out_dtype``."""
-    total = a.new_zeros((a.shape[-1], dc.shape[-1]), dtype=compute_dtype(a.dtype))
-    return products.chain_dw(flat_rows(a), flat_rows(dc), total).to(out_dtype)
+    left, right = flat_rows(a), flat_rows(dc)
+    out = a.new_empty((left.shape[1], right.shape[1]), dtype=out_dtype)
+    if out_dtype == torch.float32:
+        return products.chain_dw(left, right, out.zero_())
+    for first in range(0, len(out), products.SLAB):
+        part = slice(first, first + products.SLAB)
+        total = torch.zeros_like(out[part], dtype=torch.float32)
+        out[part] = products.chain_dw(left[:, part], right, total)
+    return out
 
 
 def weight_gradient_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> None:
