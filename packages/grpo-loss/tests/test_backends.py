@@ -47,9 +47,9 @@ PLANTED = (
             ),
             Bug(
                 "slope kept between calls",
-                "new_empty((call.batch, call.length), dtype=call.dtype)",
-                "new_empty(0)\n    kept = torch.empty((call.batch, call.length), dtype=call.dtype)\n"
-                "    slope = globals().setdefault((call.batch, call.length), kept)",
+                "(slopes, 0).contiguous()",
+                "(slopes, 0).contiguous()\n    kept = (call.batch, call.length)\n"
+                "    slope = globals().setdefault(kept, slope).copy_(slope)",
             ),
         ),
         ("large-kl", "ragged", "groups-double"),

@@ -173,6 +173,8 @@ def with_overrides(
     elif not isinstance(objective, Objective):
         got = type(objective).__name__
         raise TypeError(f"objective: expected an Objective, got {got}; Objective.preset(name) makes one")
+    if loss_type is beta is clip_eps is None:
+        return objective
     if torch.compiler.is_compiling():
         return _changed(objective, loss_type, beta, clip_eps)
     try:
@@ -191,7 +193,7 @@ def _changed(objective: Objective, loss_type: str | None, beta: float | None, cl
     if clip_eps is not None:
         check.number("clip_eps", clip_eps, least=0)
         changes["clip_low"] = changes["clip_high"] = clip_eps
-    return replace(objective, **changes) if changes else objective  # type: ignore[arg-type]
+    return replace(objective, **changes)  # type: ignore[arg-type]
 
 
 # By type too, because True == 1.

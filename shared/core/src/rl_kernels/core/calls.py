@@ -89,7 +89,7 @@ class Ready(NamedTuple):
 
     Attributes:
         backend: name of the chosen backend.
-        launches: those of the raw op that it calls; None if they are not prepared.
+        launches: those of the raw op that it calls; None where something observes ops, or wraps tensors.
     """
 
     backend: str

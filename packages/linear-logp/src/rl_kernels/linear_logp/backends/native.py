@@ -116,7 +116,7 @@ def _walk(block: Inputs, chosen: torch.Tensor, *, entropy: bool) -> Iterator[Sof
         if x is None:
             x = block.hidden.new_empty((count, padded), dtype=chosen.dtype)
         if padded > width:
-            x[:, width:] = -torch.inf
+            x[:, width:].fill_(-torch.inf)
         logits = _logits(block, columns, x[:, :width])
         chosen += select(logits, block.target_ids, block.start + columns.start)
         yield softmax_state(x, scale, entropy=entropy)

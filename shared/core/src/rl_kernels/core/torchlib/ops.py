@@ -56,7 +56,7 @@ class Op:
         if torch.compiler.is_compiling() or ops_are_observed():
             return self._op(*args)
         # What is remembered has passed the checks below.
-        launches = None if args[-1] == "native" else self._memory.get(kind_of(args))
+        launches = self._memory.get(kind_of(args))
         if launches is None:
             return self.run(*args) if _may_run(args) else self._op(*args)
         if self._written:
@@ -66,11 +66,7 @@ class Op:
     def ready(self, *args: Any) -> Ready:
         """Prepare calls with arguments of this kind, for ``call``; the last argument names a backend."""
         # In this order: torch.compile cannot trace the import of a backend.
-        if not _may_run(args):
-            return Ready(args[-1])
-        if args[-1] == "native":
-            return Ready(args[-1], functools.partial(as_native, self._launches(args)))
-        return Ready(args[-1], self._launches(args) if isinstance(self._function(args[-1]), prepared) else None)
+        return Ready(args[-1], self._launches(args) if _may_run(args) else None)
 
     def call(self, ready: Ready, *args: Any) -> Any:
         """Call the op with arguments of the kind that ``ready`` was made for, without the backend."""
@@ -81,8 +77,7 @@ class Op:
     def run(self, *args: Any) -> Any:
         """Run the implementation."""
         self._count_writes(args)
-        launches = self._launches(args)
-        return as_native(launches, *args[:-1]) if args[-1] == "native" else _without_autocast(launches, *args[:-1])
+        return self._launches(args)(*args[:-1])
 
     def _count_writes(self, args: tuple[Any, ...]) -> None:
         """Give what the op overwrites a new version: autograd does not see a kernel's writes.
@@ -93,19 +88,17 @@ class Op:
             if args[place] is not None and not args[place].is_inference():
                 increment_version(args[place])
 
-    def _function(self, backend: str) -> Callable[..., Any]:
-        function: Callable[..., Any] = getattr(self._operator.backend(backend).load(), self._name)
-        return function
-
     def _launches(self, args: tuple[Any, ...]) -> Launches:
         """Return the backend's function, or the launches that it has prepared for arguments of this kind."""
-        function = self._function(args[-1])
-        if not isinstance(function, prepared):
-            return function
         kind = kind_of(args)
         launches = self._memory.get(kind)
         if launches is None:
-            launches = function.prepare(*args[:-1])
+            function: Callable[..., Any] = getattr(self._operator.backend(args[-1]).load(), self._name)
+            launches = function.prepare(*args[:-1]) if isinstance(function, prepared) else function
+            if args[-1] == "native":
+                launches = functools.partial(as_native, launches)
+            elif launches is function:
+                launches = functools.partial(_without_autocast, launches)
             if kind is not None and are_plain(*args):
                 self._memory.add(kind, launches)
         return launches

@@ -7,7 +7,7 @@ Packed sequences are padded first. Rewards are summed in FP64 by a tree over eac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +30,7 @@ SUMS = 3
 
 def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """Return (loss, policy_loss, kl, metrics)."""
-    call = LossCall(*arguments)
-    return _loss(call, _sums(call, None))[:4]
+    return _loss(LossCall(*arguments), sums(*arguments))[:4]
 
 
 def forward_grad(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -42,17 +41,17 @@ def forward_grad(*arguments: Any) -> tuple[torch.Tensor, ...]:
 
 def sums(*arguments: Any) -> torch.Tensor:
     """Return the sums of each sequence, ``[3, B]``, or ``[14, B]`` with metrics."""
-    return _sums(LossCall(*arguments), None)
+    return _joined([totals for totals, _ in _blocks(LossCall(*arguments))], 1)
 
 
 def sums_grad(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (sums, slope); slope has the shape of current_logps."""
     call = LossCall(*arguments)
-    slope = call.current_logps.new_empty((call.batch, call.length), dtype=call.dtype)
-    totals = _sums(call, slope)
+    totals, slopes = zip(*[(part, _marked(terms)) for part, terms in _blocks(call)], strict=True)
+    slope = _joined(slopes, 0).contiguous()
     if call.cu_seqlens is not None:
         slope = packed(slope, call.cu_seqlens, call.current_logps.shape[0])
-    return totals, slope
+    return _joined(totals, 1), slope
 
 
 def combine(
@@ -91,28 +90,24 @@ def _loss(call: LossCall, totals: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return combine(totals, call.normalizer, call.length, call.numbers, call.plan)
 
 
-def _sums(call: LossCall, slope: torch.Tensor | None) -> torch.Tensor:
-    """Return the sums of each sequence; write ``slope`` unless it is None."""
+def _blocks(call: LossCall) -> Iterator[tuple[torch.Tensor, Terms]]:
+    """Yield the sums ``[3, b]``, with metrics ``[14, b]``, and the terms of blocks of sequences, at least one."""
     formula, n = call.formula, call.values
     inputs = _inputs(call, n)
-    current = inputs.current
-    totals = current.new_zeros(
-        (SUMS + (metrics.QUANTITIES if call.with_metrics else 0), current.shape[0]), dtype=call.dtype
-    )
-    if call.with_metrics:
-        metrics.start(totals[SUMS:])
-    for rows in _blocks(current):
-        block = inputs.rows(rows)
+    count, length = inputs.current.shape
+    height = max(BLOCK_ELEMENTS // max(length, 1), 1)
+    for row in range(0, max(count, 1), height):
+        block = inputs.rows(slice(row, row + height))
         terms = terms_of(block, formula, n, call.with_metrics)
-        totals[0, rows] = row_sum(terms.policy)
-        if terms.kl is not None:
-            totals[1, rows] = row_sum(terms.kl)
-        totals[2, rows] = terms.counts
+        policy = row_sum(terms.policy)
+        totals = torch.stack((policy, torch.zeros_like(policy) if terms.kl is None else row_sum(terms.kl), terms.counts))
         if call.with_metrics:
-            metrics.store(totals[SUMS:, rows], block, terms, formula, n)
-        if slope is not None:
-            _mark(terms, slope[rows])
-    return totals
+            totals = torch.cat((totals, metrics.of_block(block, terms, formula, n)))
+        yield totals, terms
+
+
+def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _inputs(call: LossCall, n: Numbers) -> Block:
@@ -147,23 +142,17 @@ def _divisor(counts: torch.Tensor, normalizer: torch.Tensor | None, length: int,
     elif n.divisor:
         count = counts.new_full((), n.divisor)
     elif mean == "tokens":
-        return counts.long().sum().clamp(min=1).to(counts.dtype)
+        return counts.sum(dtype=torch.int64).clamp(min=1).to(counts.dtype)
     else:
         count = counts.new_full((), max(counts.shape[0], 1))
     return count * (n.length or max(length, 1)) if mean == "sums" else count
 
 
-def _blocks(current: torch.Tensor) -> Iterator[slice]:
-    height = max(BLOCK_ELEMENTS // max(current.shape[1], 1), 1)
-    for row in range(0, current.shape[0], height):
-        yield slice(row, row + height)
-
-
-def _mark(terms: Terms, out: torch.Tensor) -> None:
-    """Write the slope with -0 at masked tokens, where it is 0, and nowhere else: adding 0 turns -0 into +0."""
+def _marked(terms: Terms) -> torch.Tensor:
+    """Return the slope with -0 at masked tokens, where it is 0, and nowhere else: adding 0 turns -0 into +0."""
     kind = terms.active.dtype
-    signs = ~terms.active & torch.iinfo(kind).min
-    torch.bitwise_or(terms.slope.add_(0.0).view(kind), signs, out=out.view(kind))
+    terms.slope.add_(0.0).view(kind).bitwise_or_(~terms.active & torch.iinfo(kind).min)
+    return terms.slope
 
 
 class Padding:

@@ -16,13 +16,9 @@ QUANTITIES = len(SUMS) + 2
 """Rows of metrics: the sums, then the smallest and the largest ratio."""
 
 
-def start(rows: torch.Tensor) -> None:
-    """Set ``rows[QUANTITIES, B]`` to the metrics of sequences without tokens."""
-    rows[:-2], rows[-2], rows[-1] = 0.0, math.inf, -math.inf
-
-
-def store(rows: torch.Tensor, block: Block, terms: Terms, formula: Formula, n: Numbers) -> None:
-    """Store the metrics of some sequences in ``rows[QUANTITIES, b]``."""
+def of_block(block: Block, terms: Terms, formula: Formula, n: Numbers) -> torch.Tensor:
+    """Return the metrics of some sequences, ``[QUANTITIES, b]``."""
+    rows = terms.counts.new_zeros((QUANTITIES, len(terms.counts)))
     dtype = rows.dtype
     active = lanes(block.mask, dtype)
     ratio = terms.ratio.expand(block.mask.shape).contiguous()
@@ -35,10 +31,12 @@ def store(rows: torch.Tensor, block: Block, terms: Terms, formula: Formula, n: N
         values["entropy"] = block.entropy.to(dtype)
     for name, value in values.items():
         rows[SUMS.index(name)] = row_sum(keep(value, active))
+    rows[-2], rows[-1] = math.inf, -math.inf
     if ratio.shape[1]:
         is_number = block.mask & ~ratio.isnan()
         rows[-2] = torch.where(is_number, ratio, math.inf).amin(1)
         rows[-1] = torch.where(is_number, ratio, -math.inf).amax(1)
+    return rows
 
 
 def vector(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
