@@ -300,7 +300,9 @@ def test_function_modes_traces_and_subclasses_see_ops_too():
     assert ops["forward"](a.to("meta"), b.to("meta"), "native").device.type == "meta"
 
 
-def test_elsewhere_the_backend_is_called_as_it_is(monkeypatch):
+def test_elsewhere_the_backend_is_called_as_it_is(monkeypatch, request):
+    forget()
+    request.addfinalizer(forget)
     called = []
     monkeypatch.setattr(native, "forward", lambda a, b: called.append(traceback.extract_stack()) or a @ b)
     a, b = (value.detach() for value in operands())

@@ -173,7 +173,7 @@ def with_overrides(
     elif not isinstance(objective, Objective):
         got = type(objective).__name__
         raise TypeError(f"objective: expected an Objective, got {got}; Objective.preset(name) makes one")
-    if loss_type is beta is clip_eps is None:
+    if loss_type is None and beta is None and clip_eps is None:
         return objective
     if torch.compiler.is_compiling():
         return _changed(objective, loss_type, beta, clip_eps)

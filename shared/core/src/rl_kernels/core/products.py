@@ -115,7 +115,7 @@ def chain_dw(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> torch.Tens
     if len(a) and out.shape[1]:
         for first in range(0, len(out), SLAB):
             part = slice(first, first + SLAB)
-            _add_chain(*((a[:, part], dc, out[part]) if len(out) > SLAB else (a, dc, out)))
+            _add_chain(a[:, part], dc, out[part])
     return out
 
 

@@ -100,14 +100,16 @@ def _blocks(call: LossCall) -> Iterator[tuple[torch.Tensor, Terms]]:
         block = inputs.rows(slice(row, row + height))
         terms = terms_of(block, formula, n, call.with_metrics)
         policy = row_sum(terms.policy)
-        totals = torch.stack((policy, torch.zeros_like(policy) if terms.kl is None else row_sum(terms.kl), terms.counts))
+        totals = torch.stack(
+            (policy, torch.zeros_like(policy) if terms.kl is None else row_sum(terms.kl), terms.counts)
+        )
         if call.with_metrics:
             totals = torch.cat((totals, metrics.of_block(block, terms, formula, n)))
         yield totals, terms
 
 
 def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def _inputs(call: LossCall, n: Numbers) -> Block:
