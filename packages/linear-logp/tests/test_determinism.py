@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from rl_kernels.core.calls import forget
 from rl_kernels.core.testing import IGNORED, Draw
 from rl_kernels.linear_logp import linear_logp
 from rl_kernels.linear_logp.backends import native
@@ -72,6 +73,7 @@ def test_only_requested_gradients_are_computed() -> None:
         asked = [leaf for leaf, is_asked in zip(leaves, wanted, strict=True) if is_asked]
         if not asked:
             continue
+        forget()
         with (
             patch.object(steps, "dhidden", autospec=True, side_effect=steps.dhidden) as dhidden,
             patch.object(steps, "dweight", autospec=True, side_effect=steps.dweight) as dweight,

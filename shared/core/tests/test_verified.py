@@ -132,6 +132,20 @@ def test_tiles_and_blocks_give_the_same_bits_and_fp64_their_values(monkeypatch):
         assert way is Way.FP64 or torch.equal(found, chain)
 
 
+def by_address(block, right):
+    return halves(block, right) if right.data_ptr() % 64 else None
+
+
+@pytest.mark.parametrize("elements", [4, 8, 15])
+def test_a_right_operand_at_another_address_is_another_kind(plant, elements):
+    draw = Draw(torch.float32)
+    a, b = draw.normal(150, 96), draw.normal(96, 100)
+    plant(by_address)
+    whole = products.matmul(a, b)
+    moved = torch.cat((b.new_zeros(elements), b.flatten()))[elements:].view(b.shape)
+    assert torch.equal(products.matmul(a, moved), whole)
+
+
 @pytest.mark.parametrize("keeps", [True, False])
 def test_few_rows_are_one_block_as_low_as_the_library_keeps_their_bits(plant, keeps):
     draw, heights = Draw(torch.float32), []
