@@ -29,7 +29,8 @@ from rl_kernels.linear_logp.inputs import Inputs, inputs_of, kept_room, packed_r
 BLOCK = 64
 """Rows of a block are a multiple of it, so that no step of dW is cut."""
 GAP = 16
-"""Elements between rows of logits: rows at multiples of 4096 bytes would share few lines of the cache."""
+"""Elements between rows of logits: to rows at multiples of 4096 bytes, which share few lines of the cache, a product is
+written more slowly than it is copied there."""
 BLOCK_ELEMENTS = 1 << 20
 """Logits that the forward pass processes at once. Rows are independent, so this changes no bit."""
 
@@ -114,12 +115,13 @@ def _walk(block: Inputs, chosen: torch.Tensor, *, entropy: bool) -> Iterator[Sof
         width = columns.stop - columns.start
         padded = -(-width // FAN) * FAN
         # A row's sum is of whole fans: entries of -inf add nothing, and fill the last one.
-        x = block.kept_part(slice(columns.start, columns.start + padded))
-        if x is None:
-            x = block.hidden.new_empty((count, padded + GAP), dtype=chosen.dtype)[:, :padded]
+        x = block.hidden.new_empty((count, padded + GAP), dtype=chosen.dtype)[:, :padded]
         if padded > width:
             x[:, width:].fill_(-torch.inf)
         logits = _logits(block, columns, x[:, :width])
+        kept = block.kept_part(slice(columns.start, columns.start + padded))
+        if kept is not None:
+            kept.copy_(x)
         chosen += select(logits, block.target_ids, block.start + columns.start)
         yield softmax_state(x, scale, entropy=entropy)
 
