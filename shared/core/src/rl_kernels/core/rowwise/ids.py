@@ -20,4 +20,4 @@ def column_of(z: torch.Tensor, ids: torch.Tensor, first: int) -> tuple[torch.Ten
 
 def outside(ids: torch.Tensor, size: int) -> torch.Tensor:
     """Say for each id whether it lies outside ``[0, size)``."""
-    return ids.clamp(0, size - 1) != ids
+    return (ids < 0) | (ids >= size)
