@@ -18,7 +18,7 @@ from rl_kernels.grpo_loss import (
     grpo_loss_from_advantages,
 )
 from rl_kernels.grpo_loss.op import OPERATOR
-from rl_kernels.grpo_loss.presets import PRESETS
+from rl_kernels.grpo_loss.objective import PRESETS
 
 
 def _call(**options: Any) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""Checks of the inputs of a loss: a ``LossCall`` of what a public function is given, without its options."""
+"""Checks of the inputs of a loss, a ``LossCall`` of the arguments of a public function, and of the groups of rewards."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -9,12 +11,13 @@ import torch
 from rl_kernels.core import validate as check
 from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.core.torchlib.ops import define_check
-from rl_kernels.grpo_loss.advantages import boundaries_of
 from rl_kernels.grpo_loss.call import LossCall
 from rl_kernels.grpo_loss.extras import Divisor, check_count
 from rl_kernels.grpo_loss.objective import Objective
 
 MASKS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *check.FLOATS)
+SHOWN = 8
+"""Largest number of offsets in an error message."""
 
 
 def resolved(inputs: LossCall, divisor: Divisor, values: bool) -> LossCall:
@@ -30,7 +33,7 @@ def resolved(inputs: LossCall, divisor: Divisor, values: bool) -> LossCall:
     if boundaries is not None:
         _check_rewards(inputs)
         assert inputs.rewards is not None
-        boundaries = boundaries_of(inputs.rewards, inputs.samples, boundaries, values=values)
+        boundaries = checked_groups(inputs.rewards, inputs.samples, boundaries, values=values)
     if cu_seqlens is not None and longest is None:
         longest = _longest(cu_seqlens)
     return inputs._replace(boundaries=boundaries, max_seqlen=longest, normalizer=count)
@@ -98,6 +101,73 @@ def _check_scores(name: str, value: torch.Tensor, inputs: LossCall) -> None:
     check.shape(name, value, expected, "one per sequence or per token of current_logps")
 
 
+def check_groups(count: int, samples_per_prompt: int | None, group_boundaries: object) -> None:
+    """Check that ``count`` rewards are grouped in exactly one way, and the size of the groups."""
+    if (samples_per_prompt is None) == (group_boundaries is None):
+        passed = "neither" if samples_per_prompt is None else "both"
+        raise ValueError(f"samples_per_prompt, group_boundaries: expected exactly one of them, got {passed}")
+    if samples_per_prompt is not None:
+        check.integer("samples_per_prompt", samples_per_prompt, least=2)
+        if count % samples_per_prompt:
+            raise ValueError(f"samples_per_prompt: expected a divisor of the {count} rewards, got {samples_per_prompt}")
+
+
+def checked_groups(
+    rewards: torch.Tensor,
+    samples_per_prompt: int | None,
+    group_boundaries: Sequence[int] | torch.Tensor | None,
+    *,
+    values: bool,
+) -> torch.Tensor | None:
+    """Check the groups of ``rewards[B]``; return their offsets ``[G + 1]``, int64 on the device of the rewards, if any.
+
+    ``values=False`` skips the check of offsets that are not on the CPU. Under torch.compile and graph capture the
+    offsets of no tensor are checked.
+
+    Raises:
+        TypeError, ValueError: not exactly one way of grouping, or the groups do not cut ``rewards[B]``.
+    """
+    count, device = rewards.shape[0], rewards.device
+    check_groups(count, samples_per_prompt, group_boundaries)
+    if group_boundaries is None:
+        return None
+    if isinstance(group_boundaries, torch.Tensor):
+        offsets = group_boundaries
+        check.tensor("group_boundaries", offsets, check.INTEGERS, ndim=1)
+        if offsets.device.type != "cpu" and offsets.device != device:
+            raise ValueError(f"group_boundaries: expected device cpu or {device}, got {offsets.device}")
+        least = 2 if count else 1
+        if offsets.shape[0] < least:
+            raise ValueError(f"group_boundaries: expected at least {least} offsets, got {offsets.shape[0]}")
+        if (values or offsets.device.type == "cpu") and not values_hidden(offsets):
+            _check_boundaries(offsets, count)
+    else:
+        offsets = torch.tensor(_listed(group_boundaries, count), dtype=torch.int64, device="cpu")
+    # Non-blocking: the copy to a GPU must not wait for running kernels.
+    return offsets.to(device, torch.int64, non_blocking=True).contiguous()
+
+
+def _listed(boundaries: object, count: int) -> list[int]:
+    if not isinstance(boundaries, Sequence) or isinstance(boundaries, (str, bytes)):
+        raise TypeError(
+            f"group_boundaries: expected a sequence of integers or a tensor, got {type(boundaries).__name__}"
+        )
+    offsets = list(boundaries)
+    for offset in offsets:
+        check.integer("group_boundaries", offset)
+    _increasing(offsets, count)
+    return offsets
+
+
+def _increasing(offsets: list[int], count: int) -> None:
+    if not offsets or offsets[0] != 0 or offsets[-1] != count or any(low >= high for low, high in pairwise(offsets)):
+        shown = ", ".join(map(str, offsets[:SHOWN])) + (", ..." if len(offsets) > SHOWN else "")
+        raise ValueError(
+            f"group_boundaries: expected offsets that start at 0, increase strictly and end at {count} "
+            f"(the number of rewards), got [{shown}]"
+        )
+
+
 def check_values(inputs: LossCall, divisor: Divisor | None) -> None:
     """Check the values of tensors, except the offsets of groups; none are read while they are hidden."""
     mask, cu_seqlens = inputs.mask, inputs.cu_seqlens
@@ -142,3 +212,8 @@ def _offsets(cu_seqlens: torch.Tensor, total: int, longest: int) -> None:
 
 _check_mask = define_check("check_completion_mask", "(Tensor mask)", _zero_or_one)
 _check_offsets = define_check("check_cu_seqlens", "(Tensor cu_seqlens, SymInt total, SymInt longest)", _offsets)
+_check_boundaries = define_check(
+    "check_group_boundaries",
+    "(Tensor boundaries, SymInt count)",
+    lambda boundaries, count: _increasing(boundaries.tolist(), count),
+)

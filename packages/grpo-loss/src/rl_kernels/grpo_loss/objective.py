@@ -1,36 +1,16 @@
-"""``Objective``, the frozen and checked options of a loss, and the paper of each loss type.
-
-bnpo is TRL's name for the mean over the tokens of the batch; dapo divides in the same way. Papers with arXiv ids:
-
-- grpo: DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models, 2402.03300
-- dr_grpo: Understanding R1-Zero-Like Training: A Critical Perspective, 2503.20783
-- dapo: DAPO: An Open-Source LLM Reinforcement Learning System at Scale, 2503.14476
-- luspo: Length-Unbiased Sequence Policy Optimization: Revealing and Controlling Response Length Variation in RLVR,
-  2602.05261
-- cispo: MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention, 2506.13585; its cap of 5: The Art
-  of Scaling Reinforcement Learning Compute for LLMs, 2510.13786
-- sapo: Soft Adaptive Policy Optimization, 2511.20347
-- vespo: VESPO: Variational Sequence-Level Soft Policy Optimization for Stable Off-Policy LLM Training, 2602.10693
-- gspo: Group Sequence Policy Optimization, 2507.18071
-- ppo: Proximal Policy Optimization Algorithms, 1707.06347; dual_clip: Mastering Complex Control in MOBA Games with Deep
-  Reinforcement Learning, 1912.09729
-- reinforce: Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning (Machine Learning
-  8, 1992); leave_one_out: Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in
-  LLMs, 2402.14740
-- delta: INTELLECT-2: A Reasoning Model Trained Through Globally Decentralized Reinforcement Learning, 2505.07291
-"""
+"""``Objective``, the frozen and checked options of a loss, and its presets; docs/objectives.md has formulas and papers."""
 
 from __future__ import annotations
 
 import functools
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.grpo_loss.call import CISPO_CAP, CLIP_EPS, FORMS, Estimator, Formula, Numbers
-from rl_kernels.grpo_loss.presets import PRESETS
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 LEVELS = ("token", "sequence")
@@ -38,12 +18,46 @@ ROLLOUT_MODES = ("truncate", "mask")
 ADDED = {"delta", "dual_clip", "rollout_min", "rollout_max", "divisor", "length"}
 """Numbers that are not options of the same name, or that a call adds."""
 
+CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+GATES = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
+VESPO = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
+FRAMEWORKS = {**CLIP, "kl_estimator": "k3", "advantage_estimator": "sample", "eps_placement": "add"}
+TRL = {**FRAMEWORKS, "importance_level": "token", "kl_correction": True, "eps": 1e-4, "skip_nan": True}
+"""The defaults of TRL's configuration, which weights the KL by the ratio unless that is turned off."""
+VERL = {**FRAMEWORKS, "kl_correction": False, "eps": 1e-6}
+TRL_TYPES: dict[str, dict[str, Any]] = {
+    **{name: {"loss_type": name} for name in ("grpo", "bnpo", "dr_grpo", "dapo")},
+    "luspo": {"loss_type": "luspo", "importance_level": "sequence"},
+    "cispo": {"loss_type": "cispo", "cispo_cap": 5.0},
+    "sapo": {"loss_type": "sapo", **GATES},
+    "vespo": {"loss_type": "vespo", **VESPO},
+    "gspo": {"loss_type": "grpo", "importance_level": "sequence"},
+}
+"""TRL's eight loss types and gspo, as its documentation recommends them."""
+PRESETS: dict[str, dict[str, Any]] = {
+    **{f"trl-{version}:{name}": {**TRL, **TRL_TYPES[name]} for version in ("1.10", "1.16") for name in TRL_TYPES},
+    "verl:vanilla": {**VERL, "loss_type": "ppo", "dual_clip": 3.0},
+    "verl:gspo": {**VERL, "loss_type": "gspo"},
+    "verl:cispo": {**VERL, "loss_type": "cispo", "cispo_floor": 0.8, "cispo_cap": 1.2},
+    "verl:sapo": {**VERL, "loss_type": "sapo", **GATES},
+    "verl:reinforce": {**VERL, "loss_type": "reinforce"},
+    **{name: {**CLIP, "loss_type": name} for name in ("grpo", "bnpo", "ppo", "reinforce")},
+    "dr_grpo": {**CLIP, "loss_type": "dr_grpo", "advantage_estimator": "none"},
+    "dapo": {"clip_low": 0.2, "clip_high": 0.28, "loss_type": "dapo"},
+    "luspo": {**CLIP, "loss_type": "luspo", "importance_level": "sequence"},
+    "cispo": {**CLIP, "loss_type": "cispo", "cispo_cap": 5.0},
+    "sapo": {**CLIP, "loss_type": "sapo", **GATES},
+    "vespo": {**CLIP, "loss_type": "vespo", **VESPO},
+    "gspo": {"loss_type": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
+}
+"""Options of ``Objective``, advantages included, that match a framework or a paper, by preset name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
     """The options of a loss, checked when it is made; ``dataclasses.replace`` returns a copy with some changed.
 
-    docs/objectives.md has the formula of each loss type; the papers are listed at the top of this module.
+    docs/objectives.md has the formula and the paper of each loss type.
 
     Attributes:
         loss_type: the policy term and how it is averaged. ``dapo``, ``bnpo``, ``ppo``, ``cispo``, ``vespo``,
@@ -118,9 +132,7 @@ class Objective:
         check.choice("loss_type", self.loss_type, tuple(FORMS))
         for name in ("beta", "clip_low", "clip_high", "cispo_floor", "vespo_k_pos", "vespo_k_neg"):
             check.number(name, getattr(self, name), least=0)
-        for name in ("cispo_cap", "sapo_temperature_pos", "sapo_temperature_neg"):
-            check.number(name, getattr(self, name), above=0)
-        for name in ("vespo_lambda_pos", "vespo_lambda_neg"):
+        for name in ("cispo_cap", *GATES, "vespo_lambda_pos", "vespo_lambda_neg"):
             check.number(name, getattr(self, name), above=0)
         if self.cispo_floor > self.cispo_cap:
             raise ValueError(f"cispo_floor: expected a number <= cispo_cap ({self.cispo_cap}), got {self.cispo_floor}")

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from rl_kernels.grpo_loss.outputs import GRPOLossOutput, LossAndMetrics
-from rl_kernels.grpo_loss.reference_layout import Padding, metrics_of
 
 __all__ = ["group_advantages", "grpo_loss", "grpo_loss_from_advantages"]
 
@@ -221,7 +220,7 @@ def grpo_loss_from_advantages(
     logps = [
         x for x in (current, None if old_logps is None else old, None if e is None else ref_logps) if x is not None
     ]
-    values = metrics_of(mask, is_low, is_high, kl_ratio.detach(), e, logps, entropy)
+    values = _metrics(mask, is_low, is_high, kl_ratio.detach(), e, logps, entropy)
     return LossAndMetrics(output, values)
 
 
@@ -229,6 +228,58 @@ def _rollout_weight(ratio: torch.Tensor, mode: str | None, least: float, most: f
     if mode == "mask":
         return torch.where((ratio < least) | (ratio > most), 0, ratio)
     return ratio.clamp(least, most) if mode == "truncate" else ratio
+
+
+def _metrics(
+    mask: torch.Tensor,
+    is_low: torch.Tensor,
+    is_high: torch.Tensor,
+    ratio: torch.Tensor,
+    e: torch.Tensor | None,
+    logps: list[torch.Tensor],
+    entropy: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the metrics in the order of ``METRICS``, over active tokens; 0 if their tensor is not given."""
+    count = mask.sum().clamp(min=1)
+    dtype, missing = ratio.dtype, ratio.new_zeros(())
+
+    def mean(values: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask, values.to(dtype), 0).sum() / count
+
+    is_number, infinity = mask & ~ratio.isnan(), ratio.new_full((1,), torch.inf)
+    least = torch.cat((torch.where(is_number, ratio, torch.inf).flatten(), infinity)).amin()
+    most = torch.cat((torch.where(is_number, ratio, -torch.inf).flatten(), -infinity)).amax()
+    smallest, largest = (torch.where(mask.any(), x, 0) for x in (least, most))
+    total, squares = mean(ratio), mean(ratio.square())
+    nonfinite = mask & ~torch.stack([x.isfinite() for x in logps]).all(0)
+    values = [mean(is_low), mean(is_high), total, smallest, largest]
+    e = None if e is None else e.detach()
+    values += [missing] * 3 if e is None else [mean(-e), mean(e.square() / 2), mean(e.expm1() - e)]
+    values += [total.square() / torch.where(squares == 0, 1, squares) * count, nonfinite.sum().to(dtype)]
+    values.append(missing if entropy is None else mean(entropy))
+    return torch.stack(values).float()
+
+
+class Padding:
+    """Turns packed tokens ``[total]`` into ``[B, T]``; ``inside`` marks the positions that hold a token."""
+
+    def __init__(self, cu_seqlens: torch.Tensor, max_seqlen: int | None) -> None:
+        self.total = int(cu_seqlens[-1])
+        start, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+        length = max_seqlen if max_seqlen is not None else int(max([0, *(end - start).tolist()]))
+        index = start[:, None] + torch.arange(length, device=cu_seqlens.device)
+        self.inside = index < end[:, None]
+        self.index = torch.where(self.inside, index, 0)
+
+    def padded(self, values: torch.Tensor | None) -> torch.Tensor | None:
+        """Return per-token values as ``[B, T]``, zero outside the sequences."""
+        if values is None or not self.total:
+            return None if values is None else values.new_zeros(self.index.shape) + values.sum()
+        return torch.where(self.inside, values[self.index], 0).to(values.dtype)
+
+    def scores(self, values: torch.Tensor | None) -> torch.Tensor | None:
+        """Return per-sequence values unchanged, and per-token values as ``[B, T]``."""
+        return values if values is None or values.shape[0] == len(self.index) else self.padded(values)
 
 
 def wide(value: torch.Tensor) -> torch.dtype:

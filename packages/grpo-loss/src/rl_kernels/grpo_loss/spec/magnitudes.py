@@ -11,7 +11,7 @@ from rl_kernels.core.testing import Case, Inputs
 from rl_kernels.grpo_loss import reference
 from rl_kernels.grpo_loss.call import FORMS, Numbers
 from rl_kernels.grpo_loss.outputs import METRICS
-from rl_kernels.grpo_loss.reference_layout import Padding
+from rl_kernels.grpo_loss.reference import Padding
 
 GRADIENT = "gradient:current_logps"
 SMALL = 0.06
