@@ -42,7 +42,7 @@ PLANTED = (
     Mutants(
         "native",
         NATIVE,
-        (Bug("dW does not continue its buffer", "first > begin or (main_grad", "(main_grad"),),
+        (Bug("dW does not continue its buffer", "not begins or (main_grad", "(main_grad"),),
         ("kept",),
     ),
     Mutants(

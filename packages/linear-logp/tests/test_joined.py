@@ -20,8 +20,8 @@ from rl_kernels.linear_logp.op import OPERATOR, ops
 MODULES = tuple(f"rl_kernels.linear_logp.{name}" for name in ("backward", "backends.native"))
 BUG = Bug(
     "chains added in another order",
-    "range(0, count, self._chain)",
-    "[*range(0, count, self._chain)][::-1]",
+    "range(0, count, chain)",
+    "[*range(0, count, chain)][::-1]",
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, SIZE, VOCAB, JOIN = 200, 24, 1100, 48

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from rl_kernels.core.distributed import tree_sum
 from rl_kernels.core.operator import Call as Described
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.testing import IGNORED, Draw, bits_of
 from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.linear_logp import vocab_shards
-from rl_kernels.linear_logp.backward import Tree
 from rl_kernels.linear_logp.op import OPERATOR, describe, ops
 from rl_kernels.linear_logp.spec import virtual
 
@@ -199,15 +197,15 @@ def test_vocab_shards_raises(vocab: Any, n: int, match: str) -> None:
         vocab_shards(vocab, n)
 
 
-def test_tree_is_a_balanced_sum_in_few_buffers() -> None:
-    for terms in range(9):
-        values = torch.randn(terms, 5, 3) * 10.0 ** torch.randint(-4, 5, (terms, 1, 1))
-        tree, made = Tree(torch.empty(5, 3)), set()
-        for value in values:
-            made.add((buffer := tree.buffer()).data_ptr())
-            tree.add(buffer.copy_(value))
-        assert torch.equal(tree.total(), tree_sum(values) if terms else torch.zeros(5, 3))
-        assert len(made) <= max(terms.bit_length(), 1)
+@pytest.mark.parametrize("segments", range(1, 9))
+def test_gradient_of_hidden_is_a_balanced_sum_of_segments(segments: int) -> None:
+    call, upstream = drawn({"vocab": 1024 * segments - 5, "rows": 3})
+    norm = ops["forward"](*call, 0, "native")[1]
+    saved = [norm, None, None, upstream[0], None, None]
+    whole, _, _ = ops["backward"](
+        *call, *saved, 0, len(call.weight), 8, False, 256, [True, False, False], None, "native"
+    )
+    same(whole, segmented(call, saved, "native"))
 
 
 def test_the_choice_of_a_backend_sees_the_sizes_of_the_whole_vocabulary() -> None:

@@ -1,4 +1,4 @@
-"""How the vocabulary is cut: into units of columns for the softmax states, into segments and shards for ranks."""
+"""How the vocabulary is cut: into units for the softmax states, segments and shards for ranks, pieces for backward."""
 
 from __future__ import annotations
 
@@ -100,3 +100,49 @@ def shard_of(columns: int, group: ProcessGroup | None, vocab_size: int | None, v
             "-inf"
         )
     return Shard(start, vocab_size, SEGMENTS, group)
+
+
+class Piece(NamedTuple):
+    """Columns of the vocabulary that backward processes at once.
+
+    Attributes:
+        columns: counted from the shard's first column.
+        continues: whether dH of earlier columns of the segment is continued.
+        parts: the columns whose logits are recomputed, and those whose logits are kept, if there are any; and which
+            columns of the piece these are.
+    """
+
+    columns: slice
+    continues: bool
+    parts: list[tuple[slice, slice]]
+
+
+def pieces_of(segment: slice, width: int, first_kept: int) -> list[Piece]:
+    """Cut a segment into pieces of ``width`` columns; logits are kept from the column ``first_kept`` on."""
+    pieces = []
+    for start in range(segment.start, segment.stop, width):
+        stop = min(start + width, segment.stop)
+        kept = min(max(first_kept, start), stop)
+        parts = [
+            (slice(first, end), slice(first - start, end - start))
+            for first, end in ((start, kept), (kept, stop))
+            if first < end
+        ]
+        pieces.append(Piece(slice(start, stop), start > segment.start, parts))
+    return pieces
+
+
+def segments_of(start: int, columns: int, vocab_size: int, number: int) -> list[slice]:
+    """Return the segments, of ``number``, in a shard of ``columns`` from ``start`` on, counted from its first column.
+
+    Empty ones are left out.
+    """
+    bounds = vocab_shards(vocab_size, number) if number > 1 else ((start, start + columns),)
+    parts = [slice(first - start, last - start) for first, last in bounds]
+    return [part for part in parts if 0 <= part.start < part.stop <= columns]
+
+
+def has_empty_segments(vocab_size: int) -> bool:
+    """Say whether any of the eight segments of a vocabulary is empty."""
+    first, last = vocab_shards(vocab_size, SEGMENTS)[-1]
+    return first == last
