@@ -50,57 +50,41 @@ def agreed(
     is_hidden = torch.compiler.is_compiling() or (isinstance(hidden, torch.Tensor) and values_hidden(hidden))
     if group.size() == 1 or not options.validate or is_hidden:
         return call_of(*tensors, group, options)
-    error, found = None, None
+    checked, error = None, None
     try:
-        found = call_of(*tensors, group, options)
+        checked = call_of(*tensors, group, options)
     except Exception as caught:
         # Whatever it is, the other ranks would wait for this one.
         error = caught
-    options_of_all = {name: getattr(options, name) for name in OF_ALL_RANKS}
-    kinds = (getattr(hidden, "dtype", None), getattr(target_ids, "dtype", None), getattr(hidden, "shape", (None,))[-1:])
+    same = {name: getattr(options, name) for name in OF_ALL_RANKS}
+    same["bias"] = "none" if bias is None else "given"
     needs_gradient = torch.is_grad_enabled() and getattr(hidden, "requires_grad", False)
-    kind = (
-        "linear_logp",
-        bias is None,
-        options.known is None,
-        needs_gradient,
-        *map(str, (*options_of_all.values(), *kinds)),
+    same["gradient of hidden"] = "is computed" if needs_gradient else "is not computed"
+    kinds = (getattr(hidden, "dtype", None), getattr(target_ids, "dtype", None), getattr(hidden, "shape", (None,))[-1:])
+    kind = "linear_logp", options.known is None, *map(str, (*same.values(), *kinds))
+    agree_on_kind(
+        "linear_logp", group, options.validate, kind, error, lambda: _compared(tensors, options, checked, same)
     )
-
-    def same() -> dict[str, object]:
-        assert found is not None
-        backend = found[1].ready.backend
-        compared = {"bias": "none" if bias is None else "given", **options_of_all, "backend": backend}
-        return _same(hidden, target_ids, options.temperature, options.known, **compared)
-
-    agree_on_kind("linear_logp", group, options.validate, kind, error, same)
-    assert found is not None
-    return found
+    assert checked is not None
+    return checked
 
 
-def _same(
-    hidden: torch.Tensor,
-    target_ids: torch.Tensor,
-    temperature: float | torch.Tensor,
-    known: Known | None,
-    **options: object,
-) -> dict[str, object]:
+def _compared(tensors: Any, options: Options, checked: Any, same: dict[str, object]) -> dict[str, object]:
     """Return what must be equal on all ranks: name -> value. It reads all hidden states and ids."""
     from rl_kernels.core.distributed import fingerprint
 
-    tensors = {"hidden": hidden, "target_ids": target_ids}
-    if isinstance(temperature, torch.Tensor):
-        tensors["temperature"] = temperature
+    read = {"hidden": tensors[0], "target_ids": tensors[2]}
+    values = {**same, "backend": checked[1].ready.backend}
+    if isinstance(options.temperature, torch.Tensor):
+        read["temperature"] = options.temperature
     else:
-        options["temperature"] = temperature
-    if known is not None:
-        tensors |= {f"known.{name}": value for name, value in known._asdict().items() if value is not None}
-    is_computed = torch.is_grad_enabled() and hidden.requires_grad
-    values: dict[str, object] = {"gradient of hidden": "is computed" if is_computed else "is not computed"}
-    for name, value in tensors.items():
+        values["temperature"] = options.temperature
+    if options.known is not None:
+        read |= {f"known.{name}": value for name, value in options.known._asdict().items() if value is not None}
+    for name, value in read.items():
         values[name] = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    values |= options
-    return values | {f"{name} (hash of its values)": fingerprint(value) for name, value in tensors.items()}
+        values[f"{name} (hash of its values)"] = fingerprint(value)
+    return values
 
 
 def forward(
@@ -145,20 +129,18 @@ def _forward_over_ranks(
     return (logp, lse, entropy, norm, kept) if call.has_stats else (logp, norm, kept)
 
 
-def summed(name: str, group: ProcessGroup | None, dtype: torch.dtype) -> Callable[..., Any]:
-    """Return a raw op of the backward pass; in a group with the sum of the gradient of hidden over its ranks."""
-    op = ops[name]
-    if group is None:
-        return op
+def backward_op(name: str, group: ProcessGroup | None, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Return a raw op of the backward pass; in a group ``over_ranks`` and its first arguments."""
+    return (ops[name],) if group is None else (over_ranks, ops[name], group, dtype)
+
+
+def over_ranks(op: Callable[..., Any], group: ProcessGroup, dtype: torch.dtype, *args: Any) -> tuple[Any, ...]:
+    """Return the gradients of an op, that of hidden summed over the ranks of a group in ``dtype``."""
     from rl_kernels.core.distributed import all_reduce
 
-    def call(*args: Any) -> Any:
-        partial, *gradients = op(*args)
-        needed = args[-3 if name == "backward" else -5]
-        return all_reduce(partial, group, dtype=dtype) if needed[0] else partial, *gradients
-
-    call.__name__ = op.__name__
-    return call
+    partial, *gradients = op(*args)
+    needed = args[-3 if len(gradients) == 2 else -5]
+    return all_reduce(partial, group, dtype=dtype) if needed[0] else partial, *gradients
 
 
 @torch.no_grad()
@@ -218,10 +200,10 @@ class LinearLogp(torch.autograd.Function):
         arguments = arguments_of_backward(inputs, saved, upstream, ctx.shard, limits)
         dweight = None
         if needed[1] and ctx.main_grad is not None:
-            op = summed("backward_main_grad", group, hidden.dtype)
-            dhidden, dbias = first_order(op, *arguments, ctx.main_grad, None, ctx.backend)
+            op = backward_op("backward_main_grad", group, hidden.dtype)
+            dhidden, dbias = first_order(*op, *arguments, ctx.main_grad, None, ctx.backend)
         else:
-            op = ops["backward"] if group is None else summed("backward", group, hidden.dtype)
-            dhidden, dweight, dbias = first_order(op, *arguments, ctx.backend)
+            op = backward_op("backward", group, hidden.dtype)
+            dhidden, dweight, dbias = first_order(*op, *arguments, ctx.backend)
         # What is not needed is empty.
         return dhidden if needed[0] else None, dweight if needed[1] else None, dbias if needed[2] else None, None

@@ -29,7 +29,7 @@ from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.core.saved import are_hooked
 from rl_kernels.linear_logp.arguments import Call, Operands
-from rl_kernels.linear_logp.autograd import arguments_of_backward, forward, summed
+from rl_kernels.linear_logp.autograd import arguments_of_backward, backward_op, forward
 
 WHOLE = 1 << 30
 """MiB that no chunk's logits take."""
@@ -191,9 +191,11 @@ class ChunkedLoss:
         arguments = arguments_of_backward(inputs, saved, grads, call.shard, limits)
         totals, group, backend = (self._main_grad, self._bias_total), call.shard.group, call.ready.backend
         if totals == (None, None):
-            dhidden, self._dweight, self._dbias = summed("backward", group, hidden.dtype)(*arguments, backend)
+            op, *first = backward_op("backward", group, hidden.dtype)
+            dhidden, self._dweight, self._dbias = op(*first, *arguments, backend)
         else:
-            dhidden, self._dbias = summed("backward_main_grad", group, hidden.dtype)(*arguments, *totals, backend)
+            op, *first = backward_op("backward_main_grad", group, hidden.dtype)
+            dhidden, self._dbias = op(*first, *arguments, *totals, backend)
         if self._dhidden is not None:
             self._dhidden[here] = dhidden
         return losses
