@@ -17,8 +17,8 @@ from rl_kernels.grpo_loss import (
     grpo_loss,
     grpo_loss_from_advantages,
 )
-from rl_kernels.grpo_loss.op import OPERATOR
 from rl_kernels.grpo_loss.objective import PRESETS
+from rl_kernels.grpo_loss.op import OPERATOR
 
 
 def _call(**options: Any) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import torch
 from rl_kernels.core.testing import Draw, function_of
 from rl_kernels.grpo_loss import METRICS, reference
 from rl_kernels.grpo_loss.call import FORMS
-from rl_kernels.grpo_loss.op import OPERATOR
 from rl_kernels.grpo_loss.objective import PRESETS
+from rl_kernels.grpo_loss.op import OPERATOR
 
 grpo_loss = function_of(OPERATOR)
 grpo_loss_from_advantages = function_of(OPERATOR, "grpo_loss_from_advantages")

@@ -17,9 +17,9 @@ from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.core.testing import Draw, bits_of
 from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.linear_logp import Chunk, LogpStats, Memory, linear_logp, linear_logp_loss
-from rl_kernels.linear_logp.chunks import chunks_of
+from rl_kernels.linear_logp.loss.chunks import chunks_of
 
-MODULES = tuple(f"rl_kernels.linear_logp.{name}" for name in ("autograd", "chunks", "loss"))
+MODULES = tuple(f"rl_kernels.linear_logp.{name}" for name in ("autograd", "loss.chunks", "loss.api"))
 BUG = Bug("upstream gradients of the first rows", "value[here] for", "value[:count] for")
 IGNORED, SCALE, CHUNKS = -100, 0.25, (1, 50, 100, 10**6)
 LENGTHS = (5, 40, 0, 33, 70, 1, 16, 17, 200)
@@ -150,7 +150,7 @@ def test_chunk_size_changes_no_bit_on_a_gpu(gpu_backend: str, options: dict[str,
 def test_planted_bug_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of rows takes other upstream gradients from the second chunk on."""
     with planted(MODULES, BUG):
-        loss = importlib.import_module("rl_kernels.linear_logp.loss")
+        loss = importlib.import_module("rl_kernels.linear_logp.loss.api")
         monkeypatch.setitem(globals(), "linear_logp_loss", loss.linear_logp_loss)
         with pytest.raises(AssertionError):
             check_case(OPTIONS[1], torch.bfloat16, "cpu", "native", packed=True)

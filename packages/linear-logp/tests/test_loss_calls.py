@@ -11,7 +11,7 @@ import torch
 from rl_kernels.core.testing import Draw
 from rl_kernels.linear_logp import Chunk, linear_logp_loss
 from rl_kernels.linear_logp.backends import native
-from rl_kernels.linear_logp.chunks import chunks_of, rows_of
+from rl_kernels.linear_logp.loss.chunks import chunks_of, rows_of
 
 
 def call(*leading: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

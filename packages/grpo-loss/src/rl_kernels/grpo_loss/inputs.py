@@ -1,4 +1,4 @@
-"""Checks of the inputs of a loss, a ``LossCall`` of the arguments of a public function, and of the groups of rewards."""
+"""Checks of what a loss is called with, a ``LossCall``, and of the groups of its rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Objective``, the frozen and checked options of a loss, and its presets; docs/objectives.md has formulas and papers."""
+"""``Objective``, the frozen and checked options of a loss, and presets; docs/objectives.md has formulas and papers."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 from rl_kernels.core import LogpStats
 from rl_kernels.linear_logp.api import linear_logp, linear_logp_from_known, linear_logp_known
 from rl_kernels.linear_logp.arguments import Memory
-from rl_kernels.linear_logp.chunks import Chunk
 from rl_kernels.linear_logp.known import BitsDiffer, Known
-from rl_kernels.linear_logp.loss import linear_logp_loss
+from rl_kernels.linear_logp.loss.api import linear_logp_loss
+from rl_kernels.linear_logp.loss.chunks import Chunk
 from rl_kernels.linear_logp.sampling import LinearLogits, linear_logits
 from rl_kernels.linear_logp.vocabulary import vocab_shards
 

@@ -13,7 +13,7 @@ from rl_kernels.core.main_grad import fold_grad_into_main_grad, refuse_checkpoin
 from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.linear_logp.arguments import Memory, Options
 from rl_kernels.linear_logp.autograd import agreed
-from rl_kernels.linear_logp.chunks import ChunkedLoss, Gradients, Loss, chunks_of, offsets_of
+from rl_kernels.linear_logp.loss.chunks import ChunkedLoss, Gradients, Loss, chunks_of, offsets_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,0 +1,1 @@
+"""The loss by chunks, on top of the operator: ``linear_logp_loss``."""
