@@ -1,17 +1,19 @@
 """Count what runs on the host from a call to its launches, on any machine: `python tools/call_path.py`.
 
 Kernels are recorded instead of launched (``core.testing``), so no GPU and no Triton is needed. For each operator and
-backend the table has, of the second call of a kind: our functions that run, and the most frames of ours between the
-caller, or autograd, and a launch.
+backend the first table has, of the second call of a kind: our functions that run, the most frames of ours between the
+caller, or autograd, and a launch, and the files of these frames. ``native`` launches nothing: its frames end where a
+function of its module begins to run the op. The second table has the arguments of each public function.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType, ModuleType
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -27,16 +29,28 @@ from rl_kernels.lab.bench.report import as_table
 OWN, TESTING = "rl_kernels/", "core/testing/"
 GPU = ("kernel", "tensor_map", "processors")
 """What modules import to use a GPU; ``Recorder`` replaces it."""
-BOTH = ("cuda-sm90", "triton")
+BOTH = ("cuda-sm90", "triton", "native")
 BACKENDS = {
-    "rms_norm": ("triton",),
-    "fused_logp": ("cuda-generic", "triton"),
+    "rms_norm": BOTH[1:],
+    "fused_logp": ("cuda-generic", *BOTH[1:]),
     "linear_logp": BOTH,
     "det_linear": BOTH,
     "det_attention": BOTH,
-    "grpo_loss": ("triton",),
+    "grpo_loss": BOTH[1:],
+    "experts": BOTH[1:],
+    "route": BOTH[1:],
 }
+OPERATORS = {"det_linear": "det_gemm", "route": "experts"}
+"""Operators of the functions that have another name."""
 Call = Callable[[str], torch.Tensor]
+
+
+class Path(NamedTuple):
+    """What runs between a call and its launches: our functions, the most frames, and the files of these frames."""
+
+    functions: int
+    frames: int
+    files: tuple[str, ...]
 
 
 def calls() -> dict[str, Call]:
@@ -47,6 +61,7 @@ def calls() -> dict[str, Call]:
     from rl_kernels.fused_logp import fused_logp
     from rl_kernels.grpo_loss import grpo_loss
     from rl_kernels.linear_logp import linear_logp
+    from rl_kernels.moe import experts, route
     from rl_kernels.norm import rms_norm
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -57,6 +72,8 @@ def calls() -> dict[str, Call]:
     q, k, v = drawn(1, 64, 4, 64), drawn(1, 64, 2, 64), drawn(1, 64, 2, 64)
     logp, mask = torch.zeros(8, 16, requires_grad=True), torch.ones(8, 16, dtype=torch.bool)
     rewards = torch.arange(8.0)
+    gate_up, down, routes = drawn(8, 256, 256), drawn(8, 256, 128), torch.arange(128).view(64, 2) % 8
+    weights, router = drawn(64, 2), drawn(8, 256)
 
     def loss(backend: str) -> torch.Tensor:
         old = logp.detach()
@@ -69,14 +86,16 @@ def calls() -> dict[str, Call]:
         "det_linear": lambda backend: det_linear(x, weight, bias, backend=backend),
         "det_attention": lambda backend: det_attention(q, k, v, causal=True, backend=backend),
         "grpo_loss": loss,
+        "experts": lambda backend: experts(x, gate_up, down, routes, weights, validate=False, backend=backend),
+        "route": lambda backend: route(x, router, 2, backend=backend).weights,
     }
 
 
 class Counter:
-    """Counts our functions while it is active, and frames at each launch."""
+    """Counts our functions while it is active, and frames at each launch, or where one of ``ends`` first runs."""
 
-    def __init__(self) -> None:
-        self.functions = self.frames = 0
+    def __init__(self, ends: set[CodeType]) -> None:
+        self._ends, self._functions, self._stack = ends, 0, list[FrameType]()
 
     def __enter__(self) -> Counter:
         """Count from here on."""
@@ -87,13 +106,18 @@ class Counter:
         """Count no longer."""
         sys.setprofile(None)
 
+    def path(self) -> Path:
+        """Return what was counted."""
+        files = [frame.f_code.co_filename.rpartition(OWN)[2] for frame in reversed(self._stack)]
+        return Path(self._functions, len(files), tuple(dict.fromkeys(files)))
+
     def _profile(self, frame: FrameType, event: str, _: object) -> None:
         if event != "call":
             return
-        if _is_own(frame):
-            self.functions += 1
-        elif frame.f_code.co_name == "launched":
-            self.frames = max(self.frames, sum(map(_is_own, _stack(frame))))
+        self._functions += _is_own(frame)
+        if frame.f_code.co_name == "launched" or (frame.f_code in self._ends and not self._stack):
+            own = [one for one in _stack(frame) if _is_own(one)]
+            self._stack = max(self._stack, own, key=len)
 
 
 def _is_own(frame: FrameType) -> bool:
@@ -124,39 +148,57 @@ def _uses_gpu(module: Any) -> bool:
     return any(hasattr(module, name) for name in GPU)
 
 
-def counted(call: Call, backend: str) -> list[int]:
-    """Return functions and frames of the forward pass, then of the backward pass."""
+def counted(call: Call, backend: str, ends: set[CodeType]) -> tuple[Path, Path]:
+    """Return the paths of the forward and of the backward pass."""
     for _ in range(2):
-        with Counter() as forward:
+        with Counter(ends) as forward:
             out = call(backend)
         grad = torch.ones_like(out)
-        with Counter() as backward:
+        with Counter(ends) as backward:
             out.backward(grad)
-    return [forward.functions, forward.frames, backward.functions, backward.frames]
+    return forward.path(), backward.path()
 
 
-HEAD = ("call", "backend", "forward: functions", "forward: frames", "backward: functions", "backward: frames")
-
-
-def rows() -> list[list[Any]]:
-    """Return the rows of the table."""
-    found: list[list[Any]] = []
+def paths() -> Iterator[tuple[str, str, Path, Path]]:
+    """Yield call, backend, and the paths of both passes."""
     for name, backends in BACKENDS.items():
+        operator = kernel_registry.load(OPERATORS.get(name, name))
         for backend in backends:
-            with recorded("det_gemm" if name == "det_linear" else name, backend):
-                found.append([name, backend, *counted(calls()[name], backend)])
-    return found
+            with recorded(operator.name, backend):
+                ends = _functions(operator.backend(backend).load(), operator.schemas) if backend == "native" else set()
+                yield name, backend, *counted(calls()[name], backend, ends)
+
+
+def _functions(module: ModuleType, names: Iterable[str]) -> set[CodeType]:
+    return {function.__code__ for name in names if hasattr(function := getattr(module, name), "__code__")}
+
+
+def keywords() -> Iterator[tuple[str, int, int]]:
+    """Yield each public function, how many arguments it takes, and how many of these are keywords."""
+    for operator in map(kernel_registry.load, kernel_registry.names()):
+        for name in (operator.name, *operator.functions):
+            parameters = inspect.signature(operator.function(name)).parameters.values()
+            yield name, len(parameters), sum(one.kind is one.KEYWORD_ONLY for one in parameters)
+
+
+HEAD = ("call", "backend", "pass", "functions", "frames", "files")
 
 
 def main() -> int:
-    """Print the table."""
+    """Print the tables."""
     parser = Parser("call_path.py", __doc__)
     parser.add_argument("--json", type=writable, help="file for the results")
     args = parser.parse_args()
-    table = rows()
+    table = [
+        (name, backend, step, path.functions, path.frames, " > ".join(path.files))
+        for name, backend, *both in paths()
+        for step, path in zip(("forward", "backward"), both, strict=True)
+    ]
     print(as_table([list(HEAD), *[[str(cell) for cell in row] for row in table]]))
+    arguments = [[name, str(count), str(named)] for name, count, named in keywords()]
+    print("", as_table([["function", "arguments", "keywords"], *arguments]), sep="\n")
     if args.json:
-        write_json(args.json, {"version": 1, "records": [dict(zip(HEAD, row, strict=True)) for row in table]})
+        write_json(args.json, {"version": 2, "records": [dict(zip(HEAD, row, strict=True)) for row in table]})
     return 0
 
 

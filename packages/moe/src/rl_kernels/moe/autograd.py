@@ -129,7 +129,9 @@ class Route(torch.autograd.Function):
         settings: RouteSettings,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return ids, weights and logits."""
-        ids, weights, logits = choose_routes(hidden, weight, bias, correction_bias, ids, settings)
+        # As in ``choose_routes``, with one frame less before a launch.
+        logits = ops["route_logits"].call(settings.ready, hidden, weight, bias, settings.out_dtype)
+        ids, weights = ops["route_choose"](logits, correction_bias, ids, *settings.choice, settings.ready.backend)
         save(ctx, hidden, weight, logits, ids)
         ctx.settings = settings
         ctx.mark_non_differentiable(ids)

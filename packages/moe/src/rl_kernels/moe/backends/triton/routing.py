@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,28 +68,9 @@ def route_choose(
     return launch
 
 
-@prepared
-def route_backward(*arguments: Any) -> Launches:
-    """Return the gradients of hidden, weight and bias."""
-    run = route_backward_into.prepare(*arguments[:-1], None, arguments[-1])
-    return lambda *arguments: run(*arguments[:-1], None, arguments[-1])
-
-
-@prepared
-def route_backward_into(
-    grad_weights: torch.Tensor,
-    grad_logits: torch.Tensor | None,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    logits: torch.Tensor,
-    ids: torch.Tensor,
-    scoring: str,
-    normalize: bool,
-    scale: float,
-    weight_grad: torch.Tensor | None,
-    needs: list[bool],
-) -> Launches:
-    """Return the same, and add the gradient of the weight to an FP32 buffer."""
+def _prepare_backward(has_buffer: bool, *arguments: Any) -> Launches:
+    """Return the gradients of hidden, weight and bias; with a buffer, add that of the weight to it."""
+    grad_weights, grad_logits, hidden, weight, logits, ids, scoring, normalize, scale, *buffer, needs = arguments
     (tokens, count), slots = logits.shape, ids.shape[1]
     dz = hidden.new_empty(logits.shape)
     dhidden, dweight, dbias = route_gradients(hidden, weight, needs)
@@ -96,14 +78,14 @@ def route_backward_into(
     numbers = (scale, count, SCORINGS.index(scoring), normalize, 1, count, *tile)
     of_logits = Launch(choice.choose_backward, (tokens,), numbers, num_warps=WARPS)
     of_hidden = Product(dz, weight, dhidden) if needs[0] else None
-    target = dweight if weight_grad is None else weight_grad
-    continues = weight_grad is not None
-    of_weight = Product(dz, hidden, target, a_transposed=True, continues=continues) if needs[1] or continues else None
+    (target,) = buffer or (dweight,)
+    is_summed = needs[1] or has_buffer
+    of_weight = Product(dz, hidden, target, a_transposed=True, continues=has_buffer) if is_summed else None
     ones = hidden.new_ones((tokens, 1))
     of_bias = Product(ones, dz, dbias[None], a_transposed=True) if needs[2] else None
 
     def launch(*arguments: Any) -> tuple[torch.Tensor, ...]:
-        grad_weights, grad_logits, hidden, weight, logits, ids, *_, weight_grad, needs = arguments
+        grad_weights, grad_logits, hidden, weight, logits, ids, *_, needs = arguments
         results = route_gradients(hidden, weight, needs)
         dz = hidden.new_empty(logits.shape)
         if tokens:
@@ -113,9 +95,13 @@ def route_backward_into(
         if of_hidden is not None:
             of_hidden(dz, weight, results[0])
         if of_weight is not None:
-            of_weight(dz, hidden, results[1] if weight_grad is None else weight_grad)
+            of_weight(dz, hidden, arguments[-2] if has_buffer else results[1])
         if of_bias is not None:
             of_bias(hidden.new_ones((tokens, 1)), dz, results[2][None])
         return tuple(results)
 
     return launch
+
+
+route_backward = prepared(partial(_prepare_backward, False))
+route_backward_into = prepared(partial(_prepare_backward, True))
