@@ -22,9 +22,9 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def test_equal_rewards_and_single_members_give_exactly_zero(dtype: torch.dtype) -> None:
     for reward in (0.1, -0.1, 1e-30, 1000.1, 0.0):
         rewards = torch.tensor([reward] * 7 + [3.3], dtype=dtype)
-        found = group_advantages(rewards, group_boundaries=[0, 7, 8], eps=1e-30)
-        assert found.tolist() == [0.0] * 8
-        assert not found.signbit().any()
+        result = group_advantages(rewards, group_boundaries=[0, 7, 8], eps=1e-30)
+        assert result.tolist() == [0.0] * 8
+        assert not result.signbit().any()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -32,9 +32,9 @@ def test_nonfinite_reward_makes_its_group_nan(bad: float) -> None:
     rewards = Draw(torch.float32, seed=2).normal(13)
     clean = group_advantages(rewards, group_boundaries=[0, 4, 8, 12, 13])
     rewards[5] = bad
-    found = group_advantages(rewards, group_boundaries=[0, 4, 8, 12, 13])
-    assert found[4:8].isnan().all()
-    assert torch.equal(found[[*range(4), *range(8, 13)]], clean[[*range(4), *range(8, 13)]])
+    result = group_advantages(rewards, group_boundaries=[0, 4, 8, 12, 13])
+    assert result[4:8].isnan().all()
+    assert torch.equal(result[[*range(4), *range(8, 13)]], clean[[*range(4), *range(8, 13)]])
     rewards[12] = torch.nan
     assert group_advantages(rewards, group_boundaries=[0, 4, 8, 12, 13])[12].isnan()
 
@@ -61,8 +61,8 @@ def test_unchecked_boundaries_never_read_out_of_bounds(boundaries: list[int], ba
     # What lies beside the rewards is never read: a NaN there would come out.
     around = torch.full((18,), torch.nan)
     rewards = around[6:12].copy_(Draw(torch.float32, seed=6).normal(6))
-    found = ops["advantages"](rewards, torch.tensor(boundaries), 0, eps, Estimator().text, backend)
-    assert found.shape == (6,)
+    result = ops["advantages"](rewards, torch.tensor(boundaries), 0, eps, Estimator().text, backend)
+    assert result.shape == (6,)
     assert torch.equal(rewards, Draw(torch.float32, seed=6).normal(6))
     mask, numbers = torch.ones(6, 2, dtype=torch.bool), torch.tensor(Numbers(eps=1e-6), dtype=torch.float64)
     scores, others = (rewards, torch.tensor(boundaries), 0, None), (None, None, None, None, 0)

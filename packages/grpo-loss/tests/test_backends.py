@@ -133,10 +133,10 @@ def test_k3_and_its_gradient_are_accurate(sign: int, dtype: torch.dtype) -> None
     for current in (torch.zeros_like(e), -torch.ones_like(e)):
         leaf, ref = current.requires_grad_(), current.detach() + e
         count, mask = Normalizer(num_tokens=1), torch.ones_like(e, dtype=torch.bool)
-        found = sequence_losses(leaf, None, ref, torch.zeros(len(e)), mask, beta=1.0, normalizer=count)
-        (grad,) = torch.autograd.grad(found.sum(), leaf)
+        result = sequence_losses(leaf, None, ref, torch.zeros(len(e)), mask, beta=1.0, normalizer=count)
+        (grad,) = torch.autograd.grad(result.sum(), leaf)
         for difference, kl, slope in zip(
-            (ref - current).flatten().tolist(), found.tolist(), grad.flatten(), strict=True
+            (ref - current).flatten().tolist(), result.tolist(), grad.flatten(), strict=True
         ):
             assert kl >= 0
             # Above the series the difference expm1(e) - e loses bits, fewer the larger e is.
@@ -170,9 +170,9 @@ def test_only_loss_and_current_logps_have_a_gradient() -> None:
     call = _call()
     for name in ("old_logps", "ref_logps", "rewards"):
         call[name].requires_grad_()
-    found = grpo_loss(**call)
-    assert [value.requires_grad for value in found] == [True, False, False]
-    found.loss.backward()
+    result = grpo_loss(**call)
+    assert [value.requires_grad for value in result] == [True, False, False]
+    result.loss.backward()
     assert call["current_logps"].grad is not None
     assert all(call[name].grad is None for name in ("old_logps", "ref_logps", "rewards"))
     assert not grpo_loss(**{**call, "current_logps": call["current_logps"].detach()}).loss.requires_grad
@@ -184,9 +184,9 @@ def test_output_dtype_is_that_of_current_logps() -> None:
     # Advantages of FP32 rewards are FP64 if the log-probabilities are.
     call = _call(torch.float64)
     call["rewards"] = call["rewards"].float()
-    found = grpo_loss(**call)
-    assert {value.dtype for value in found} == {torch.float64}
-    assert torch.equal(found.loss, grpo_loss(**{**call, "rewards": call["rewards"].double()}).loss)
+    result = grpo_loss(**call)
+    assert {value.dtype for value in result} == {torch.float64}
+    assert torch.equal(result.loss, grpo_loss(**{**call, "rewards": call["rewards"].double()}).loss)
 
 
 def test_unchecked_nonzero_mask_values_are_active() -> None:
@@ -242,5 +242,5 @@ def test_blocks_of_sequences_change_no_bit(monkeypatch: pytest.MonkeyPatch, dtyp
         output = grpo_loss(**call)
         results.append([*(x.detach() for x in output), *torch.autograd.grad(output.loss, call["current_logps"])])
     assert all(x.isfinite().all() for x in results[0])
-    for found in results[1:]:
-        assert all(torch.equal(bits_of(a), bits_of(b)) for a, b in zip(found, results[0], strict=True))
+    for result in results[1:]:
+        assert all(torch.equal(bits_of(a), bits_of(b)) for a, b in zip(result, results[0], strict=True))

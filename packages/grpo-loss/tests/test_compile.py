@@ -48,11 +48,11 @@ def _graphs() -> int:
 
 
 def _agree(compiled: Callable[..., Any], call: dict[str, Any]) -> None:
-    found, expected = compiled(**call), grpo_loss(**call)
-    assert isinstance(found, GRPOLossOutput)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    result, expected = compiled(**call), grpo_loss(**call)
+    assert isinstance(result, GRPOLossOutput)
+    assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
     if call["current_logps"].requires_grad:
-        grads = [torch.autograd.grad(value.loss, call["current_logps"])[0] for value in (found, expected)]
+        grads = [torch.autograd.grad(value.loss, call["current_logps"])[0] for value in (result, expected)]
         assert torch.equal(*grads)
 
 
@@ -83,17 +83,17 @@ def test_one_graph_for_all_values_of_tensors() -> None:
     call = _call()
 
     def step(count: torch.Tensor, entropy: torch.Tensor) -> LossAndMetrics:
-        made = Objective(loss_type="dapo", clip_high=0.28)
+        objective = Objective(loss_type="dapo", clip_high=0.28)
         extras, normalizer = Extras(entropy=entropy), Normalizer(num_tokens=count)
-        options = {"objective": made, "extras": extras, "normalizer": normalizer}
+        options = {"objective": objective, "extras": extras, "normalizer": normalizer}
         return grpo_loss(**call, samples_per_prompt=3, **options, return_metrics=True)
 
     compiled = _compiled(step)
     for count in (20.0, 31.0, 7.0):
         tensors = torch.tensor(count), torch.full((6, 9), count)
-        found, expected = compiled(*tensors), step(*tensors)
-        assert torch.equal(found.output.loss, expected.output.loss)
-        assert torch.equal(found.metrics, expected.metrics)
+        result, expected = compiled(*tensors), step(*tensors)
+        assert torch.equal(result.output.loss, expected.output.loss)
+        assert torch.equal(result.metrics, expected.metrics)
     assert _graphs() == 1
 
 
@@ -101,8 +101,8 @@ def test_values_are_unchecked_and_other_errors_raise() -> None:
     call = {**_call(), "samples_per_prompt": 3}
     twice = {**call, "completion_mask": call["completion_mask"].int() * 2}
     assert torch.equal(_compiled()(**twice).loss, grpo_loss(**call).loss)
-    found = _compiled(group_advantages)(call["rewards"], group_boundaries=torch.tensor([-5, 3, 10**6]))
-    assert found.shape == (6,)
+    result = _compiled(group_advantages)(call["rewards"], group_boundaries=torch.tensor([-5, 3, 10**6]))
+    assert result.shape == (6,)
     for changes, message in (
         ({"samples_per_prompt": 3, "group_boundaries": [0, 6]}, "expected exactly one of them, got both"),
         ({"group_boundaries": [1, 3, 6]}, "group_boundaries: expected offsets"),
@@ -115,15 +115,15 @@ def test_values_are_unchecked_and_other_errors_raise() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_raw_ops_for_ranks_pass_opcheck(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[LossCall] = []
-    monkeypatch.setattr(api, "loss_of", lambda call, ready: made.append(call))
+    calls: list[LossCall] = []
+    monkeypatch.setattr(api, "loss_of", lambda call, ready: calls.append(call))
     call = {**_call(), "samples_per_prompt": 3, "beta": 0.1, "loss_type": "dr_grpo", "return_metrics": packed}
     if packed:
         tokens = ("current_logps", "old_logps", "ref_logps", "completion_mask")
         call |= {name: call[name].detach().flatten() for name in tokens}
         call |= {"cu_seqlens": torch.tensor([0, 9, 9, 20, 31, 50, 54]), "max_seqlen": 19}
     grpo_loss(**call)
-    (checked,) = made
+    (checked,) = calls
     arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in checked]
     raw = torch.ops.rl_kernels
     sums = raw.grpo_loss_sums(*arguments, "native")

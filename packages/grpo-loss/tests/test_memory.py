@@ -24,15 +24,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CALL = Call.of(torch.zeros(1, device=DEVICE))
 BACKENDS = [backend.name for backend in OPERATOR.backends if backend.why_not(CALL) is None]
 LOSSES = {
-    "planned": lambda *given, backend: grpo_loss_from_advantages(*given, beta=0.1, backend=backend).loss,
-    "general": lambda *given, backend: (
-        grpo_loss_from_advantages(*given, beta=0.1, loss_type="gspo", backend=backend).loss
+    "planned": lambda *arguments, backend: grpo_loss_from_advantages(*arguments, beta=0.1, backend=backend).loss,
+    "general": lambda *arguments, backend: (
+        grpo_loss_from_advantages(*arguments, beta=0.1, loss_type="gspo", backend=backend).loss
     ),
-    "sequences": lambda *given, backend: sequence_losses(*given, beta=0.1, backend=backend).sum(),
+    "sequences": lambda *arguments, backend: sequence_losses(*arguments, beta=0.1, backend=backend).sum(),
 }
 
 
-def given(dtype: torch.dtype = torch.float32) -> list[Any]:
+def arguments(dtype: torch.dtype = torch.float32) -> list[Any]:
     torch.manual_seed(0)
     current = (-torch.rand(4, 33, device=DEVICE)).to(dtype).requires_grad_()
     others = (current.detach() - 0.1, current.detach() + 0.05, torch.randn(4, device=DEVICE))
@@ -51,7 +51,7 @@ def places_of(loss: torch.Tensor) -> set[int]:
 @pytest.mark.parametrize("kind", LOSSES)
 def test_only_the_last_pass_overwrites_the_slope(kind: str, backend: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        call = given(dtype)
+        call = arguments(dtype)
         loss = LOSSES[kind](*call, backend=backend)
         places = places_of(loss)
         grads = [torch.autograd.grad(loss * scale, call[0], retain_graph=True)[0] for scale in (1, 4, 1)]
@@ -68,7 +68,7 @@ def test_only_the_last_pass_overwrites_the_slope(kind: str, backend: str) -> Non
 @pytest.mark.parametrize("kind", LOSSES)
 def test_passes_that_share_a_slope(kind: str, backend: str) -> None:
     """Batched gradients, both passes of a checkpoint, and two losses that a hook gives one tensor."""
-    current, *others = given()
+    current, *others = arguments()
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         return LOSSES[kind](x, *others, backend=backend)
@@ -101,8 +101,8 @@ def results(backend, plain, current, old, ref, mask, ratio, entropy, rewards):
     options = {"beta": 0.1} if plain else {"objective": Objective(loss_type="dapo", beta=0.1), "return_metrics": True}
     if not plain:
         options["extras"] = Extras(rollout_ratio=ratio, entropy=entropy)
-    found = grpo_loss(current, old, ref, rewards, mask, **groups, **options, backend=backend)
-    losses, metrics = (found, ()) if plain else found
+    result = grpo_loss(current, old, ref, rewards, mask, **groups, **options, backend=backend)
+    losses, metrics = (result, ()) if plain else result
     (grad,) = torch.autograd.grad(losses.loss, current)
     return [losses.loss.detach(), *losses[1:], *metrics, grad, group_advantages(rewards, **groups, backend=backend)]
 

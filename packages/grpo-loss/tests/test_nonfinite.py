@@ -94,8 +94,8 @@ def test_tokens_with_advantage_0_have_no_effect(loss_type: str, level: str, back
         call = _call(loss_type, level, OPTIONS[name], on_policy=True)
         call["advantages"][1] = 0.0
         expected = _results(grpo_loss_from_advantages, call, backend=backend)
-        found = _results(grpo_loss_from_advantages, _with(call, "current_logps", PLACE, value), backend=backend)
-        assert all(map(torch.equal, found, expected)), (name, value)
+        result = _results(grpo_loss_from_advantages, _with(call, "current_logps", PLACE, value), backend=backend)
+        assert all(map(torch.equal, result, expected)), (name, value)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -105,9 +105,9 @@ def test_masked_gradient_is_zero_for_any_upstream(backend: str) -> None:
     old = current.detach() + draw.normal(4, 130, scale=0.3)
     # A ratio that underflows to 0 has the slope -0 A: such a token is not taken for a masked one.
     old[0, 0], mask[0, 0] = 500.0, True
-    given = (current, old, None, torch.ones(4, device=DEVICE), mask)
+    arguments = (current, old, None, torch.ones(4, device=DEVICE), mask)
     for upstream in (torch.inf, torch.nan, -2.0):
-        loss = grpo_loss_from_advantages(*given, backend=backend).loss
+        loss = grpo_loss_from_advantages(*arguments, backend=backend).loss
         (grad,) = torch.autograd.grad(loss, current, torch.tensor(upstream, device=DEVICE))
         assert not grad[~mask].any(), upstream
         assert not grad[~mask].signbit().any(), upstream
@@ -129,13 +129,13 @@ def test_no_active_token_and_a_count_of_0_give_0(loss_type: str, backend: str) -
     options: dict[str, Any] = {"objective": objective, "backend": backend}
     for shape, zero in product(((3, 4), (0, 4), (3, 0)), ZEROS if backend == "native" else ZEROS[2:3]):
         tokens, rows = torch.full(shape, torch.nan, device=DEVICE), torch.full(shape[:1], torch.nan, device=DEVICE)
-        given = tokens.clone().requires_grad_(), tokens, tokens, rows, torch.zeros(shape, device=DEVICE).bool()
+        arguments = tokens.clone().requires_grad_(), tokens, tokens, rows, torch.zeros(shape, device=DEVICE).bool()
         options |= {"extras": Extras(rollout_ratio=rows, entropy=tokens), "normalizer": count_of(loss_type, zero)}
-        output, metrics = api.grpo_loss_from_advantages(*given, **options, return_metrics=True)
-        losses = sequence_losses(*given, **options)
+        output, metrics = api.grpo_loss_from_advantages(*arguments, **options, return_metrics=True)
+        losses = sequence_losses(*arguments, **options)
         (output.loss + losses.sum()).backward()
-        for found in (*output, metrics, losses, given[0].grad):
-            assert not found.any(), (shape, zero, found)
+        for result in (*output, metrics, losses, arguments[0].grad):
+            assert not result.any(), (shape, zero, result)
     # Packed, with rewards.
     current = torch.full((5,), torch.nan, device=DEVICE, requires_grad=True)
     mask, rewards = torch.zeros(5, dtype=torch.bool, device=DEVICE), torch.rand(2, device=DEVICE)
@@ -149,25 +149,25 @@ def test_no_active_token_and_a_count_of_0_give_0(loss_type: str, backend: str) -
 
 @pytest.mark.parametrize("wrong", [-5, math.nan, math.inf, 0])
 def test_wrong_counts_raise_unless_unchecked(wrong: float) -> None:
-    given = (torch.zeros(2, 3), None, None, torch.ones(2), torch.tensor([[True, False, False]] * 2))
+    arguments = (torch.zeros(2, 3), None, None, torch.ones(2), torch.tensor([[True, False, False]] * 2))
     count = Normalizer(num_tokens=torch.tensor(wrong))
     for function in (api.grpo_loss_from_advantages, sequence_losses):
         with pytest.raises(ValueError, match="num_tokens: expected a"):
-            function(*given, normalizer=count)
-        function(*given, normalizer=count, validate=False)
+            function(*arguments, normalizer=count)
+        function(*arguments, normalizer=count, validate=False)
 
 
 def test_count_below_1() -> None:
     # One token, of two ranks: TRL divides by the tokens of a rank on average.
-    given = (torch.zeros(1, 1), None, None, torch.ones(1), torch.ones(1, 1, dtype=torch.bool))
+    arguments = (torch.zeros(1, 1), None, None, torch.ones(1), torch.ones(1, 1, dtype=torch.bool))
     for half in (0.5, torch.tensor(0.5)):
-        assert api.grpo_loss_from_advantages(*given, normalizer=Normalizer(num_tokens=half)).loss == -2
+        assert api.grpo_loss_from_advantages(*arguments, normalizer=Normalizer(num_tokens=half)).loss == -2
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_effective_samples_are_0_where_all_ratios_underflow(backend: str) -> None:
     current, mask = torch.full((2, 3), -300.0, device=DEVICE), torch.ones(2, 3, dtype=torch.bool, device=DEVICE)
-    given = (current, torch.zeros_like(current), None, torch.ones(2, device=DEVICE), mask)
-    _, metrics = api.grpo_loss_from_advantages(*given, return_metrics=True, backend=backend)
+    arguments = (current, torch.zeros_like(current), None, torch.ones(2, device=DEVICE), mask)
+    _, metrics = api.grpo_loss_from_advantages(*arguments, return_metrics=True, backend=backend)
     assert metrics[METRICS.index("effective_samples")] == 0
     assert metrics.isfinite().all()

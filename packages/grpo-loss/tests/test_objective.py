@@ -35,28 +35,28 @@ def test_number_of_parameters() -> None:
 def test_objectives_are_equal_by_their_options() -> None:
     assert len({Objective(loss_type="dapo", clip_high=0.28), Objective.preset("dapo"), Objective()}) == 2
     assert "plan" not in repr(Objective())
-    made = Objective.preset("verl:vanilla")
-    assert dataclasses.replace(made, dual_clip=2.0).numbers.dual_clip == 2.0
+    objective = Objective.preset("verl:vanilla")
+    assert dataclasses.replace(objective, dual_clip=2.0).numbers.dual_clip == 2.0
     with pytest.raises(ValueError, match="dual_clip: expected None with loss_type 'grpo'"):
-        dataclasses.replace(made, loss_type="grpo")
+        dataclasses.replace(objective, loss_type="grpo")
 
 
 def test_presets() -> None:
     for name, options in PRESETS.items():
-        made = Objective.preset(name)
-        assert {option: getattr(made, option) for option in options} == options
-        assert made.beta == 0.0
+        objective = Objective.preset(name)
+        assert {option: getattr(objective, option) for option in options} == options
+        assert objective.beta == 0.0
     with pytest.raises(ValueError, match=r"name: expected one of trl-1.10:grpo, .*, got 'ppo2'"):
         Objective.preset("ppo2")
 
 
 def test_keywords_override_the_objective() -> None:
-    made = Objective(loss_type="dapo", clip_low=0.1, clip_high=0.3, kl_estimator="k2", beta=0.5)
-    found = grpo_loss(**_call(), objective=made, loss_type="grpo", beta=0.2, clip_eps=0.15)
+    objective = Objective(loss_type="dapo", clip_low=0.1, clip_high=0.3, kl_estimator="k2", beta=0.5)
+    result = grpo_loss(**_call(), objective=objective, loss_type="grpo", beta=0.2, clip_eps=0.15)
     whole = Objective(loss_type="grpo", clip_low=0.15, clip_high=0.15, kl_estimator="k2", beta=0.2)
-    assert found == grpo_loss(**_call(), objective=whole)
-    assert found != grpo_loss(**_call(), objective=made)
-    assert grpo_loss(**_call(), objective=made, beta=0.0).kl == 0
+    assert result == grpo_loss(**_call(), objective=whole)
+    assert result != grpo_loss(**_call(), objective=objective)
+    assert grpo_loss(**_call(), objective=objective, beta=0.0).kl == 0
     assert grpo_loss(**_call(), beta=1) == grpo_loss(**_call(), beta=1.0)
     for wrong in (True, [0.1]):
         with pytest.raises((TypeError, ValueError), match=r"^beta: "):
@@ -86,11 +86,11 @@ def test_advantages_of_trl_in_a_group_of_nearly_equal_rewards() -> None:
 def test_advantage_options_of_the_objective_are_used() -> None:
     call = _call()
     estimated: dict[str, Any] = {"advantage_estimator": "sample", "eps_placement": "add", "eps": 1e-4}
-    found = grpo_loss(**call, objective=Objective(**estimated))
+    result = grpo_loss(**call, objective=Objective(**estimated))
     advantages = group_advantages(call.pop("rewards"), samples_per_prompt=call.pop("samples_per_prompt"), **estimated)
-    assert found == grpo_loss_from_advantages(**call, advantages=advantages)
+    assert result == grpo_loss_from_advantages(**call, advantages=advantages)
     # There they are given, and what an objective says of them is not read.
-    assert found == grpo_loss_from_advantages(**call, advantages=advantages, objective=Objective(eps=0.5))
+    assert result == grpo_loss_from_advantages(**call, advantages=advantages, objective=Objective(eps=0.5))
 
 
 def test_numbers_are_read_in_each_call() -> None:

@@ -63,8 +63,8 @@ def _call(loss_type: str, options: dict[str, Any], dtype: torch.dtype = torch.fl
     if "rollout_ratio" in options:
         call["rollout_ratio"] = draw.uniform(0.4, 1.8, *shapes[options["rollout_ratio"]])
     call["completion_mask"][2] = False
-    given = {name: value for name, value in options.items() if name not in ("advantages", "rollout_ratio")}
-    return {**call, "loss_type": loss_type, **given}
+    arguments = {name: value for name, value in options.items() if name not in ("advantages", "rollout_ratio")}
+    return {**call, "loss_type": loss_type, **arguments}
 
 
 def _found(function: Callable[..., Any], call: dict[str, Any]) -> tuple[float, torch.Tensor]:
@@ -94,9 +94,9 @@ def test_options_of_one_loss_type() -> None:
 
 
 def test_presets_match_the_definition() -> None:
-    for made in PRESETS.values():
-        assert {"clip_low", "clip_high", "loss_type"} <= made.keys()
-        call = {**_call(made["loss_type"], {"beta": 0.1}), **made}
+    for preset in PRESETS.values():
+        assert {"clip_low", "clip_high", "loss_type"} <= preset.keys()
+        call = {**_call(preset["loss_type"], {"beta": 0.1}), **preset}
         _agree(call)
         call |= {"rewards": call.pop("advantages"), "group_boundaries": [0, 2, 5]}
         assert torch.allclose(grpo_loss(**call).loss, reference.grpo_loss(**call).loss, rtol=1e-5, atol=1e-6)
@@ -127,14 +127,14 @@ def test_metrics_worked_out_by_hand() -> None:
     advantages = torch.tensor([[1.0, -1.0, 1.0, 1.0]]).double()
     tensors = (current, current - d, current + e, advantages, mask)
     entropy = torch.tensor([[1.0, 2.0, 6.0, torch.inf]])
-    _, found = grpo_loss_from_advantages(*tensors, beta=0.1, entropy=entropy, return_metrics=True)
+    _, result = grpo_loss_from_advantages(*tensors, beta=0.1, entropy=entropy, return_metrics=True)
     r = [math.exp(0.5), math.exp(-0.5), 1.0]
     mean = {"k1": -0.2 / 3, "k2": (0.01 + 0.04 + 0.09) / 6, "entropy": 3.0, "clip_low": 1 / 3, "clip_high": 1 / 3}
     mean["k3"] = sum(math.expm1(x) - x for x in (0.1, -0.2, 0.3)) / 3
     mean |= {"ratio_mean": sum(r) / 3, "ratio_min": r[1], "ratio_max": r[0], "nonfinite": 0.0}
     mean["effective_samples"] = sum(r) ** 2 / sum(x * x for x in r)
-    assert found.dtype == torch.float32
-    assert dict(zip(METRICS, found.tolist(), strict=True)) == pytest.approx(mean, rel=1e-6)
+    assert result.dtype == torch.float32
+    assert dict(zip(METRICS, result.tolist(), strict=True)) == pytest.approx(mean, rel=1e-6)
 
 
 def test_metrics_count_nonfinite_active_tokens() -> None:
@@ -157,9 +157,9 @@ REWARDS = torch.tensor([1.0, 3.0], dtype=torch.float64)
 @pytest.mark.smoke
 def test_advantages_worked_out_by_hand() -> None:
     rewards = torch.tensor([5.0, 1.0, 3.0, 2.0, 2.0, 4.0, 8.0], dtype=torch.float64)
-    found = reference.group_advantages(rewards, group_boundaries=[0, 1, 3, 7])
+    result = reference.group_advantages(rewards, group_boundaries=[0, 1, 3, 7])
     spread = math.sqrt((4 + 4 + 0 + 16) / 4)
-    assert found.tolist() == [0.0, -1.0, 1.0, -2 / spread, -2 / spread, 0.0, 4 / spread]
+    assert result.tolist() == [0.0, -1.0, 1.0, -2 / spread, -2 / spread, 0.0, 4 / spread]
 
 
 @pytest.mark.smoke
@@ -170,9 +170,9 @@ def test_definition_does_not_read_masked_positions() -> None:
     for garbage in (torch.nan, torch.inf, -torch.inf, 1e300):
         current, old, ref = (value.masked_fill(~MASK, garbage) for value in tensors)
         current.requires_grad_()
-        found = reference.grpo_loss(current, old, ref, REWARDS, MASK, samples_per_prompt=2, beta=0.1)
-        assert found == clean
-        assert [value.requires_grad for value in found] == [True, False, False]
-        (grad,) = torch.autograd.grad(found.loss, current)
+        result = reference.grpo_loss(current, old, ref, REWARDS, MASK, samples_per_prompt=2, beta=0.1)
+        assert result == clean
+        assert [value.requires_grad for value in result] == [True, False, False]
+        (grad,) = torch.autograd.grad(result.loss, current)
         assert grad.isfinite().all()
         assert (grad[~MASK] == 0).all()

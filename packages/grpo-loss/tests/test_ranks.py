@@ -98,31 +98,31 @@ def drawn(
     draw = Draw(torch.float32, DEVICE, seed=7)
     current = draw.uniform(1e-3, 1.0, batch, length).log()
     old, ref = ((current + draw.normal(batch, length, scale=0.3)).clamp(max=0).to(dtype) for _ in range(2))
-    found = {"current_logps": current.to(dtype), "old_logps": old, "ref_logps": ref, "rewards": draw.normal(batch)}
+    result = {"current_logps": current.to(dtype), "old_logps": old, "ref_logps": ref, "rewards": draw.normal(batch)}
     mask = draw.mask(0.7, batch, length)
-    return {**found, "completion_mask": mask, "samples_per_prompt": 4, "objective": Objective(**options)}
+    return {**result, "completion_mask": mask, "samples_per_prompt": 4, "objective": Objective(**options)}
 
 
 def calls() -> dict[str, dict[str, Any]]:
     """Return the arguments of a call for each objective, and for each layout."""
     draw, count = Draw(torch.float32, DEVICE, seed=8), torch.tensor(99.0, device=DEVICE)
-    found = {name: drawn(**options) for name, options in OBJECTIVES.items()}
-    found["long"] = drawn(4100, batch=4, beta=0.1, loss_type="grpo")
-    found["fp64"], found["bf16"] = (drawn(dtype=dtype, beta=0.1) for dtype in (torch.float64, torch.bfloat16))
-    found["on policy"] = {**drawn(), "old_logps": None, "ref_logps": None}
-    found["tokens counted"] = {**drawn(), "normalizer": Normalizer(num_tokens=count)}
+    result = {name: drawn(**options) for name, options in OBJECTIVES.items()}
+    result["long"] = drawn(4100, batch=4, beta=0.1, loss_type="grpo")
+    result["fp64"], result["bf16"] = (drawn(dtype=dtype, beta=0.1) for dtype in (torch.float64, torch.bfloat16))
+    result["on policy"] = {**drawn(), "old_logps": None, "ref_logps": None}
+    result["tokens counted"] = {**drawn(), "normalizer": Normalizer(num_tokens=count)}
     counted = Normalizer(num_sequences=7, max_completion_length=33)
-    found["sequences counted"] = {**drawn(loss_type="dr_grpo"), "normalizer": counted}
+    result["sequences counted"] = {**drawn(loss_type="dr_grpo"), "normalizer": counted}
     # Of all ranks no token is active, and that is what was counted.
-    found["masked"] = {**drawn(loss_type="grpo"), "normalizer": Normalizer(num_sequences=0 * count.long())}
-    found["masked"]["completion_mask"] = torch.zeros_like(found["masked"]["completion_mask"])
+    result["masked"] = {**drawn(loss_type="grpo"), "normalizer": Normalizer(num_sequences=0 * count.long())}
+    result["masked"]["completion_mask"] = torch.zeros_like(result["masked"]["completion_mask"])
     extras = Extras(rollout_ratio=draw.uniform(0.5, 2.0, BATCH), entropy=draw.normal(BATCH, LENGTH))
-    found["entropy, rollout"] = {**drawn(**ROLLOUT), "extras": extras}
+    result["entropy, rollout"] = {**drawn(**ROLLOUT), "extras": extras}
     lengths = torch.tensor([3, 21, 1, 0, 7, 9, 21, 4, 4, 2, 5, 6], device=DEVICE)
-    inside, given = torch.arange(LENGTH, device=DEVICE) < lengths[:, None], drawn(loss_type="gspo")
-    packed = {name: given[name][inside] for name in TOKENS}
-    found["packed"] = {**given, **packed, "cu_seqlens": F.pad(lengths.cumsum(0), (1, 0))}
-    return found
+    inside, arguments = torch.arange(LENGTH, device=DEVICE) < lengths[:, None], drawn(loss_type="gspo")
+    packed = {name: arguments[name][inside] for name in TOKENS}
+    result["packed"] = {**arguments, **packed, "cu_seqlens": F.pad(lengths.cumsum(0), (1, 0))}
+    return result
 
 
 CALLS = calls()
@@ -131,9 +131,9 @@ CALLS = calls()
 def results(call: dict[str, Any], group: Any = None, **options: Any) -> list[torch.Tensor]:
     """Return loss, its parts, the metrics if asked for, and the gradient."""
     current = call["current_logps"].clone().requires_grad_()
-    given = {**call, **options, "current_logps": current, "process_group": group}
-    found = importlib.import_module(f"{PACKAGE}.api").grpo_loss(**given)
-    output, *metrics = found if options.get("return_metrics") else (found,)
+    arguments = {**call, **options, "current_logps": current, "process_group": group}
+    result = importlib.import_module(f"{PACKAGE}.api").grpo_loss(**arguments)
+    output, *metrics = result if options.get("return_metrics") else (result,)
     (output.loss * 3).backward()
     return [*(x.detach() for x in output), *metrics, current.grad]
 
@@ -159,17 +159,17 @@ def differing(call: dict[str, Any], counts: tuple[int, ...], widths: tuple[int, 
     """Say whether ranks with ``counts`` sequences have another bit than one process."""
     *expected, grad = results(call, **options)
     group = Group(len(counts))
-    found = group.run(
+    result = group.run(
         lambda rank: results(part_of(call, rank, counts, widths[rank % len(widths)]), group=group, **options)
     )
-    grads = [made[-1] if made[-1].ndim == 1 else made[-1][:, : grad.shape[-1]] for made in found]
-    pairs = [*zip([*(x for made in found for x in made[:-1])], expected * len(counts), strict=True)]
+    grads = [one[-1] if one[-1].ndim == 1 else one[-1][:, : grad.shape[-1]] for one in result]
+    pairs = [*zip([*(x for one in result for x in one[:-1])], expected * len(counts), strict=True)]
     return not all(same(a, b) for a, b in [*pairs, (torch.cat(grads), grad)])
 
 
-def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    return torch.equal(bits_of(found), bits_of(expected))
+def same(result: torch.Tensor, expected: torch.Tensor) -> bool:
+    assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
+    return torch.equal(bits_of(result), bits_of(expected))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

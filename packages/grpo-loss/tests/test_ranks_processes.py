@@ -40,16 +40,16 @@ def drawn(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     current = draw.uniform(1e-3, 1.0, BATCH, LENGTH).log()
     old, ref = ((current + draw.normal(BATCH, LENGTH, scale=0.3)).clamp(max=0).to(dtype) for _ in range(2))
     rewards = draw.normal(BATCH)
-    found = {"current_logps": current.to(dtype), "old_logps": old, "ref_logps": ref}
-    return {**found, "rewards": rewards, "completion_mask": draw.mask(0.7, BATCH, LENGTH)}
+    result = {"current_logps": current.to(dtype), "old_logps": old, "ref_logps": ref}
+    return {**result, "rewards": rewards, "completion_mask": draw.mask(0.7, BATCH, LENGTH)}
 
 
 def results(function: Callable[..., Any], call: dict[str, Any]) -> list[torch.Tensor]:
     """Return loss, its parts, metrics and gradient."""
     current = call["current_logps"].clone().requires_grad_()
     # The same value without a gradient, by the other raw op.
-    found, plain = function(**{**call, "current_logps": current}), function(**call)
-    (output, metrics), (other, _) = (x if isinstance(x, LossAndMetrics) else (x, None) for x in (found, plain))
+    result, plain = function(**{**call, "current_logps": current}), function(**call)
+    (output, metrics), (other, _) = (x if isinstance(x, LossAndMetrics) else (x, None) for x in (result, plain))
     assert output.loss.isfinite()
     assert torch.equal(other.loss, output.loss)
     # Not a power of two, so that a product has a rounding.
@@ -67,37 +67,37 @@ def own(rank: int, counts: tuple[int, ...], call: dict[str, Any], *names: str) -
     return {**call, **{name: call[name][rows] for name in (*TOKENS, *names)}}
 
 
-def same(rank: int, counts: tuple[int, ...], found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+def same(rank: int, counts: tuple[int, ...], result: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     """Say whether this rank has the bits of one process."""
     expected = [*expected[:-1], expected[-1][sum(counts[:rank]) : sum(counts[: rank + 1])]]
-    return all(torch.equal(bits_of(a), bits_of(b)) for a, b in zip(found, expected, strict=True))
+    return all(torch.equal(bits_of(a), bits_of(b)) for a, b in zip(result, expected, strict=True))
 
 
 def bits(rank: int) -> dict[str, bool]:
     """Return whether each call has the bits of one process."""
-    found = {}
+    result = {}
     for number, options in enumerate(LOSSES):
         for dtype in (torch.float32, torch.bfloat16)[: 1 if number else 2]:
             call = {**drawn(dtype), **options}
             call["rewards"][5] = torch.nan if "objective" in options else 2.0
             expected = results(grpo_loss, call)
             for counts, validate in ((CUTS[0], False), *((cut, True) for cut in CUTS)):
-                made = results(partial(over_ranks, validate=validate), own(rank, counts, call, "rewards"))
-                found[f"{number} {dtype} {counts} {validate}"] = same(rank, counts, made, expected)
+                values = results(partial(over_ranks, validate=validate), own(rank, counts, call, "rewards"))
+                result[f"{number} {dtype} {counts} {validate}"] = same(rank, counts, values, expected)
     counts, call, mesh = CUTS[1], drawn(), init_device_mesh("cpu", (RANKS,))
     a = group_advantages(call["rewards"], group_boundaries=[0, 3, 8])
     mine = own(rank, counts, call, "rewards")["rewards"]
-    made = group_advantages(mine, group_boundaries=[0, 3, 8], process_group=mesh)
-    found["advantages"] = same(rank, counts, [made], [a])
+    values = group_advantages(mine, group_boundaries=[0, 3, 8], process_group=mesh)
+    result["advantages"] = same(rank, counts, [values], [a])
     call = {**call, "advantages": a, "loss_type": "grpo", "beta": 0.1}
     del call["rewards"]
     mine = own(rank, counts, call, "advantages")
     # Other padding than on the other ranks.
     mine |= {k: torch.nn.functional.pad(mine[k], (0, rank)) for k in TOKENS}
-    *made, grad = results(partial(over_ranks, grpo_loss_from_advantages), mine)
+    *values, grad = results(partial(over_ranks, grpo_loss_from_advantages), mine)
     expected = results(grpo_loss_from_advantages, call)
-    found["from advantages"] = same(rank, counts, [*made, grad[:, :LENGTH]], expected) and not grad[:, LENGTH:].any()
-    return found
+    result["from advantages"] = same(rank, counts, [*values, grad[:, :LENGTH]], expected) and not grad[:, LENGTH:].any()
+    return result
 
 
 def compiled(call: dict[str, Any], rank: int) -> None:
@@ -111,8 +111,8 @@ def compiled(call: dict[str, Any], rank: int) -> None:
         return over_ranks(**call).loss * 2
 
     # The other rank joins the exchange.
-    found = step(call) if rank else torch.compile(step, backend="aot_eager")(call)
-    assert torch.equal(found, expected)
+    result = step(call) if rank else torch.compile(step, backend="aot_eager")(call)
+    assert torch.equal(result, expected)
     if rank == 0:
         torch.compiler.reset()
         with pytest.raises(torch._dynamo.exc.Unsupported):
@@ -161,11 +161,11 @@ def in_ranks(rank: int) -> tuple[dict[str, bool], list[tuple[str, str]]]:
 
 def test_ranks_have_the_bits_of_one_process_and_raise_the_same_error() -> None:
     results = run_ranks(in_ranks, RANKS)
-    for found, errors in results:
-        assert not [name for name, is_same in found.items() if not is_same]
+    for result, errors in results:
+        assert not [name for name, is_same in result.items() if not is_same]
         assert errors == results[0][1]
-    for start, found in results[0][1]:
-        assert found.startswith(start)
+    for start, result in results[0][1]:
+        assert result.startswith(start)
 
 
 def test_process_group_is_checked() -> None:

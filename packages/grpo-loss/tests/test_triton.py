@@ -58,12 +58,12 @@ def _results(call: dict[str, Any], backend: str = "triton") -> list[torch.Tensor
     return [*(value.detach() for value in output), *metrics, grad]
 
 
-def _same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return all(bits(a, b).passed for a, b in zip(found, expected, strict=True))
+def _same(result: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(bits(a, b).passed for a, b in zip(result, expected, strict=True))
 
 
-def _close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
+def _close(result: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(result, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=3e-5, atol=2e-5 * float(other.abs().max()))
 
 
@@ -137,9 +137,9 @@ def test_unused_lanes_change_no_bit(
     for module in (backend, groups):
         monkeypatch.setattr(module, "lanes_for", lambda size, *_: asked.append(size) or groups.LANES)
     prepare_anew()
-    found = _results(call)
+    result = _results(call)
     assert set(asked) == {3, length}
-    assert _same(found, expected)
+    assert _same(result, expected)
 
 
 @pytest.mark.parametrize("sizes", [[2, 16, 17, 1, 30], [600, 3]])
@@ -159,8 +159,8 @@ def test_advantages_in_the_loss_have_the_bits_of_their_own_op(sizes: list[int]) 
 def test_expanded_advantages_have_the_bits_of_those_with_storage(loss_type: str) -> None:
     call = _objective(loss_type, rollout_ratio=None)
     expanded = call["advantages"][:, None].expand(BATCH, LENGTH)
-    found, expected = (_results({**call, "advantages": a}) for a in (expanded, expanded.contiguous()))
-    assert _same(found, expected)
+    result, expected = (_results({**call, "advantages": a}) for a in (expanded, expanded.contiguous()))
+    assert _same(result, expected)
 
 
 @pytest.mark.parametrize("with_ratio", [False, True])
@@ -220,8 +220,8 @@ def test_more_than_2_to_the_31_tokens() -> None:
     (expected_grad,) = torch.autograd.grad(expected.loss, few)
     current.requires_grad_()
     ref = current.detach() - 0.1
-    found = grpo_loss(current, None, ref, rewards, mask, **options)
-    (grad,) = torch.autograd.grad(found.loss, current)
+    result = grpo_loss(current, None, ref, rewards, mask, **options)
+    (grad,) = torch.autograd.grad(result.loss, current)
     assert torch.equal(grad[-2:], expected_grad)
-    assert torch.allclose(found.loss, expected.loss, rtol=1e-6)
+    assert torch.allclose(result.loss, expected.loss, rtol=1e-6)
     assert not grad[:-2].any()

@@ -33,7 +33,7 @@ OTHERS = Numbers(clip_low=0.2, clip_high=0.4, beta=0.5, eps=1e-2)
 ESTIMATOR = "population,max,keep"
 
 
-class Given(NamedTuple):
+class Case(NamedTuple):
     """A call: groups of rewards, or advantages of ``scores``; the layout of operands."""
 
     shape: tuple[int, int]
@@ -50,24 +50,24 @@ class Given(NamedTuple):
 
 
 CALLS = (
-    Given((8, 100), (4, 4)),
-    Given((8, 129), (1, 4, 3), layout="pitch", old=False),
-    Given((6, 4096), (2, 2, 2), layout="column", ref=False, spread=True),
-    Given((6, 4097), (2, 2, 2), layout="pitch", ref=False, spread=True),
-    Given((514, 3), (257, 257), old=False),
-    Given((512, 3), (256, 256), dtype=torch.bfloat16),
-    Given((1100, 1), (550, 550), layout="column"),
-    Given((1026, 2), (513, 512, 1)),
-    Given((2, 3 * SEGMENT + 1), (2,), layout="pitch"),
-    Given((4, 0), (2, 2)),
-    Given((4, 9), scores="sequences"),
-    Given((4, 9), scores="tokens", layout="column"),
-    Given((4, 9), scores="expanded"),
-    Given((4, 9), (2, 2), divisor=True),
-    Given((4, 1023), (2, 2), layout="column", plan=Formula(level="sequence", bounds="dual", kl_correction="corrected")),
-    Given((2, 1025), (2,), plan=Formula(level="sequence", mean="sequences"), metrics=True),
-    Given((3, 3 * SEGMENT + 1), (1, 2), layout="pitch", plan=Formula(kind="cispo", kl="k2", rollout="mask")),
-    Given((4, 20), scores="tokens", metrics=True),
+    Case((8, 100), (4, 4)),
+    Case((8, 129), (1, 4, 3), layout="pitch", old=False),
+    Case((6, 4096), (2, 2, 2), layout="column", ref=False, spread=True),
+    Case((6, 4097), (2, 2, 2), layout="pitch", ref=False, spread=True),
+    Case((514, 3), (257, 257), old=False),
+    Case((512, 3), (256, 256), dtype=torch.bfloat16),
+    Case((1100, 1), (550, 550), layout="column"),
+    Case((1026, 2), (513, 512, 1)),
+    Case((2, 3 * SEGMENT + 1), (2,), layout="pitch"),
+    Case((4, 0), (2, 2)),
+    Case((4, 9), scores="sequences"),
+    Case((4, 9), scores="tokens", layout="column"),
+    Case((4, 9), scores="expanded"),
+    Case((4, 9), (2, 2), divisor=True),
+    Case((4, 1023), (2, 2), layout="column", plan=Formula(level="sequence", bounds="dual", kl_correction="corrected")),
+    Case((2, 1025), (2,), plan=Formula(level="sequence", mean="sequences"), metrics=True),
+    Case((3, 3 * SEGMENT + 1), (1, 2), layout="pitch", plan=Formula(kind="cispo", kl="k2", rollout="mask")),
+    Case((4, 20), scores="tokens", metrics=True),
 )
 
 
@@ -83,25 +83,25 @@ def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
     return torch.cat((x, x[:, :1]), 1)[:, : x.shape[1]] if layout == "pitch" else x
 
 
-def drawn(given: Given) -> LossCall:
+def drawn(case: Case) -> LossCall:
     """Return the arguments of a raw loss op."""
-    batch, length = given.shape
-    current, old, ref = (laid_out(-torch.rand(batch, length).to(given.dtype), given.layout) for _ in range(3))
-    per_sequence = torch.rand(2 * batch)[::2] if given.spread else torch.rand(batch)
-    boundaries = boundaries_of(given.sizes) if given.sizes else None
-    samples = given.sizes[0] if given.sizes and boundaries is None else 0
+    batch, length = case.shape
+    current, old, ref = (laid_out(-torch.rand(batch, length).to(case.dtype), case.layout) for _ in range(3))
+    per_sequence = torch.rand(2 * batch)[::2] if case.spread else torch.rand(batch)
+    boundaries = boundaries_of(case.sizes) if case.sizes else None
+    samples = case.sizes[0] if case.sizes and boundaries is None else 0
     advantages = {
         "": None,
         "sequences": per_sequence,
-        "tokens": laid_out(torch.rand(batch, length), given.layout),
+        "tokens": laid_out(torch.rand(batch, length), case.layout),
         "expanded": torch.rand(batch).as_strided((batch, length), (1, 0)),
-    }[given.scores]
-    mask = laid_out(torch.rand(batch, length) < 0.7, given.layout)
+    }[case.scores]
+    mask = laid_out(torch.rand(batch, length) < 0.7, case.layout)
     return LossCall(
-        *(current, old if given.old else None, ref if given.ref else None),
-        *(per_sequence if given.sizes else None, boundaries, samples, advantages, mask),
-        *(None, None, torch.ones(()) if given.divisor else None, None, length),
-        *(torch.tensor(NUMBERS, dtype=torch.float64), given.plan.text, ESTIMATOR, given.metrics),
+        *(current, old if case.old else None, ref if case.ref else None),
+        *(per_sequence if case.sizes else None, boundaries, samples, advantages, mask),
+        *(None, None, torch.ones(()) if case.divisor else None, None, length),
+        *(torch.tensor(NUMBERS, dtype=torch.float64), case.plan.text, ESTIMATOR, case.metrics),
     )
 
 
@@ -121,9 +121,9 @@ def check_groups(launch: Any, lanes: int, sizes: tuple[int, ...]) -> None:
     assert launch["boundaries"] is boundaries or torch.equal(launch["boundaries"], boundaries)
 
 
-def check_terms(launch: Any, given: Given, call: LossCall, slope: bool) -> None:
+def check_terms(launch: Any, case: Case, call: LossCall, slope: bool) -> None:
     """Rows of what a token has lie in one piece; their pitch is that of the tensor."""
-    batch, length = given.shape
+    batch, length = case.shape
     scores = call.advantages if call.rewards is None else call.rewards
     operands = {"current": call.current_logps, "old": call.old_logps, "ref": call.ref_logps, "mask": call.mask}
     for name, expected in (operands | {"scores": scores}).items():
@@ -135,7 +135,7 @@ def check_terms(launch: Any, given: Given, call: LossCall, slope: bool) -> None:
             assert value.stride(1) == 1 or length == 1, name
         elif value is not None:
             assert torch.equal(value, expected if expected.ndim == 1 else expected[:, 0]), name
-    shape = max(-(-length // SEGMENT), 1), 3 + (len(METRICS) if given.metrics else 0), batch
+    shape = max(-(-length // SEGMENT), 1), 3 + (len(METRICS) if case.metrics else 0), batch
     assert (launch["sums"].shape, launch["sums"].dtype) == (shape, torch.float32)
     assert launch["SEGMENT"] == SEGMENT
     assert power(launch["LANES"])
@@ -143,12 +143,12 @@ def check_terms(launch: Any, given: Given, call: LossCall, slope: bool) -> None:
     assert (launch["slope"] is not None) == slope
     if slope:
         assert launch["slope"].is_contiguous()
-        assert (launch["slope"].shape, launch["slope"].dtype) == (given.shape, torch.float32)
+        assert (launch["slope"].shape, launch["slope"].dtype) == (case.shape, torch.float32)
     low, high, beta, eps = call.numbers[:4].tolist()
     assert [launch[name] for name in ("low", "high", "beta", "eps")] == [1 - low, 1 + high, beta, eps]
-    assert launch["PER_TOKEN"] == (given.scores == "tokens")
-    if given.sizes:
-        check_groups(launch, launch["GROUP_LANES"], given.sizes)
+    assert launch["PER_TOKEN"] == (case.scores == "tokens")
+    if case.sizes:
+        check_groups(launch, launch["GROUP_LANES"], case.sizes)
     else:
         assert launch["GROUP_LANES"] == 0
 
@@ -164,17 +164,17 @@ def check_plan(launch: Any, last: Any, plan: Formula, length: int) -> None:
     assert last["QUANTITIES"] == launch["sums"].shape[1]
 
 
-def check_loss(launches: list[Any], given: Given, call: LossCall, slope: bool) -> None:
-    (batch, length), last = given.shape, launches[-1]
+def check_loss(launches: list[Any], case: Case, call: LossCall, slope: bool) -> None:
+    (batch, length), last = case.shape, launches[-1]
     assert [launch.name for launch in launches] == ["terms", "reduce"]
     segments = max(-(-length // SEGMENT), 1)
-    check_terms(launches[0], given, call, slope)
+    check_terms(launches[0], case, call, slope)
     assert launches[0].grid == (batch * segments, 1, 1)
     assert launches[0]["sums"] is last["sums"]
     assert (last["batch"], last["segments"], last["LANES"]) == (batch, segments, LANES)
-    assert last.grid[0] == (1 + len(METRICS) if given.metrics else 1)
+    assert last.grid[0] == (1 + len(METRICS) if case.metrics else 1)
     assert last["beta"] == float(call.numbers[2])
-    check_plan(launches[0], last, given.plan, length)
+    check_plan(launches[0], last, case.plan, length)
 
 
 def check_backward(launches: list[Any], count: int) -> None:
@@ -207,15 +207,15 @@ def check_all(plant: Any = nullcontext) -> None:
         backend = importlib.import_module(MODULES[-1])
         # Any address is one that was met before: what is compiled for another kind of tensors shows.
         importlib.import_module("rl_kernels.core.triton_lib.launch").ALIGNMENT = 1
-        for given in CALLS:
-            call = drawn(given)
+        for case in CALLS:
+            call = drawn(case)
             for function in (backend.forward, backend.forward_grad):
                 launch = function.prepare(*call)
                 for numbers in (NUMBERS, OTHERS):
                     later = call._replace(numbers=torch.tensor(numbers, dtype=torch.float64))
                     recorder.launches.clear()
                     results = launch(*later)
-                    check_loss(recorder.launches, given, later, function is backend.forward_grad)
+                    check_loss(recorder.launches, case, later, function is backend.forward_grad)
             recorder.launches.clear()
             *_, count, slope = results
             backend.backward(call.current_logps, count, slope.t().contiguous().t(), torch.ones(()))

@@ -1,4 +1,4 @@
-"""Every backend of linear_logp that runs here, held to the rules of all operators."""
+"""Every backend of linear_logp that runs here, against the rules of all operators."""
 
 from __future__ import annotations
 

@@ -28,10 +28,10 @@ def _call(rows: int = 9) -> dict[str, Any]:
     return {name: value.requires_grad_() if name in OPERANDS else value for name, value in call.items()}
 
 
-def _same(call: dict[str, Any], found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert torch.equal(found, expected)
+def _same(call: dict[str, Any], result: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.equal(result, expected)
     grads, truth = (
-        torch.autograd.grad(value.square().sum(), [call[name] for name in OPERANDS]) for value in (found, expected)
+        torch.autograd.grad(value.square().sum(), [call[name] for name in OPERANDS]) for value in (result, expected)
     )
     assert all(map(torch.equal, grads, truth))
 

@@ -59,8 +59,8 @@ def test_unsupported_calls_are_refused_with_a_reason(monkeypatch, dtype, size, r
     monkeypatch.setattr(launch, "INSTALLED", False)
     # A call of any size has no traits.
     traits = {} if size is None else {"D": size, "V": 100}
-    found = OPERATOR.backend(BACKEND).limits(Call(torch.device("cuda", 0), dtype, "sm90", traits))
-    assert found is None if reason is None else reason in found
+    result = OPERATOR.backend(BACKEND).limits(Call(torch.device("cuda", 0), dtype, "sm90", traits))
+    assert result is None if reason is None else reason in result
 
 
 def drawn(rows, size, vocab, dtype=torch.bfloat16):
@@ -70,8 +70,8 @@ def drawn(rows, size, vocab, dtype=torch.bfloat16):
     return hidden, weight, torch.randint(vocab, (rows,), device="cuda")
 
 
-def same(found, expected):
-    return all(bits(a, b).passed for a, b in zip(found, expected, strict=True))
+def same(result, expected):
+    return all(bits(a, b).passed for a, b in zip(result, expected, strict=True))
 
 
 def both(backend_name, hidden, weight, ids, bias=None, **options):
@@ -121,16 +121,16 @@ def test_skipped_rows_change_no_bit(hopper, ignored):
     whole = both(BACKEND, hidden, weight, ids)
     ids[ignored] = -100
     hidden[ignored] = torch.nan
-    found = both(BACKEND, hidden, weight, ids, ignore_index=-100)
+    result = both(BACKEND, hidden, weight, ids, ignore_index=-100)
     kept = torch.ones(1000, device="cuda", dtype=torch.bool)
     kept[ignored] = False
-    for value, expected in zip(found[:4], whole[:4], strict=True):
+    for value, expected in zip(result[:4], whole[:4], strict=True):
         assert same([value[kept]], [expected[kept]])
         assert not value[~kept].any()
     # The gradient of the weight sums over tokens: that of the others alone, in their places.
-    assert not found[4].isnan().any()
-    apart = hidden.masked_fill(~kept[:, None], 0.0)
-    assert same(both(BACKEND, apart, weight, ids, ignore_index=-100)[4:], found[4:])
+    assert not result[4].isnan().any()
+    cleaned = hidden.masked_fill(~kept[:, None], 0.0)
+    assert same(both(BACKEND, cleaned, weight, ids, ignore_index=-100)[4:], result[4:])
 
 
 @pytest.mark.gpu

@@ -47,8 +47,8 @@ def sort_tiles(launch: Launch) -> None:
     assert launch["ids"].shape == (launch["rows"],)
     parts = launch["ids"].split(height)
     assert order.shape == (1 + len(parts),)
-    wanted = torch.tensor([bool((part != launch["ignore_index"]).any()) or not launch["has_ignored"] for part in parts])
-    order.copy_(torch.cat((wanted.sum()[None], wanted.logical_not().sort(stable=True).indices)))
+    taken = torch.tensor([bool((part != launch["ignore_index"]).any()) or not launch["has_ignored"] for part in parts])
+    order.copy_(torch.cat((taken.sum()[None], taken.logical_not().sort(stable=True).indices)))
 
 
 def logits(launch: Launch, units: int, boxes: int) -> torch.Tensor:
@@ -132,8 +132,8 @@ def finish(launch: Launch) -> None:
     assert launch.grid[0] * 8 - 8 < launch["rows"] <= launch.grid[0] * 8
     assert len(launch["parts"]) == -(-launch["columns"] // (256 * launch["blocks"]))
     active = (launch["ids"] != launch["ignore_index"]) | (not launch["has_ignored"])
-    given = launch["chosen"], temperature(launch), active
-    write_statistics(launch, merged(launch["parts"]), *given, entropy=launch.constants["ENTROPY"])
+    arguments = launch["chosen"], temperature(launch), active
+    write_statistics(launch, merged(launch["parts"]), *arguments, entropy=launch.constants["ENTROPY"])
 
 
 def gradient(launch: Launch) -> None:
@@ -154,22 +154,22 @@ def gradient(launch: Launch) -> None:
     chosen = launch["ids"][:, None] == torch.arange(first, first + width)
     upstream = [launch[name] for name in ("grad_logp", "grad_lse", "grad_entropy")]
     entropy = launch["entropy"] if constants["ENTROPY"] else None
-    found = logits_gradient(z, temperature(launch), launch["norm"], chosen, upstream, entropy)
+    result = logits_gradient(z, temperature(launch), launch["norm"], chosen, upstream, entropy)
     if constants["CAPPED"]:
-        found *= launch["steepest"] * (1 - (z * temperature(launch)[:, None] / softcap_of(launch)).square())
+        result *= launch["steepest"] * (1 - (z * temperature(launch)[:, None] / softcap_of(launch)).square())
     bad = (launch["ids"] < 0) | (launch["ids"] >= launch["vocab"])
-    found = torch.where(bad[:, None], torch.nan, found)
+    result = torch.where(bad[:, None], torch.nan, result)
     if launch["has_ignored"]:
-        found = torch.where((launch["ids"] != launch["ignore_index"])[:, None], found, 0.0)
+        result = torch.where((launch["ids"] != launch["ignore_index"])[:, None], result, 0.0)
     dz = launch["dz"]
     assert dz.shape == (rows, width)
     assert dz.stride() == (launch["dz_row"], 1)
     if not is_kept:
         assert launch["dz_map"].tensor is dz
         assert launch["dz_map"][1:3] == ((64, 64), 128)
-    dz.copy_(found)
+    dz.copy_(result)
     if launch["sums"] is not None:
-        padded = torch.nn.functional.pad(found, (0, 0, 0, -rows % 16))
+        padded = torch.nn.functional.pad(result, (0, 0, 0, -rows % 16))
         launch["sums"].copy_(padded.unflatten(0, (-1, 16)).sum(1))
 
 
@@ -216,10 +216,10 @@ def check_all() -> None:
         with least[0], least[1], recorder.watching(*WATCHED), poisoned_empty():
             check_shards(check_case({**CALL, **call}, backend), backend)
             assert {launch.program for launch in recorder.launches} <= set(backend.programs("sm_90a"))
-        formed = [launch for launch in recorder.launches if launch.entry == "states"]
+        forward = [launch for launch in recorder.launches if launch.entry == "states"]
         # What is kept for each row must have a bound.
-        assert all(launch["rows"] <= 384 for launch in formed)
-        widths |= {launch["blocks"] for launch in formed}
+        assert all(launch["rows"] <= 384 for launch in forward)
+        widths |= {launch["blocks"] for launch in forward}
     assert widths == {1, 4}
 
 

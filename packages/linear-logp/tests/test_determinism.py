@@ -32,8 +32,8 @@ def _backward(call: dict[str, Any], *ends: int, dtype: torch.dtype | None = None
     for start, stop in pairwise((0, *ends, ROWS)):
         rows = slice(start, stop)
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
-            found = linear_logp(**{**call, "hidden": call["hidden"][rows], "target_ids": call["target_ids"][rows]})
-        found.backward(upstream[rows])
+            result = linear_logp(**{**call, "hidden": call["hidden"][rows], "target_ids": call["target_ids"][rows]})
+        result.backward(upstream[rows])
     assert call["lm_head_weight"].grad is None
     return call["lm_head_weight"].main_grad
 
@@ -65,12 +65,12 @@ def test_double_backward_with_main_grad_raises() -> None:
 
 
 def test_only_requested_gradients_are_computed() -> None:
-    """``needs_input_grad`` says which may be; the pass under way may want fewer, and main_grad is not to be touched."""
+    """``needs_input_grad`` says which may be; the pass under way may need fewer, and main_grad is not to be touched."""
     call, steps = _call(), native.Steps
     leaves = [call[name] for name in OPERANDS]
     expected = torch.autograd.grad(linear_logp(**call).sum(), leaves)
-    for wanted in product((False, True), repeat=3):
-        asked = [leaf for leaf, is_asked in zip(leaves, wanted, strict=True) if is_asked]
+    for needed in product((False, True), repeat=3):
+        asked = [leaf for leaf, is_asked in zip(leaves, needed, strict=True) if is_asked]
         if not asked:
             continue
         forget()
@@ -83,9 +83,9 @@ def test_only_requested_gradients_are_computed() -> None:
             for leaf in leaves:
                 leaf.grad = None
             linear_logp(**call).sum().backward(inputs=asked)
-        found = dhidden.called, dweight.called, dz.call_args.args[-2] is not None
-        assert found == wanted
-        own = [grad for grad, is_asked in zip(expected, wanted, strict=True) if is_asked]
+        result = dhidden.called, dweight.called, dz.call_args.args[-2] is not None
+        assert result == needed
+        own = [grad for grad, is_asked in zip(expected, needed, strict=True) if is_asked]
         assert all(map(torch.equal, grads, own))
         assert all(torch.equal(leaf.grad, grad) for leaf, grad in zip(asked, own, strict=True))
     total = call["lm_head_weight"].main_grad = torch.zeros(VOCAB, SIZE)
@@ -101,10 +101,10 @@ def test_an_unchecked_id_of_63_bits_gives_nan_for_its_row_alone(bad: int) -> Non
     good = linear_logp(**call)
     call["target_ids"][5] = bad
     others = torch.arange(ROWS) != 5
-    found = linear_logp(**call)
-    assert found[5].isnan()
-    assert torch.equal(found[others], good[others])
-    found.sum().backward()
+    result = linear_logp(**call)
+    assert result[5].isnan()
+    assert torch.equal(result[others], good[others])
+    result.sum().backward()
     assert call["hidden"].grad[5].isnan().all()
     assert call["hidden"].grad[others].isfinite().all()
 
@@ -113,9 +113,9 @@ def test_all_positions_ignored_with_infinite_weight() -> None:
     call = _call(ignore_index=IGNORED)
     call["target_ids"][:] = IGNORED
     call["lm_head_weight"].data[7] = torch.inf
-    found = linear_logp(**call)
-    assert not found.any()
-    found.backward(torch.full((ROWS,), torch.nan))
+    result = linear_logp(**call)
+    assert not result.any()
+    result.backward(torch.full((ROWS,), torch.nan))
     assert not any(call[name].grad.any() for name in OPERANDS)
 
 

@@ -67,7 +67,7 @@ def test_bf16_tie_of_the_largest_logits(backend):
     ids=str,
 )
 def test_bounds_of_near_certain_rows(backend, dtype):
-    """No rounding takes a log-probability above 0 or an entropy below 0, whichever way they are formed."""
+    """No rounding takes a log-probability above 0 or an entropy below 0, whichever way they are computed."""
     torch.manual_seed(0)
     # Small integers, so that logits are exact and only the softmax rounds.
     hidden, weight = (torch.randint(-8, 9, (n, 8), device=DEVICE).to(dtype) for n in (70, 7))
@@ -76,17 +76,17 @@ def test_bounds_of_near_certain_rows(backend, dtype):
     ids = (hidden.double() @ weight.double().T + bias.double()).argmax(1)
     hidden[0] = torch.nan
     temperatures = torch.tensor(0.7, device=DEVICE), torch.logspace(-6, 1, 70, device=DEVICE)
-    for given in {}, {"logit_scale": 0.3, "softcap": 30.0}, *({"temperature": value} for value in temperatures):
-        stats = linear_logp(hidden, weight, ids, bias, return_stats=True, backend=backend, **given)
-        gold = reference(hidden.double(), weight.double(), ids, bias.double(), return_stats=True, **given)
+    for arguments in {}, {"logit_scale": 0.3, "softcap": 30.0}, *({"temperature": value} for value in temperatures):
+        stats = linear_logp(hidden, weight, ids, bias, return_stats=True, backend=backend, **arguments)
+        gold = reference(hidden.double(), weight.double(), ids, bias.double(), return_stats=True, **arguments)
         for sign, value, expected in ((-1, stats.logp, gold.logp), (1, stats.entropy, gold.entropy)):
             assert value.isnan().nonzero().tolist() == [[0]]
             assert (sign * value[1:]).min() >= 0
             # Caps form logits of about 30 in FP32.
             torch.testing.assert_close(value, expected.float(), rtol=1e-4, atol=1e-4, equal_nan=True)
-    found = linear_logits(hidden, weight, bias, backend=backend).logp(ids)
-    assert torch.equal(found[1:], linear_logp(hidden, weight, ids, bias, backend=backend)[1:])
-    assert found[0].isnan()
+    result = linear_logits(hidden, weight, bias, backend=backend).logp(ids)
+    assert torch.equal(result[1:], linear_logp(hidden, weight, ids, bias, backend=backend)[1:])
+    assert result[0].isnan()
 
 
 NAMES = ("hidden", "lm_head_weight", "bias", "temperature", "grad_logp", "grad_entropy", "main_grad")
@@ -121,7 +121,7 @@ def test_states_of_a_billion_rows_in_triton():
     from rl_kernels.linear_logp.backends.triton import kernels
 
     states = far(torch.rand(3, 32, device=DEVICE), 0)
-    found = far(torch.zeros(3, 32, device=DEVICE), 0)
+    result = far(torch.zeros(3, 32, device=DEVICE), 0)
     flags = {"PER_ROW": False, "ENTROPY": True, "num_warps": 1}
-    kernels.merge_blocks[(1, 1)](states, found, 1.0, states.stride(0), 1, **flags)
-    assert torch.equal(found, states)
+    kernels.merge_blocks[(1, 1)](states, result, 1.0, states.stride(0), 1, **flags)
+    assert torch.equal(result, states)

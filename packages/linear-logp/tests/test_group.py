@@ -69,8 +69,8 @@ def results(call: dict[str, Any], function: Callable[..., Any] = linear_logp) ->
     leaves = {name: call[name].detach().clone().requires_grad_() for name in OPERANDS if name in call}
     with torch.no_grad():
         plain = linear_logp(**call)
-    found = function(**{**call, **leaves})
-    named = found._asdict() if isinstance(found, LogpStats) else {"logp": found}
+    result = function(**{**call, **leaves})
+    named = result._asdict() if isinstance(result, LogpStats) else {"logp": result}
     first = plain.logp if isinstance(plain, LogpStats) else plain
     assert torch.equal(bits_of(first), bits_of(named["logp"].detach()))
     upstream = [Draw(value.dtype, seed=3).normal(*value.shape) for value in named.values()]
@@ -79,19 +79,19 @@ def results(call: dict[str, Any], function: Callable[..., Any] = linear_logp) ->
     return {name: value.detach() for name, value in {**named, **grads}.items()}
 
 
-def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    one, other = (bits_of(value.masked_fill(value.isnan(), torch.nan)) for value in (found, expected))
-    return found.dtype == expected.dtype and torch.equal(one, other)
+def same(result: torch.Tensor, expected: torch.Tensor) -> bool:
+    one, other = (bits_of(value.masked_fill(value.isnan(), torch.nan)) for value in (result, expected))
+    return result.dtype == expected.dtype and torch.equal(one, other)
 
 
 def differing(call: dict[str, Any], group: Any, function: Callable[..., Any] = linear_logp, **more: Any) -> list[str]:
     """Return the names of the results that do not have one process's bits."""
     expected = results({**call, "vocab_segments": 8})
-    found = results({**shard(call, group), **more}, function)
+    result = results({**shard(call, group), **more}, function)
     for name in ("lm_head_weight", "bias"):
         if name in call:
             expected[f"gradient of {name}"] = expected[f"gradient of {name}"][part_of(call, group)]
-    return [name for name, value in expected.items() if not same(found[name], value)]
+    return [name for name, value in expected.items() if not same(result[name], value)]
 
 
 def accumulated(call: dict[str, Any], steps: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -120,35 +120,35 @@ def bits(group: Any, mesh: Any) -> list[Any]:
     call = drawn(5000, rows=48)
     mine, part = shard(call, group), part_of(call, group)
     whole, expected = accumulated({**call, "vocab_segments": 8}, 3)
-    found, grads = accumulated(mine, 3)
-    failed += [] if torch.equal(found, whole[part]) else ["main_grad"]
+    result, grads = accumulated(mine, 3)
+    failed += [] if torch.equal(result, whole[part]) else ["main_grad"]
     failed += ["main_grad, hidden" for one, other in zip(grads, expected, strict=True) if not torch.equal(one, other)]
     # A frozen weight; and hidden states that need no gradient, for which nothing is exchanged.
     for name in ("hidden", "lm_head_weight"):
         leaf = mine[name].clone().requires_grad_()
         alone = torch.autograd.grad(linear_logp(**{**mine, name: leaf}).sum(), leaf)[0]
         leaf = call[name].clone().requires_grad_()
-        wanted = torch.autograd.grad(linear_logp(**{**call, name: leaf}, vocab_segments=8).sum(), leaf)[0]
-        failed += [] if torch.equal(alone, wanted[part] if name == "lm_head_weight" else wanted) else [f"{name} alone"]
+        whole = torch.autograd.grad(linear_logp(**{**call, name: leaf}, vocab_segments=8).sum(), leaf)[0]
+        failed += [] if torch.equal(alone, whole[part] if name == "lm_head_weight" else whole) else [f"{name} alone"]
     return [*failed, *known_in_a_group(call, mine), *loss_in_a_group(call, mine, part)]
 
 
 def loss_in_a_group(call: dict[str, Any], mine: dict[str, Any], part: slice) -> list[str]:
     """A loss by chunks has one process's bits; ranks exchange the gradient of hidden chunk by chunk."""
-    found = []
-    for given in (mine, {**call, "vocab_segments": 8}):
-        leaves = {name: given[name].clone().requires_grad_() for name in ("hidden", "lm_head_weight")}
+    result = []
+    for arguments in (mine, {**call, "vocab_segments": 8}):
+        leaves = {name: arguments[name].clone().requires_grad_() for name in ("hidden", "lm_head_weight")}
         options = {"cu_seqlens": [0, 9, 30, 48], "chunk_tokens": 30}
 
         def losses(logp: torch.Tensor, chunk: Chunk) -> torch.Tensor:
             parts = logp.square().split(chunk.cu_seqlens.diff().tolist())
             return torch.stack([each.cumsum(0)[-1] for each in parts])
 
-        loss = linear_logp_loss(**{**given, **leaves}, loss=losses, **options)
+        loss = linear_logp_loss(**{**arguments, **leaves}, loss=losses, **options)
         loss.backward()
-        found.append([loss.detach(), leaves["hidden"].grad, leaves["lm_head_weight"].grad])
-    found[1][2] = found[1][2][part]
-    return [f"loss {number}" for number, pair in enumerate(zip(*found, strict=True)) if not torch.equal(*pair)]
+        result.append([loss.detach(), leaves["hidden"].grad, leaves["lm_head_weight"].grad])
+    result[1][2] = result[1][2][part]
+    return [f"loss {number}" for number, pair in enumerate(zip(*result, strict=True)) if not torch.equal(*pair)]
 
 
 def known_in_a_group(call: dict[str, Any], mine: dict[str, Any]) -> list[str]:
@@ -157,9 +157,9 @@ def known_in_a_group(call: dict[str, Any], mine: dict[str, Any]) -> list[str]:
         known, alone = linear_logp_known(**mine), linear_logp_known(**call)
     failed = [] if all(map(torch.equal, known[:2], alone[:2])) else ["known"]
     leaf, other = (call["hidden"].clone().requires_grad_() for _ in range(2))
-    found = torch.autograd.grad(linear_logp_from_known(**{**mine, "hidden": leaf}, known=known).sum(), leaf)[0]
-    wanted = torch.autograd.grad(linear_logp(**{**call, "hidden": other}, vocab_segments=8).sum(), other)[0]
-    return failed if torch.equal(found, wanted) else [*failed, "gradient of known"]
+    result = torch.autograd.grad(linear_logp_from_known(**{**mine, "hidden": leaf}, known=known).sum(), leaf)[0]
+    expected = torch.autograd.grad(linear_logp(**{**call, "hidden": other}, vocab_segments=8).sum(), other)[0]
+    return failed if torch.equal(result, expected) else [*failed, "gradient of known"]
 
 
 def errors(group: Any) -> dict[str, str]:
@@ -191,11 +191,11 @@ def errors(group: Any) -> dict[str, str]:
     weight.main_grad = torch.zeros(weight.shape, dtype=torch.float64 if last else torch.float32)
     attempt("main_grad", lm_head_weight=weight)
     hidden = call["hidden"].clone().requires_grad_()
-    found = torch.autograd.grad(linear_logp(**{**call, "hidden": hidden}).square().sum(), hidden, create_graph=True)
+    result = torch.autograd.grad(linear_logp(**{**call, "hidden": hidden}).square().sum(), hidden, create_graph=True)
     known = linear_logp_known(**call)
     attempt("known", linear_logp_from_known, known=known._replace(logp=known.logp + float(last)))
     attempt("bits", linear_logp_from_known, known=known._replace(norm=known.norm + 1))
-    attempt("double", lambda **_: found[0].sum().backward())
+    attempt("double", lambda **_: result[0].sum().backward())
     # The group is still in step.
     linear_logp(**call)
     return texts
@@ -204,9 +204,9 @@ def errors(group: Any) -> dict[str, str]:
 def alone(group: Any) -> list[str]:
     """A group of one rank gives the gradient of hidden that larger groups give, unless it is asked for one chain."""
     call = drawn(9001)
-    found = [results({**call, **more}) for more in ({"process_group": group}, {"vocab_segments": 8})]
+    result = [results({**call, **more}) for more in ({"process_group": group}, {"vocab_segments": 8})]
     plain = [results({**call, **more}) for more in ({"process_group": group, "vocab_segments": 1}, {})]
-    return [name for one, other in (found, plain) for name in one if not torch.equal(one[name], other[name])]
+    return [name for one, other in (result, plain) for name in one if not torch.equal(one[name], other[name])]
 
 
 def ranks(rank: int, world: int) -> tuple[list[Any], list[dict[str, str]]]:
@@ -220,9 +220,9 @@ def ranks(rank: int, world: int) -> tuple[list[Any], list[dict[str, str]]]:
 
 
 def test_ranks() -> None:
-    found = run_ranks(ranks, 4, 4)
-    assert [failed for failed, _ in found] == [[]] * 4
-    whole, pairs = zip(*(texts for _, texts in found), strict=True)
+    result = run_ranks(ranks, 4, 4)
+    assert [failed for failed, _ in result] == [[]] * 4
+    whole, pairs = zip(*(texts for _, texts in result), strict=True)
     for texts in (whole, pairs[:2], pairs[2:]):
         check(texts[0], len(texts))
         assert all(other == texts[0] for other in texts)

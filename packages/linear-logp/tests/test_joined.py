@@ -70,8 +70,8 @@ class Batch:
             if isinstance(options.get("temperature"), torch.Tensor):
                 options["temperature"] = options["temperature"][rows]
             leaves = {"hidden": self.hidden[rows].clone().requires_grad_(), "bias": self.bias.clone().requires_grad_()}
-            found = linear_logp(leaves["hidden"], weight, self.ids[rows], bias=leaves["bias"], **options)
-            found.backward(self.upstream[rows])
+            result = linear_logp(leaves["hidden"], weight, self.ids[rows], bias=leaves["bias"], **options)
+            result.backward(self.upstream[rows])
         total = weight.grad if self.start is None else weight.main_grad
         return {"weight": total, **{name: leaf.grad for name, leaf in leaves.items()}}
 
@@ -94,18 +94,18 @@ class Batch:
             inputs = self.hidden[rows], self.weight, self.ids[rows], self.bias, scale[rows] if scale.ndim else scale
             saved = norm[rows], None, None, self.upstream[rows], None, None, 0, VOCAB, 1, False
             chain = [torch.zeros_like(total) for total in totals]
-            how = None, [False, True, True], None, *chain, backend
-            ops["backward_main_grad"](*inputs, ignored, cap, *saved, *how)
+            rest = None, [False, True, True], None, *chain, backend
+            ops["backward_main_grad"](*inputs, ignored, cap, *saved, *rest)
             for total, value in zip(totals, chain, strict=True):
                 total += value
         weight = totals[0] if self.start is not None else totals[0].to(self.dtype)
         return {"weight": weight, "bias": totals[1].to(self.dtype)}
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *names: str) -> None:
+def same(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *names: str) -> None:
     for name in names or expected:
-        assert found[name].dtype == expected[name].dtype, name
-        assert torch.equal(bits_of(found[name]), bits_of(expected[name])), name
+        assert result[name].dtype == expected[name].dtype, name
+        assert torch.equal(bits_of(result[name]), bits_of(expected[name])), name
 
 
 def backends() -> Iterator[Any]:
@@ -133,11 +133,11 @@ def test_chains_are_added_in_order(backend: str) -> None:
     for options in OPTIONS[1:2] if few(backend) else OPTIONS:
         for dtype in dtypes(backend):
             batch = Batch(dtype, backend=backend, **options)
-            found, expected = batch.gradients(), batch.defined(backend=backend)
-            same(found, expected)
+            result, expected = batch.gradients(), batch.defined(backend=backend)
+            same(result, expected)
             one = batch.gradients(join_tokens=None)
-            assert not torch.equal(found["weight"], one["weight"])
-            same(found, one, "hidden")
+            assert not torch.equal(result["weight"], one["weight"])
+            same(result, one, "hidden")
             for form in FORMS if backend == "native" else ():
                 same(batch.gradients(**form), expected)
 

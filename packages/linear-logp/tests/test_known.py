@@ -60,17 +60,17 @@ def results(call: dict[str, Any], function: Callable[..., Any] = linear_logp, **
     """Return the results and gradients of a call, and of a second backward pass."""
     stats = function(**{**call, **more})
     outputs = [stats] if isinstance(stats, torch.Tensor) else list(stats)
-    found = [value.detach() for value in outputs]
+    result = [value.detach() for value in outputs]
     upstream = [Draw(value.dtype, seed=3, device=value.device.type).normal(*value.shape) for value in outputs]
     for _ in range(2):
         torch.autograd.backward(outputs, upstream, retain_graph=True)
         for leaf in (call[name] for name in ("hidden", "lm_head_weight", "bias") if name in call):
-            found += [value.clone() for value in (leaf.grad, getattr(leaf, "main_grad", None)) if value is not None]
-    return found
+            result += [value.clone() for value in (leaf.grad, getattr(leaf, "main_grad", None)) if value is not None]
+    return result
 
 
-def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
+def same(result: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(result, expected, strict=True):
         assert torch.equal(bits_of(one), bits_of(other))
 
 
@@ -146,11 +146,11 @@ def test_ignored_rows_and_unneeded_statistics_are_not_read() -> None:
     for name in Known._fields:
         wrong = getattr(stats, name).clone()
         wrong[33] = torch.nan
-        found = linear_logp_from_known(**call, known=stats._replace(**{name: wrong}), check_rows=150)
-        assert all(map(torch.equal, found, (stats.logp, stats.logsumexp, stats.entropy)))
+        result = linear_logp_from_known(**call, known=stats._replace(**{name: wrong}), check_rows=150)
+        assert all(map(torch.equal, result, (stats.logp, stats.logsumexp, stats.entropy)))
     for name in ("logsumexp", "entropy"):
-        found = linear_logp_from_known(**{**call, "return_stats": False}, known=stats._replace(**{name: None}))
-        assert torch.equal(found, stats.logp)
+        result = linear_logp_from_known(**{**call, "return_stats": False}, known=stats._replace(**{name: None}))
+        assert torch.equal(result, stats.logp)
 
 
 def test_changed_weights_raise_only_if_rows_are_checked() -> None:
@@ -223,9 +223,9 @@ def test_ulps() -> None:
         one = torch.tensor([1.0, -0.0, 0.0, torch.nan, -tiny, huge, torch.nan], dtype=dtype)
         other = torch.tensor([1.0, 0.0, 0.0, torch.nan, -tiny, -huge, 0.0], dtype=dtype)
         one[0] = torch.nextafter(one[0], one[1])
-        apart = known._ulps(one, other)
-        assert apart[:5].tolist() == [1, 1, 0, 0, 0]
-        assert bool((apart[5:] > 0).all())
+        distances = known._ulps(one, other)
+        assert distances[:5].tolist() == [1, 1, 0, 0, 0]
+        assert bool((distances[5:] > 0).all())
 
 
 def test_invalid_arguments_raise() -> None:
@@ -256,8 +256,8 @@ def test_any_leading_shape_and_torch_compile() -> None:
     compiled = torch.compile(reused, fullgraph=True, backend="aot_eager")
     grads = []
     for function, more in ((linear_logp, {}), (reused, {"known": stats}), (compiled, {"known": stats})):
-        found = function(**call, **more)
-        assert torch.equal(found, stats.logp)
-        grads.append(torch.autograd.grad(found.square().sum(), call["lm_head_weight"])[0])
+        result = function(**call, **more)
+        assert torch.equal(result, stats.logp)
+        grads.append(torch.autograd.grad(result.square().sum(), call["lm_head_weight"])[0])
     assert torch.equal(grads[0], grads[1])
     assert torch.equal(grads[0], grads[2])

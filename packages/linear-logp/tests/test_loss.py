@@ -69,12 +69,12 @@ class Batch:
         self.advantages = draw.normal(count, dtype=torch.float32).view(leading)
         self.options = options
 
-    def losses(self, found: torch.Tensor | LogpStats, chunk: Chunk) -> torch.Tensor:
+    def losses(self, result: torch.Tensor | LogpStats, chunk: Chunk) -> torch.Tensor:
         """Return a loss for each sequence."""
-        logp = found.logp if isinstance(found, LogpStats) else found
+        logp = result.logp if isinstance(result, LogpStats) else result
         x = -logp.exp() * self.advantages[chunk.tokens if self.packed else chunk.sequences]
-        if isinstance(found, LogpStats):
-            x = x - 0.1 * found.entropy + 0.01 * found.logsumexp
+        if isinstance(result, LogpStats):
+            x = x - 0.1 * result.entropy + 0.01 * result.logsumexp
         if not self.packed:
             return row_sum(x)
         parts = [x[a:b] for a, b in pairwise(chunk.cu_seqlens.tolist())]
@@ -87,30 +87,30 @@ class Batch:
         main_grad = getattr(self.weight, "main_grad", None)
         assert main_grad is None or self.weight.grad is None
         bias = None if self.bias is None else self.bias.grad
-        found = [total.detach(), self.hidden.grad, self.weight.grad, main_grad, bias]
-        return [value for value in found if value is not None]
+        result = [total.detach(), self.hidden.grad, self.weight.grad, main_grad, bias]
+        return [value for value in result if value is not None]
 
-    def apart(self, **more: Any) -> list[torch.Tensor]:
+    def in_turn(self, **more: Any) -> list[torch.Tensor]:
         """Return loss and gradients of linear_logp, the loss and backward one after the other."""
-        found = linear_logp(self.hidden, self.weight, self.ids, self.bias, **self.options, **more)
+        result = linear_logp(self.hidden, self.weight, self.ids, self.bias, **self.options, **more)
         chunk = next(chunks_of(self.offsets, 10**9, self.hidden.device))
-        return self.gradients(row_sum(self.losses(found, chunk)))
+        return self.gradients(row_sum(self.losses(result, chunk)))
 
     def together(self, chunk_tokens: int, **more: Any) -> list[torch.Tensor]:
         """Return loss and gradients of linear_logp_loss."""
         more |= {"cu_seqlens": self.offsets} if self.packed else {}
-        given = (self.hidden, self.weight, self.ids, self.losses, self.bias)
+        arguments = (self.hidden, self.weight, self.ids, self.losses, self.bias)
         return self.gradients(
-            linear_logp_loss(*given, chunk_tokens=chunk_tokens, grad_scale=SCALE, **self.options, **more)
+            linear_logp_loss(*arguments, chunk_tokens=chunk_tokens, grad_scale=SCALE, **self.options, **more)
         )
 
 
 def check_case(options: dict[str, Any], dtype: torch.dtype, device: str, backend: str, **sizes: Any) -> None:
-    expected = Batch(options, dtype, device, **sizes).apart(backend=backend)
+    expected = Batch(options, dtype, device, **sizes).in_turn(backend=backend)
     for chunk_tokens in CHUNKS:
         batch = Batch(options, dtype, device, **sizes)
-        found = batch.together(chunk_tokens, backend=backend, validate=chunk_tokens != CHUNKS[1])
-        for one, other in zip(found, expected, strict=True):
+        result = batch.together(chunk_tokens, backend=backend, validate=chunk_tokens != CHUNKS[1])
+        for one, other in zip(result, expected, strict=True):
             assert one.dtype == other.dtype
             assert torch.equal(bits_of(one), bits_of(other)), chunk_tokens
 
@@ -133,11 +133,11 @@ def test_empty_sequences_change_no_bit(options: dict[str, Any]) -> None:
         lengths = [0] * draw.randint(0, 2)
         for _ in range(draw.randint(1, 4)):
             lengths += [draw.choice([1, 15, 16, 37, 130]), *[0] * draw.randint(0, 2)]
-        made = {"packed": True, "sizes": (8, 50), "lengths": lengths}
-        wanted = Batch(options, torch.float32, "cpu", **made).apart()
+        sizes = {"packed": True, "sizes": (8, 50), "lengths": lengths}
+        expected = Batch(options, torch.float32, "cpu", **sizes).in_turn()
         for chunk_tokens in (1, draw.randint(2, 140)):
-            found = Batch(options, torch.float32, "cpu", **made).together(chunk_tokens)
-            assert all(map(torch.equal, found, wanted)), (lengths, chunk_tokens)
+            result = Batch(options, torch.float32, "cpu", **sizes).together(chunk_tokens)
+            assert all(map(torch.equal, result, expected)), (lengths, chunk_tokens)
 
 
 @pytest.mark.gpu
@@ -160,18 +160,18 @@ def test_planted_bug_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_loss_without_gradients_and_with_some() -> None:
     batch = Batch({}, torch.float32, "cpu", packed=False)
-    given = (batch.weight, batch.ids, batch.losses)
-    expected = batch.apart()
+    arguments = (batch.weight, batch.ids, batch.losses)
+    expected = batch.in_turn()
     with torch.no_grad():
-        found = linear_logp_loss(batch.hidden, *given, chunk_tokens=60, grad_scale=SCALE)
-    assert torch.equal(found, expected[0])
-    assert not found.requires_grad
+        result = linear_logp_loss(batch.hidden, *arguments, chunk_tokens=60, grad_scale=SCALE)
+    assert torch.equal(result, expected[0])
+    assert not result.requires_grad
     hidden = batch.hidden.detach().requires_grad_()
-    frozen = linear_logp_loss(hidden, batch.weight.detach(), *given[1:], chunk_tokens=60)
-    whole = linear_logp_loss(hidden, batch.weight.detach(), *given[1:])
+    frozen = linear_logp_loss(hidden, batch.weight.detach(), *arguments[1:], chunk_tokens=60)
+    whole = linear_logp_loss(hidden, batch.weight.detach(), *arguments[1:])
     grads = [torch.autograd.grad(value, hidden)[0] for value in (frozen, whole)]
     assert torch.equal(*grads)
-    other = linear_logp_loss(batch.hidden.detach(), *given, chunk_tokens=60, grad_scale=SCALE)
+    other = linear_logp_loss(batch.hidden.detach(), *arguments, chunk_tokens=60, grad_scale=SCALE)
     assert torch.equal(torch.autograd.grad(other, batch.weight, torch.tensor(SCALE))[0], expected[2])
 
 
@@ -193,7 +193,7 @@ def test_autocast_and_tied_weights() -> None:
 
 
 def test_checkpoint_counts_gradients_once() -> None:
-    """It calls the loss once more for each chunk; with ``main_grad`` it is refused where it forms gradients twice."""
+    """It calls the loss once more for each chunk; with ``main_grad`` it would add twice, and is refused."""
 
     def run(around: Any, main_grad: bool) -> tuple[list[torch.Tensor], int]:
         batch, calls = Batch({"main_grad": main_grad}, torch.float32, "cpu", packed=False), []
@@ -210,9 +210,9 @@ def test_checkpoint_counts_gradients_once() -> None:
         return batch.gradients(around(step, batch.hidden)), len(calls)
 
     for main_grad, use_reentrant in ((False, False), (False, True), (True, True)):
-        wanted, once = run(lambda step, hidden: step(hidden), main_grad)
-        found, calls = run(partial(checkpoint, use_reentrant=use_reentrant), main_grad)
-        assert all(map(torch.equal, found, wanted))
+        expected, once = run(lambda step, hidden: step(hidden), main_grad)
+        result, calls = run(partial(checkpoint, use_reentrant=use_reentrant), main_grad)
+        assert all(map(torch.equal, result, expected))
         assert calls == 2 * once
     with pytest.raises(ValueError, match=r"lm_head_weight\.main_grad: expected no torch\.utils\.checkpoint around"):
         run(partial(checkpoint, use_reentrant=False), True)
@@ -223,8 +223,8 @@ def test_cuda_graph_replays_loss_and_gradients() -> None:
     batch = Batch({"main_grad": True}, torch.bfloat16, "cuda", packed=False)
 
     def step() -> torch.Tensor:
-        given = (batch.hidden, batch.weight, batch.ids, batch.losses)
-        loss = linear_logp_loss(*given, chunk_tokens=60, grad_scale=SCALE)
+        arguments = (batch.hidden, batch.weight, batch.ids, batch.losses)
+        loss = linear_logp_loss(*arguments, chunk_tokens=60, grad_scale=SCALE)
         loss.backward(torch.full_like(loss, SCALE))
         return loss.detach()
 
@@ -240,6 +240,6 @@ def test_cuda_graph_replays_loss_and_gradients() -> None:
             loss = step()
         graph.replay()
     torch.cuda.synchronize()
-    wanted = Batch({"main_grad": True}, torch.bfloat16, "cuda", packed=False).apart()
-    for one, other in zip((loss, batch.hidden.grad, batch.weight.main_grad), wanted, strict=True):
+    expected = Batch({"main_grad": True}, torch.bfloat16, "cuda", packed=False).in_turn()
+    for one, other in zip((loss, batch.hidden.grad, batch.weight.main_grad), expected, strict=True):
         assert torch.equal(bits_of(one), bits_of(other))

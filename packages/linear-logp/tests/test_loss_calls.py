@@ -42,9 +42,9 @@ def test_logits_of_one_chunk_are_alive_at_a_time(monkeypatch: pytest.MonkeyPatch
 
     def watched(*args: Any) -> torch.Tensor:
         assert not any(reference() is not None for reference in alive)
-        found = empty(*args)
-        alive.append(weakref.ref(found))
-        return found
+        result = empty(*args)
+        alive.append(weakref.ref(result))
+        return result
 
     monkeypatch.setattr(native, "kept_room", watched)
     linear_logp_loss(*call(9, 30), total, chunk_tokens=60)
@@ -79,9 +79,11 @@ def test_no_tokens(leading: tuple[int, ...], offsets: list[int] | None) -> None:
         assert chunk.cu_seqlens.tolist() == [0] * (sequences + 1)
         return logp.sum() + torch.full((sequences,), 2.0)
 
-    found = linear_logp_loss(hidden, weight, ids, losses, cu_seqlens=None if offsets is None else torch.tensor(offsets))
-    found.backward()
-    assert found == 2.0 * sequences
+    result = linear_logp_loss(
+        hidden, weight, ids, losses, cu_seqlens=None if offsets is None else torch.tensor(offsets)
+    )
+    result.backward()
+    assert result == 2.0 * sequences
     assert hidden.grad.shape == (*leading, 8)
     assert not weight.grad.any()
 
@@ -95,20 +97,20 @@ def test_constant_loss_gives_zero_gradients() -> None:
 
 @pytest.mark.smoke
 def test_other_upstream_gradient_raises() -> None:
-    given = *call(9, 30), total
+    arguments = *call(9, 30), total
     with pytest.raises(RuntimeError, match=r"expected the upstream gradient 1, got 0\.5; give it as grad_scale"):
-        (linear_logp_loss(*given) / 2).backward()
+        (linear_logp_loss(*arguments) / 2).backward()
     with pytest.raises(RuntimeError, match="the upstream gradient is not grad_scale"):
-        (linear_logp_loss(*given, validate=False) / 2).backward()
-    (linear_logp_loss(*given, grad_scale=0.5) / 2).backward()
-    found = linear_logp_loss(*given)
-    found.backward(retain_graph=True)
+        (linear_logp_loss(*arguments, validate=False) / 2).backward()
+    (linear_logp_loss(*arguments, grad_scale=0.5) / 2).backward()
+    result = linear_logp_loss(*arguments)
+    result.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="expected one backward pass"):
-        found.backward()
+        result.backward()
 
 
 def test_invalid_losses_raise() -> None:
-    other, given = torch.ones(3, requires_grad=True), call(9, 30)
+    other, arguments = torch.ones(3, requires_grad=True), call(9, 30)
     returns = "loss: expected it to return a tensor of floats, got"
     wrong: tuple[tuple[Any, type[Exception], str], ...] = (
         (1.0, TypeError, "loss: expected a callable, got float"),
@@ -124,7 +126,7 @@ def test_invalid_losses_raise() -> None:
     )
     for loss, error, match in wrong:
         with pytest.raises(error, match=match):
-            linear_logp_loss(*given, loss)
+            linear_logp_loss(*arguments, loss)
 
 
 def test_invalid_arguments_raise_before_the_loss_is_called() -> None:
@@ -133,7 +135,7 @@ def test_invalid_arguments_raise_before_the_loss_is_called() -> None:
 
     padded, packed = call(9, 30), call(270)
     rising = "cu_seqlens: expected offsets that rise from 0 to the number of"
-    for given, error, match, more in (
+    for arguments, error, match, more in (
         (padded, ValueError, "chunk_tokens: expected", {"chunk_tokens": 0}),
         (padded, ValueError, "grad_scale: expected", {"grad_scale": float("nan")}),
         (padded, ValueError, "join_tokens: expected None or a multiple of 16", {"join_tokens": 24}),
@@ -146,4 +148,4 @@ def test_invalid_arguments_raise_before_the_loss_is_called() -> None:
         ),
     ):
         with pytest.raises(error, match=match):
-            linear_logp_loss(*given, refused, **more)
+            linear_logp_loss(*arguments, refused, **more)

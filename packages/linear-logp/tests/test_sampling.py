@@ -32,21 +32,21 @@ def check_case(shape: tuple[int, int, int], dtype: torch.dtype, device: str, bac
     hidden, weight, bias, ids = drawn(shape, dtype, device)
     for b in (None, bias):
         with torch.no_grad():
-            found = linear_logits(hidden, weight, b, backend=backend)
-        assert found.logits.shape == (shape[0], shape[2])
+            result = linear_logits(hidden, weight, b, backend=backend)
+        assert result.logits.shape == (shape[0], shape[2])
         for chosen in (ids, ids.flip(0).int()):
-            assert same(found.logp(chosen), linear_logp(hidden, weight, chosen, b, backend=backend))
+            assert same(result.logp(chosen), linear_logp(hidden, weight, chosen, b, backend=backend))
         beyond = torch.where(torch.arange(shape[0], device=device) % 3 == 1, shape[2], ids)
         assert same(
-            found.logp(beyond, validate=False), linear_logp(hidden, weight, beyond, b, backend=backend, validate=False)
+            result.logp(beyond, validate=False), linear_logp(hidden, weight, beyond, b, backend=backend, validate=False)
         )
         exact = hidden.double() @ weight.double().T + (0.0 if b is None else b.double())
         # FP32 chains of D terms about 1: far closer than a rounding to BF16.
-        assert (found.logits - exact).abs().max() < 2e-5
+        assert (result.logits - exact).abs().max() < 2e-5
         middle = slice(shape[0] // 2, shape[0] // 2 + 1)
         alone = linear_logits(hidden[middle], weight, b, backend=backend)
-        assert same(alone.logits, found.logits[middle])
-        assert same(alone.logp(ids[middle]), found.logp(ids)[middle])
+        assert same(alone.logits, result.logits[middle])
+        assert same(alone.logp(ids[middle]), result.logp(ids)[middle])
     check_undefined(device, backend)
 
 
@@ -54,14 +54,14 @@ def check_undefined(device: str, backend: str) -> None:
     """Rows whose softmax is not defined, and one whose other logits are all -inf."""
     hidden, weight, bias, ids = drawn((4, 16, 300), torch.bfloat16, device)
     hidden[0, 3], hidden[1, 2] = torch.nan, torch.inf
-    found = linear_logits(hidden, weight, backend=backend)
-    assert same(found.logp(ids), linear_logp(hidden, weight, ids, backend=backend))
-    assert found.logp(ids).isnan().tolist() == [True, True, False, False]
+    result = linear_logits(hidden, weight, backend=backend)
+    assert same(result.logp(ids), linear_logp(hidden, weight, ids, backend=backend))
+    assert result.logp(ids).isnan().tolist() == [True, True, False, False]
     bias[:], bias[7] = -torch.inf, 0.5
     ids[:] = torch.tensor([7, 7, 7, 8])
-    found = linear_logits(hidden, weight, bias, backend=backend)
-    assert same(found.logp(ids), linear_logp(hidden, weight, ids, bias, backend=backend))
-    only, none = found.logp(ids)[2:].tolist()
+    result = linear_logits(hidden, weight, bias, backend=backend)
+    assert same(result.logp(ids), linear_logp(hidden, weight, ids, bias, backend=backend))
+    only, none = result.logp(ids)[2:].tolist()
     assert abs(only) < 1e-6
     assert none == -torch.inf
 
@@ -83,26 +83,26 @@ def test_any_leading_dims(leading: tuple[int, ...]) -> None:
     draw = Draw(torch.bfloat16)
     hidden, weight, ids = draw.normal(*leading, 16), draw.normal(70, 16), draw.ids(70, *leading)
     turned = hidden.permute(*reversed(range(hidden.ndim))).contiguous().permute(*reversed(range(hidden.ndim)))
-    for given in (hidden, turned):
-        found = linear_logits(given, weight)
-        assert found.logits.shape == (*leading, 70)
-        assert same(found.logp(ids), linear_logp(hidden, weight, ids))
+    for arguments in (hidden, turned):
+        result = linear_logits(arguments, weight)
+        assert result.logits.shape == (*leading, 70)
+        assert same(result.logp(ids), linear_logp(hidden, weight, ids))
 
 
 def test_autocast() -> None:
     hidden, weight, bias, ids = drawn((5, 16, 300), torch.float32)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        found = linear_logits(hidden, weight, bias)
-        assert same(found.logp(ids), linear_logp(hidden, weight, ids, bias))
-    assert same(found.logp(ids), linear_logp(hidden.bfloat16(), weight.bfloat16(), ids, bias.bfloat16()))
+        result = linear_logits(hidden, weight, bias)
+        assert same(result.logp(ids), linear_logp(hidden, weight, ids, bias))
+    assert same(result.logp(ids), linear_logp(hidden.bfloat16(), weight.bfloat16(), ids, bias.bfloat16()))
 
 
 def test_compiled() -> None:
     hidden, weight, bias, ids = drawn((5, 16, 300), torch.float32)
 
     def sampled(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found = linear_logits(hidden, weight, bias)
-        return found.logits, found.logp(ids, validate=False)
+        result = linear_logits(hidden, weight, bias)
+        return result.logits, result.logp(ids, validate=False)
 
     logits, logp = torch.compile(sampled, backend="aot_eager", fullgraph=True)(hidden)
     expected = linear_logits(hidden, weight, bias)
@@ -117,28 +117,28 @@ def test_forward_mode_raises() -> None:
         torch.func.jvp(lambda x: linear_logits(x, weight).logits, (hidden,), (hidden,))
 
 
-def made() -> tuple[LinearLogits, torch.Tensor]:
+def logits_and_ids() -> tuple[LinearLogits, torch.Tensor]:
     hidden, weight, _, ids = drawn((4, 16, 90), torch.float32)
     return linear_logits(hidden, weight), ids
 
 
 def test_logits_changed_in_place_raise() -> None:
-    found, ids = made()
-    before = found.logp(ids)
-    found.logits.clone().div_(2.0)
-    assert same(found.logp(ids), before)
-    assert same(copy.deepcopy(found).logp(ids), before)
-    found.logits.div_(2.0)
+    result, ids = logits_and_ids()
+    before = result.logp(ids)
+    result.logits.clone().div_(2.0)
+    assert same(result.logp(ids), before)
+    assert same(copy.deepcopy(result).logp(ids), before)
+    result.logits.div_(2.0)
     with pytest.raises(RuntimeError, match="logits: changed in place"):
-        found.logp(ids)
+        result.logp(ids)
 
 
 def test_inference_mode() -> None:
     with torch.inference_mode():
-        found, ids = made()
-        assert found.seen is None
-        value = found.logp(ids)
-    assert same(value, made()[0].logp(ids))
+        result, ids = logits_and_ids()
+        assert result.version is None
+        value = result.logp(ids)
+    assert same(value, logits_and_ids()[0].logp(ids))
 
 
 def test_forced_backend_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,32 +160,32 @@ def test_forced_backend_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.smoke
 def test_logp_of_gathered_logits() -> None:
-    found, ids = made()
+    result, ids = logits_and_ids()
     two = torch.stack((ids, ids.flip(0)), -1)
-    together = found.logp_of(found.logits.gather(1, two))
-    assert same(together[:, 0], found.logp(ids))
-    assert same(together[:, 1], found.logp(ids.flip(0)))
-    for wrong in (found.logits[:, 0], found.logits[:2], found.logits.double()):
+    together = result.logp_of(result.logits.gather(1, two))
+    assert same(together[:, 0], result.logp(ids))
+    assert same(together[:, 1], result.logp(ids.flip(0)))
+    for wrong in (result.logits[:, 0], result.logits[:2], result.logits.double()):
         with pytest.raises(ValueError, match=r"logits: expected torch\.float32 of shape"):
-            found.logp_of(wrong)
+            result.logp_of(wrong)
 
 
 def test_invalid_arguments_raise() -> None:
-    found, ids = made()
+    result, ids = logits_and_ids()
     for wrong, error in ((ids[:2], ValueError), (ids.float(), TypeError), (ids.to("meta"), ValueError)):
         with pytest.raises(error, match="target_ids"):
-            found.logp(wrong)
+            result.logp(wrong)
     ids[1] = 90
     with pytest.raises(ValueError, match="target_ids: expected values in"):
-        found.logp(ids)
+        result.logp(ids)
     hidden, weight, bias, _ = drawn((4, 16, 90), torch.float32)
-    for given, error, match in (
+    for arguments, error, match in (
         ((hidden[:, :8], weight), ValueError, "lm_head_weight"),
         ((hidden, weight, bias[:-1]), ValueError, "bias"),
         (([1.0], weight), TypeError, "hidden"),
     ):
         with pytest.raises(error, match=match):
-            linear_logits(*given)
+            linear_logits(*arguments)
     with pytest.raises(ValueError, match="nope"):
         linear_logits(hidden, weight, backend="nope")
     for one in (hidden, weight, bias):

@@ -73,12 +73,12 @@ def drawn(options: dict[str, Any], device: str = DEVICE) -> tuple[Any, list[torc
     return virtual.Call(hidden, weight, ids, bias, temperature, options.get("ignored"), cap), upstream
 
 
-def same(found: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:
-    assert found.dtype == expected.dtype, what
-    assert found.shape == expected.shape, what
-    nan = found.isnan()
+def same(result: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:
+    assert result.dtype == expected.dtype, what
+    assert result.shape == expected.shape, what
+    nan = result.isnan()
     assert torch.equal(nan, expected.isnan()), what
-    assert torch.equal(bits_of(found)[~nan], bits_of(expected)[~nan]), what
+    assert torch.equal(bits_of(result)[~nan], bits_of(expected)[~nan]), what
 
 
 def segmented(call: Any, saved: list[Any], backend: str) -> torch.Tensor:
@@ -104,17 +104,17 @@ def check_case(options: dict[str, Any], backend: str) -> None:
         same(value, plain)
     grads = upstream if entropy else [upstream[0], None, None]
     saved, needed = [norm, row_entropy if entropy else None, None, *grads], [True, True, call.bias is not None]
-    how = False, 256, needed, options.get("join"), backend
-    whole = [ops["backward"](*call, *saved, 0, vocab, segments, *how) for segments in (1, 8)]
+    rest = False, 256, needed, options.get("join"), backend
+    whole = [ops["backward"](*call, *saved, 0, vocab, segments, *rest) for segments in (1, 8)]
     for value, plain in zip(whole[1][1:], whole[0][1:], strict=True):
         same(value, plain, "weight and bias")
     same(whole[1][0], segmented(call, saved, backend), "segments")
     few = (backend, DEVICE) == INTERPRETED
     for ranks in (2, 8) if few else RANKS:
         packed = virtual.states(call, ranks, entropy, backend)
-        found = virtual.finish(call, packed, entropy, backend)
-        wanted = (logp, lse, row_entropy, norm) if entropy else (logp, lse[:0], row_entropy[:0], norm)
-        for value, plain in zip(found, wanted, strict=True):
+        result = virtual.finish(call, packed, entropy, backend)
+        expected = (logp, lse, row_entropy, norm) if entropy else (logp, lse[:0], row_entropy[:0], norm)
+        for value, plain in zip(result, expected, strict=True):
             same(value, plain, ranks)
         # A workspace of 1 MiB has blocks of 64 rows.
         for workspace_mib in (256,) if few or len(call.hidden) <= 64 else (1, 256):
@@ -158,8 +158,8 @@ def test_opcheck_of_shards(entropy: bool, dtype: torch.dtype) -> None:
     for saved_mib in (0, 1):
         torch.library.opcheck(raw.linear_logp_states.default, (*shard, 2048, 4, entropy, saved_mib, "native"))
     packed, kept = ops["states"](*shard, 2048, 4, entropy, 1, "native")
-    given = call.target_ids, call.temperature, None, 3072, entropy, "native"
-    torch.library.opcheck(raw.linear_logp_finish.default, (torch.stack([packed, packed]), *given))
+    arguments = call.target_ids, call.temperature, None, 3072, entropy, "native"
+    torch.library.opcheck(raw.linear_logp_finish.default, (torch.stack([packed, packed]), *arguments))
     norm = torch.zeros(len(call.hidden), 2, dtype=packed.dtype)
     for partial_sum, needed, logits in ((True, [True, False, True], None), (False, [True, True, False], kept)):
         saved = norm, None, logits, upstream[0].to(packed.dtype), None, None

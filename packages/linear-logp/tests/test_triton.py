@@ -43,9 +43,9 @@ def _gradients(workspace_mib: int, *, main_grad: bool = False, **options: Any) -
     ids = draw.ids(VOCAB, ROWS).masked_fill(draw.mask(0.3, ROWS), IGNORED)
     if main_grad:
         weight.main_grad = draw.normal(VOCAB, SIZE)
-    given = {"ignore_index": IGNORED, "memory": Memory(workspace_mib), "return_stats": True, **options}
-    found = linear_logp(leaves[0], weight, ids, leaves[1], backend="triton", **given)
-    sum(value.sum() for value in found).backward()
+    arguments = {"ignore_index": IGNORED, "memory": Memory(workspace_mib), "return_stats": True, **options}
+    result = linear_logp(leaves[0], weight, ids, leaves[1], backend="triton", **arguments)
+    sum(value.sum() for value in result).backward()
     return [leaf.grad if leaf.grad is not None else leaf.main_grad for leaf in leaves]
 
 
@@ -53,12 +53,12 @@ def _gradients(workspace_mib: int, *, main_grad: bool = False, **options: Any) -
 def test_pieces_and_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
     from rl_kernels.linear_logp import backward
 
-    found: list[tuple[int, int]] = []
+    result: list[tuple[int, int]] = []
     cut = backward.Steps.cut
 
     def watched(self: Any, *args: Any) -> tuple[int, int]:
-        found.append(cut(self, *args))
-        return found[-1]
+        result.append(cut(self, *args))
+        return result[-1]
 
     monkeypatch.setattr(backward.Steps, "cut", watched)
     forget()
@@ -69,8 +69,8 @@ def test_pieces_and_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch, more: 
         forget()
         assert all(bits(one, other).passed for one, other in zip(_gradients(1, **more), whole, strict=True))
     # Of chains of 208 rows, blocks have their length, rounded up to 128; then fewer.
-    assert [height for _, height in found] == ([256, 256, 128] if "join_tokens" in more else [384, 384, 128])
-    assert found[-1][0] == 1280
+    assert [height for _, height in result] == ([256, 256, 128] if "join_tokens" in more else [384, 384, 128])
+    assert result[-1][0] == 1280
 
 
 @pytest.mark.parametrize("count", [1, 200, 4096, 100_000])
@@ -99,8 +99,8 @@ def test_selected_logit_has_the_bits_of_its_tile() -> None:
     hidden = Draw(torch.float32, DEVICE, seed=8).normal(40, 300)
     ids = torch.zeros(40, dtype=torch.int64, device=DEVICE)
     # One entry, whose probability is 1: what is left is the rounding of two logarithms, none of the logit's.
-    found = linear_logp(hidden, hidden[:1] + 1, ids, backend="triton")
-    assert found.abs().max() < 2e-7
+    result = linear_logp(hidden, hidden[:1] + 1, ids, backend="triton")
+    assert result.abs().max() < 2e-7
 
 
 @pytest.mark.parametrize(("cap", "scale"), [(30.0, 1.0), (4.0, 3.0), (50.0, 0.0625)])

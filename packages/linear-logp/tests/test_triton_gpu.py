@@ -21,9 +21,9 @@ def extra(run):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    found = run()
+    result = run()
     torch.cuda.synchronize()
-    return found, (torch.cuda.max_memory_allocated() - before) / MIB
+    return result, (torch.cuda.max_memory_allocated() - before) / MIB
 
 
 def large(size, vocab):
@@ -65,7 +65,7 @@ def test_temperature_without_dims_does_not_sync():
     expected = linear_logp(*call, temperature=0.7, backend="triton")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = linear_logp(*call, temperature=temperature, validate=False, backend="triton")
+        result = linear_logp(*call, temperature=temperature, validate=False, backend="triton")
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert bits(found, expected).passed
+    assert bits(result, expected).passed

@@ -117,8 +117,10 @@ def finish(launch: TritonLaunch) -> None:
     assert launch.grid[0] == -(-n // ROWS)
     assert launch["units"] == -(-launch["V"] // UNIT)
     ignored = (ids == launch["ignore_index"]) & launch["HAS_IGNORED"]
-    given = dense(launch["chosen"], n), temperature(launch, n), ~ignored
-    write_statistics(launch, merged(dense(launch["parts"], launch["units"], 3, n)), *given, entropy=launch["ENTROPY"])
+    arguments = dense(launch["chosen"], n), temperature(launch, n), ~ignored
+    write_statistics(
+        launch, merged(dense(launch["parts"], launch["units"], 3, n)), *arguments, entropy=launch["ENTROPY"]
+    )
 
 
 def dlogits(launch: TritonLaunch) -> None:
@@ -138,25 +140,25 @@ def dlogits(launch: TritonLaunch) -> None:
     entropy = dense(launch["entropies"], n) if launch["HAS_ENTROPY"] else None
     first = launch["start"] + begin
     chosen = ids[:, None] == torch.arange(first, first + width)
-    found = logits_gradient(z, temperature(launch, n), dense(launch["norm"], n, 2), chosen, upstream, entropy)
+    result = logits_gradient(z, temperature(launch, n), dense(launch["norm"], n, 2), chosen, upstream, entropy)
     if launch["CAPPED"]:
         y = z * temperature(launch, n)[:, None]
-        found *= launch["cap"] * launch["rate"] * (1 - (y / launch["cap"]).square())
-    found = torch.where(((ids < 0) | (ids >= launch["vocab"]))[:, None], torch.nan, found)
+        result *= launch["cap"] * launch["rate"] * (1 - (y / launch["cap"]).square())
+    result = torch.where(((ids < 0) | (ids >= launch["vocab"]))[:, None], torch.nan, result)
     if launch["HAS_IGNORED"]:
-        found = torch.where((ids != launch["ignore_index"])[:, None], found, 0.0)
+        result = torch.where((ids != launch["ignore_index"])[:, None], result, 0.0)
     dz = launch["dz"]
     assert isinstance(dz, Descriptor) == launch["STORED"]
     if launch["STORED"]:
         assert dz.block_shape == [launch["BLOCK_M"], BLOCK]
-        assert dz.base.shape == found.shape
-        dz.base.copy_(found)
+        assert dz.base.shape == result.shape
+        dz.base.copy_(result)
     else:
-        dz.as_strided((n, width), (launch["dz_row"], 1), dz.storage_offset()).copy_(found)
+        dz.as_strided((n, width), (launch["dz_row"], 1), dz.storage_offset()).copy_(result)
     if launch["DBIAS"]:
         partial_sums = dense(launch["partial"], -(-n // launch["BLOCK_M"]), width)
         assert partial_sums.dtype == torch.float32
-        for place, rows in zip(partial_sums, found.split(launch["BLOCK_M"]), strict=True):
+        for place, rows in zip(partial_sums, result.split(launch["BLOCK_M"]), strict=True):
             place.copy_(rows.sum(0))
 
 
@@ -197,22 +199,22 @@ def check_all(plant: Plant = nullcontext) -> None:
             backend = importlib.import_module(f"{BACKEND}.backend")
             backward = importlib.import_module("rl_kernels.linear_logp.backward")
             with patch.multiple(backward, LEAST_PIECE=1024, LEAST_HEIGHT=128):
-                held = check_case({**CALL, **call}, backend)
+                checked = check_case({**CALL, **call}, backend)
                 # A block of rows ends at a multiple of every tile's height, or where the rows end.
                 for launch, after in pairwise(one for one in recorder.launches if one.name == "dlogits"):
                     assert launch["begin"] != after["begin"] or launch["N"] % 128 == 0
-                check_shards(held, backend)
-        formed = [launch for launch in recorder.launches if launch.name == "states"]
+                check_shards(checked, backend)
+        forward = [launch for launch in recorder.launches if launch.name == "states"]
         pieces = [launch for launch in recorder.launches if launch.name == "dlogits"]
-        widths |= {launch["width"] for launch in formed}
+        widths |= {launch["width"] for launch in forward}
         dtype = call.get("dtype", torch.bfloat16)
         if recorder.arch == "sm90":
             # The width of a piece must not decide how its gradient is stored.
             assert all(launch["STORED"] == (dtype != torch.float32) for launch in pieces)
         else:
-            # Logits that were kept are not formed again.
+            # Logits that were kept are not recomputed.
             again = [launch for launch in pieces if not launch["KEPT"]]
-            cuts = {(launch["BLOCK_M"], launch["BLOCK_K"]) for launch in (*formed, *again)}
+            cuts = {(launch["BLOCK_M"], launch["BLOCK_K"]) for launch in (*forward, *again)}
             elsewhere[dtype] = elsewhere.get(dtype, set()) | cuts
     # Elsewhere than on Hopper nobody has shown that bits follow no schedule.
     assert all(len(cuts) == 1 for cuts in elsewhere.values())

@@ -200,8 +200,8 @@ def linear_logp_known(
     """
     keywords: dict[str, Any] = {**options}
     group = keywords.pop("process_group", None)
-    given = Options(**keywords, return_stats=return_stats, return_known=True)
-    operands, call = agreed(hidden, lm_head_weight, target_ids, bias, group, given)
+    settings = Options(**keywords, return_stats=return_stats, return_known=True)
+    operands, call = agreed(hidden, lm_head_weight, target_ids, bias, group, settings)
     logp, *stats, norm, _ = forward(*operands, call)
     shape = target_ids.shape
     return Known(logp.view(shape), norm.view(*shape, 2), *[value.view(shape) for value in stats])
@@ -229,7 +229,7 @@ def linear_logp_from_known(
         bias: ``[V]``, or None.
         check_rows: >= 0: with ``validate``, recompute this many rows and compare them bit for bit. Each call takes
             other rows, by a generator of its own.
-        return_stats: as in ``linear_logp``; ``known`` must have been made with it.
+        return_stats: as in ``linear_logp``; the earlier call must have had it too.
         options: the other keyword arguments of ``linear_logp``.
 
     Raises:
@@ -240,9 +240,9 @@ def linear_logp_from_known(
         raise TypeError("known: expected what linear_logp_known returns, got NoneType")
     keywords: dict[str, Any] = {**options}
     group = keywords.pop("process_group", None)
-    given = Options(**keywords, return_stats=return_stats, known=known, check_rows=check_rows)
-    operands, call = agreed(hidden, lm_head_weight, target_ids, bias, group, given)
-    if given.validate and not values_hidden(hidden):
+    settings = Options(**keywords, return_stats=return_stats, known=known, check_rows=check_rows)
+    operands, call = agreed(hidden, lm_head_weight, target_ids, bias, group, settings)
+    if settings.validate and not values_hidden(hidden):
         check_known(operands, call, check_rows)
     results = LinearLogp.apply(*operands, call) if call.needs_gradient else forward(*operands, call)
     return _finished(lm_head_weight, target_ids, call, results)

@@ -69,8 +69,8 @@ class Steps:
     ) -> tuple[int, int]:
         """Return the columns of a piece and the rows of a block, so that both fit into ``workspace`` bytes.
 
-        ``hidden`` has the rows of the longest chain, and a segment has ``columns``. ``buffers``: how many sums of a
-        piece of dW lie beside them. On a GPU multiples of 256 and 128; all rows if a piece of 2048 columns then fits.
+        ``hidden`` has the rows of the longest chain, and a segment has ``columns``. ``buffers``: the number of sums
+        of a piece of dW beside them. On a GPU multiples of 256 and 128; all rows if a piece of 2048 columns then fits.
         """
         count, size = hidden.shape
         # Besides dz, the workspace holds the row sums that are added into dbias.

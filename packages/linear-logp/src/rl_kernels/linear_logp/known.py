@@ -1,4 +1,4 @@
-"""Statistics that are known before the forward pass: what an earlier pass gave, and the check that they still hold."""
+"""Statistics that are known before the forward pass, and the check that they are those of its inputs."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ def _ulps(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return how many floats two tensors are apart, in int64; 0 for two NaNs, 1 for zeros of two signs."""
     a, b = (_ordered(value.contiguous()) for value in (one, other))
     # Of FP64 the difference may not fit.
-    apart = torch.where(a == b, 0, (a - b).abs().clamp(min=1))
-    return torch.where(one.isnan() & other.isnan(), 0, apart)
+    distance = torch.where(a == b, 0, (a - b).abs().clamp(min=1))
+    return torch.where(one.isnan() & other.isnan(), 0, distance)
 
 
 def _ordered(x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Logits to sample from, and the log-probabilities of what is sampled, from one reading of the weight.
 
 An inference engine needs both, and reading the weight is most of a small batch's work. The forward pass of
-``linear_logp`` keeps all its logits and the two numbers of each row's softmax; the log-probability is made of them
+``linear_logp`` keeps all its logits and the two numbers of each row's softmax; the log-probability follows from them
 once a token is known.
 """
 
@@ -29,15 +29,14 @@ class LinearLogits(NamedTuple):
     """What ``linear_logits`` returns.
 
     Attributes:
-        logits: ``[..., V]``, FP32 (FP64 for FP64 inputs), rows maybe apart. ``logp`` reads them: change a copy.
+        logits: ``[..., V]``, FP32 (FP64 for FP64 inputs), may have padded rows. ``logp`` reads them: change a copy.
         norm: ``[..., 2]``, in the same dtype: the largest logit of a row, and the log of the sum of ``e^(z - max z)``.
-        seen: where the logits were when they were formed, and how often they had been changed; None if that is not
-            counted.
+        version: address and version of the logits as returned; None if PyTorch does not count versions.
     """
 
     logits: torch.Tensor
     norm: torch.Tensor
-    seen: tuple[int, int] | None
+    version: tuple[int, int] | None
 
     def logp(self, target_ids: torch.Tensor, *, validate: bool = True) -> torch.Tensor:
         """Return the log-probability of a token for each row, with the bits of ``linear_logp``.
@@ -51,16 +50,16 @@ class LinearLogits(NamedTuple):
 
         Raises:
             TypeError, ValueError: target_ids is not as described.
-            RuntimeError: the logits were changed since; not seen under ``torch.inference_mode`` or ``torch.compile``.
+            RuntimeError: they were changed since; not detected under ``torch.inference_mode`` or ``torch.compile``.
         """
         vocab = self.logits.shape[-1]
         check.target_ids("target_ids", target_ids, self.logits.shape[:-1], "the leading dims of the logits")
         check.same_device(logits=self.logits, target_ids=target_ids)
         if validate:
             check.ids_in_range("target_ids", target_ids, vocab, None)
-        now = _seen(self.logits)
+        now = _version(self.logits)
         # A copy elsewhere is counted anew.
-        if now and self.seen and now[0] == self.seen[0] and now != self.seen:
+        if now and self.version and now[0] == self.version[0] and now != self.version:
             raise RuntimeError("logits: changed in place since linear_logits; change a copy of them")
         ids = target_ids.long()
         within = ids if validate else ids.clamp(0, vocab - 1)
@@ -73,7 +72,7 @@ class LinearLogits(NamedTuple):
         """Return the log-probabilities of some of the logits of each row, with the bits of ``logp``.
 
         Args:
-            logits: ``[..., k]``, of these rows as ``linear_logits`` formed them.
+            logits: ``[..., k]``, of these rows as ``linear_logits`` returned them.
 
         Returns:
             ``[..., k]``, in the dtype of the logits.
@@ -121,7 +120,7 @@ def linear_logits(
     leading, vocab = tensors[0].shape[:-1], lm_head_weight.shape[0]
     _, norm, logits = ops["forward"].call(ready, *_inputs(*tensors))
     logits = logits[:, :vocab].view(*leading, vocab)
-    return LinearLogits(logits, norm.view(*leading, 2), _seen(logits))
+    return LinearLogits(logits, norm.view(*leading, 2), _version(logits))
 
 
 @remembered
@@ -146,7 +145,7 @@ def _inputs(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return rows, weight, ids, bias, scalar(1.0, dtype), None, None, mib
 
 
-def _seen(x: torch.Tensor) -> tuple[int, int] | None:
+def _version(x: torch.Tensor) -> tuple[int, int] | None:
     # A compiler traces none of these.
     if torch.compiler.is_compiling() or x.is_inference():
         return None

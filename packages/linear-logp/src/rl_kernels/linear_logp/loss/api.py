@@ -48,18 +48,18 @@ def linear_logp_loss(
     validate: Validate = True,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Return the sum of the losses of all sequences; their gradients are formed at once, chunk by chunk.
+    """Return the sum of the losses of all sequences; their gradients are computed at once, chunk by chunk.
 
     For each chunk of whole sequences: the log-probabilities as in ``linear_logp``, ``loss`` of them, and the gradients.
-    By default a chunk's logits are formed once, and memory holds those of one chunk. The losses are added by trees over
-    4096 sequences, in ascending order.
+    By default a chunk's logits are computed once, and memory holds those of one chunk. The losses are added by trees
+    over 4096 sequences, in ascending order.
 
     If the losses of ``loss`` and their gradients depend on their own sequence alone, loss and gradients have the bits
     of ``linear_logp``, ``loss`` of all its log-probabilities, their sum and its backward pass, for every
     ``chunk_tokens``. grpo_loss's ``sequence_losses`` with a ``normalizer`` is such a loss.
 
-    Where gradients are enabled, they are formed now, for an upstream gradient of ``grad_scale``: backward only hands
-    them over, once. With ``lm_head_weight.main_grad`` (FP32) that of the weight is added to it now, even if ``loss``
+    Where gradients are enabled, they are computed now, for an upstream gradient of ``grad_scale``: backward only
+    returns them, once. With ``lm_head_weight.main_grad`` (FP32) that of the weight is added to it now, even if ``loss``
     raises in a later chunk, or no backward pass follows; ``torch.utils.checkpoint`` around the call, which would add it
     twice, is refused. Without it, a batch of several chunks takes an FP32 buffer ``[V, D]``. Under ``torch.compile``
     the call breaks the graph.
@@ -82,8 +82,8 @@ def linear_logp_loss(
         ignore_index: positions with this id have log-probability 0 and no gradient.
         return_stats: give the loss ``LogpStats``.
         join_tokens: None, or a multiple of 16, as in ``linear_logp``. Chunks then meet at its multiples: the rows of a
-            chunk after the last multiple are formed again with the next one, and their logits kept beside its own. Give
-            at most ``chunk_tokens``, or each chunk forms chunks before it again.
+            chunk after the last multiple are recomputed with the next one, and their logits kept beside its own. Give
+            at most ``chunk_tokens``, or each chunk recomputes chunks before it.
         memory: ``workspace_mib`` bounds the gradients of a chunk. ``saved_mib`` is for the logits of a chunk, those of
             the last columns, that stay in memory until its gradients are computed; the others are recomputed. None:
             all, ``4 chunk_tokens V`` bytes.

@@ -1,4 +1,4 @@
-"""The passes of ``linear_logp_loss``: losses of chunks, and gradients that are formed as soon as a chunk's loss is.
+"""The passes of ``linear_logp_loss``: losses of chunks, and gradients that are computed as soon as a chunk's loss is.
 
 ::
 

@@ -11,7 +11,7 @@ from rl_kernels.core.testing.logp_launches import Rows, back, gold, laid_out, ro
 from rl_kernels.linear_logp.vocabulary import slots, vocab_shards
 
 
-class Held(NamedTuple):
+class Checked(NamedTuple):
     """A call that was compared with the definition.
 
     Attributes:
@@ -34,7 +34,7 @@ class Held(NamedTuple):
         return self.stats[3], None if self.rows.upstream[2] is None else self.stats[2]
 
 
-def check_case(call: Mapping[str, Any], backend: Any) -> Held:
+def check_case(call: Mapping[str, Any], backend: Any) -> Checked:
     """Compare forward and backward of a call with the definition.
 
     ``rows``, ``vocab``, ``size``, ``dtype``; ``layout`` of hidden and weight; ``bias`` True, or "row" for a contiguous
@@ -53,70 +53,70 @@ def check_case(call: Mapping[str, Any], backend: Any) -> Held:
     inputs = hidden, weight, rows.ids, bias, rows.temperature, rows.ignored, cap
     leaves = [None if x is None else x.double().detach().requires_grad_() for x in (hidden, weight, bias)]
     *stats, kept = backend.forward_stats(*inputs, saved_mib)
-    held = Held(inputs, rows, stats, leaves, saved_mib)
-    expected = _gold(held, call.get("cap"))
-    for found, value in zip(stats, expected, strict=True):
-        assert torch.allclose(found.double(), value, atol=1e-3, rtol=1e-4)
+    checked = Checked(inputs, rows, stats, leaves, saved_mib)
+    expected = _gold(checked, call.get("cap"))
+    for result, value in zip(stats, expected, strict=True):
+        assert torch.allclose(result.double(), value, atol=1e-3, rtol=1e-4)
     logp, norm, again = backend.forward(*inputs, saved_mib)
     assert torch.equal(logp, stats[0])
     assert torch.equal(norm, stats[3])
     assert kept.shape == again.shape == (count, width)
     back(expected, rows.upstream)
-    _check_backward(held, kept if saved_mib else None, call, backend)
-    return held
+    _check_backward(checked, kept if saved_mib else None, call, backend)
+    return checked
 
 
-def _gold(held: Held, cap: tuple[float, float] | None) -> list[torch.Tensor]:
-    hidden, weight, bias = held.leaves
+def _gold(checked: Checked, cap: tuple[float, float] | None) -> list[torch.Tensor]:
+    hidden, weight, bias = checked.leaves
     z = hidden @ weight.t() + (0.0 if bias is None else bias)
-    return gold(z if cap is None else cap[0] * (z * cap[1]).tanh(), held.rows, held.rows.active)
+    return gold(z if cap is None else cap[0] * (z * cap[1]).tanh(), checked.rows, checked.rows.active)
 
 
-def _check_backward(held: Held, kept: torch.Tensor | None, call: Mapping[str, Any], backend: Any) -> None:
-    needed = call.get("needed", [True, True, held.leaves[2] is not None])
+def _check_backward(checked: Checked, kept: torch.Tensor | None, call: Mapping[str, Any], backend: Any) -> None:
+    needed = call.get("needed", [True, True, checked.leaves[2] is not None])
     shard = 0, call["vocab"], 1, False, 1, needed, call.get("join")
-    arguments = *held.inputs, *held.saved, kept, *held.rows.upstream, *shard
-    for found, leaf, wanted in zip(backend.backward(*arguments), held.leaves, needed, strict=True):
-        assert bool(found.numel()) == wanted
-        if wanted:
-            close(found, leaf.grad)
+    arguments = *checked.inputs, *checked.saved, kept, *checked.rows.upstream, *shard
+    for result, leaf, is_needed in zip(backend.backward(*arguments), checked.leaves, needed, strict=True):
+        assert bool(result.numel()) == is_needed
+        if is_needed:
+            close(result, leaf.grad)
     if "main_grad" in call:
-        total = torch.randn(held.inputs[1].shape)
-        continued = total.double() + held.leaves[1].grad
+        total = torch.randn(checked.inputs[1].shape)
+        continued = total.double() + checked.leaves[1].grad
         backend.backward_main_grad(*arguments, total, None)
         close(total, continued)
 
 
-def check_shards(held: Held, backend: Any) -> None:
+def check_shards(checked: Checked, backend: Any) -> None:
     """Compare both parts of the forward pass over shards with the whole, and backward on them with the definition."""
-    hidden, weight, ids, bias, scale, ignored, cap = held.inputs
+    hidden, weight, ids, bias, scale, ignored, cap = checked.inputs
     vocab, entropy = len(weight), bias is not None
     for ranks in (2, 8):
         bounds, shards, packed, kept = vocab_shards(vocab, ranks), [], [], []
         for start, stop in bounds:
             of_bias = None if bias is None else bias[start:stop]
             shards.append((hidden, weight[start:stop], ids, of_bias, scale, ignored, cap))
-            states, logits = backend.states(*shards[-1], start, slots(vocab, ranks), entropy, held.saved_mib)
+            states, logits = backend.states(*shards[-1], start, slots(vocab, ranks), entropy, checked.saved_mib)
             packed.append(states)
             kept.append(logits)
-        found = backend.finish(torch.stack(packed), ids, scale, ignored, vocab, entropy)
-        for value, whole, wanted in zip(found, held.stats, (True, entropy, entropy, True), strict=True):
-            assert bool(value.numel()) == wanted
-            assert not wanted or torch.allclose(value, whole, atol=1e-5, rtol=1e-5)
-    saved = held.saved
+        result = backend.finish(torch.stack(packed), ids, scale, ignored, vocab, entropy)
+        for value, whole, is_needed in zip(result, checked.stats, (True, entropy, entropy, True), strict=True):
+            assert bool(value.numel()) == is_needed
+            assert not is_needed or torch.allclose(value, whole, atol=1e-5, rtol=1e-5)
+    saved = checked.saved
     needed = [True, True, bias is not None]
     parts = [
-        backend.backward(*shard, *saved, logits, *held.rows.upstream, start, vocab, 8, True, 1, needed, None)
+        backend.backward(*shard, *saved, logits, *checked.rows.upstream, start, vocab, 8, True, 1, needed, None)
         for shard, logits, (start, _) in zip(shards, kept, bounds, strict=True)
     ]
     dhidden, *others = zip(*parts, strict=True)
-    for value, leaf in zip((sum(dhidden), *map(torch.cat, others)), held.leaves, strict=True):
+    for value, leaf in zip((sum(dhidden), *map(torch.cat, others)), checked.leaves, strict=True):
         if leaf is not None:
             close(value, leaf.grad)
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+def close(result: torch.Tensor, expected: torch.Tensor) -> None:
     """Compare a gradient with the definition's."""
-    assert found.shape == expected.shape
-    assert not found.isnan().any()
-    assert (found.double() - expected).abs().max() <= 1e-2 * expected.abs().max() + 1e-6
+    assert result.shape == expected.shape
+    assert not result.isnan().any()
+    assert (result.double() - expected).abs().max() <= 1e-2 * expected.abs().max() + 1e-6

@@ -61,11 +61,11 @@ def nan_weight(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     def picked(name: str, result: torch.Tensor) -> torch.Tensor | None:
         return None if name in WEIGHTS else result[ignored]
 
-    def found(name: str, result: torch.Tensor) -> torch.Tensor:
+    def of_variant(name: str, result: torch.Tensor) -> torch.Tensor:
         return result[ignored]
 
     weight = call["lm_head_weight"].index_fill(0, call["target_ids"].new_zeros(1), torch.nan)
-    yield Variant("weight of NaN, ignored rows", {**call, "lm_head_weight": weight}, picked, found)
+    yield Variant("weight of NaN, ignored rows", {**call, "lm_head_weight": weight}, picked, of_variant)
 
 
 def _lift(rows: int, name: str, upstream: torch.Tensor) -> torch.Tensor:

@@ -44,9 +44,9 @@ def states(call: Call, ranks: int, entropy: bool, backend: str) -> list[torch.Te
 
 def finish(call: Call, packed: Sequence[torch.Tensor], entropy: bool, backend: str) -> tuple[torch.Tensor, ...]:
     """Return (logp, logsumexp, entropy, norm) from the packed states of all ranks."""
-    given = call.target_ids, call.temperature, call.ignore_index, len(call.weight)
-    found: tuple[torch.Tensor, ...] = ops["finish"](torch.stack(list(packed)), *given, entropy, backend)
-    return found
+    arguments = call.target_ids, call.temperature, call.ignore_index, len(call.weight)
+    result: tuple[torch.Tensor, ...] = ops["finish"](torch.stack(list(packed)), *arguments, entropy, backend)
+    return result
 
 
 def backward(

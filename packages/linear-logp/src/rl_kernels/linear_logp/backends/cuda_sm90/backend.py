@@ -56,12 +56,12 @@ def states(*args: Any) -> Launches:
 
 @prepared
 def finish(*args: Any) -> Launches:
-    """Return (logp, logsumexp, entropy, norm) from the packed states of all shards; two are empty if not wanted."""
+    """Return (logp, logsumexp, entropy, norm) from the states of all shards; two are empty without ``entropy``."""
     gathered, target_ids, _, ignore_index, vocab_size, entropy = args
     count, sizes = len(target_ids), (vocab_size, 0, 0, vocab_size, 0)
     # The merge depends on neither the dtype of the operands nor the cap.
-    made = program(FORWARD, torch.bfloat16, Cut.of(count), entropy=entropy)
-    merge = kernel(made, "finish", ARGS.format(INPUTS), gathered.device) if count else None
+    compiled = program(FORWARD, torch.bfloat16, Cut.of(count), entropy=entropy)
+    merge = kernel(compiled, "finish", ARGS.format(INPUTS), gathered.device) if count else None
 
     def launch(gathered: torch.Tensor, target_ids: torch.Tensor, temperature: torch.Tensor, *_: Any) -> Any:
         parts, chosen = inputs.unpacked(gathered, target_ids, vocab_size, entropy=entropy)
@@ -138,19 +138,19 @@ class _Forward:
         count, cut, device = hidden.shape[0], fields.cut, hidden.get_device()
         width = cut.blocks(count, self._vocab, device)
         parts = -(-self._vocab // (BLOCK * width))
-        made = program(FORWARD, hidden.dtype, cut, entropy=self._entropy, capped=block.cap is not None, keeps=keeps)
+        compiled = program(FORWARD, hidden.dtype, cut, entropy=self._entropy, capped=block.cap is not None, keeps=keeps)
         form, after, grid = ARGS.format(fields.form), None, _finish_grid(count)
         if self._slots is None:
-            after = kernel(made, "finish", form, hidden.device)
+            after = kernel(compiled, "finish", form, hidden.device)
         elif width < BLOCKS:
             after, grid = (
-                kernel(made, "merge_blocks", f"{form}P", hidden.device),
+                kernel(compiled, "merge_blocks", f"{form}P", hidden.device),
                 (-(-count // 256), units(self._vocab), 1),
             )
         return _Block(
             rows,
             fields,
-            kernel(made, "states", f"TT{'T' * keeps}{form}", hidden.device),
+            kernel(compiled, "states", f"TT{'T' * keeps}{form}", hidden.device),
             after,
             (parts, inputs.STATE, count),
             ((cut.grid(count, parts, device), 1, 1), cut.threads, cut.shared(stores=keeps), False),

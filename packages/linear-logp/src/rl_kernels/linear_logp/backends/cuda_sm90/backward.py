@@ -54,17 +54,17 @@ class Steps(backward.Steps):
         fields, kept, terms = Fields(block), block.kept_part(columns), -(-count // SUMMED)
         cut, form = fields.cut, ARGS.format(fields.form)
         has_entropy, sums_bias, is_kept = block.grad_entropy is not None, dbias is not None, kept is not None
-        made = program(BACKWARD, dz.dtype, cut, entropy=has_entropy, capped=block.cap is not None)
+        compiled = program(BACKWARD, dz.dtype, cut, entropy=has_entropy, capped=block.cap is not None)
         numbers = columns.start, width, 0 if kept is None else kept.stride(0), dz.stride(0)
         place = slice(columns.start - block.first_kept, columns.stop - block.first_kept)
         if is_kept:
-            gradient, grid = kernel(made, "gradient_of_kept", form, device), (terms, -(-width // KEPT_COLUMNS), 1)
+            gradient, grid = kernel(compiled, "gradient_of_kept", form, device), (terms, -(-width // KEPT_COLUMNS), 1)
             threads, shared = KEPT_THREADS, 0
         else:
-            gradient = kernel(made, "gradient", f"TTT{form}", device)
+            gradient = kernel(compiled, "gradient", f"TTT{form}", device)
             grid = cut.grid(count, -(-width // BLOCK), dz.get_device()), 1, 1
             threads, shared = cut.threads, cut.shared(stores=True)
-        add = kernel(made, "add_rows", "PPii", device) if sums_bias else None
+        add = kernel(compiled, "add_rows", "PPii", device) if sums_bias else None
 
         def step(block: Inputs, dbias: torch.Tensor | None, dz: torch.Tensor) -> None:
             hidden, norm = block.hidden, block.norm

@@ -108,8 +108,8 @@ class Fields:
         self._sizes = inputs.ignore_index or 0, count, columns, size, inputs.start, inputs.vocab, _group()
         self._tiles, self._sort = -(-count // cut.rows), None
         if ignores and count > cut.rows:
-            made = program(FORWARD, inputs.hidden.dtype, cut, entropy=False)
-            self._sort = kernel(made, "sort_tiles", f"({INPUTS})P", inputs.hidden.device)
+            compiled = program(FORWARD, inputs.hidden.dtype, cut, entropy=False)
+            self._sort = kernel(compiled, "sort_tiles", f"({INPUTS})P", inputs.hidden.device)
 
     def of(self, inputs: Inputs) -> tuple[tuple[Any, ...], torch.Tensor | None]:
         """Return the members as numbers, and a tensor that must live until the kernel is launched.

@@ -38,7 +38,7 @@ def states(*args: Any) -> Launches:
 
 @prepared
 def finish(*args: Any) -> Launches:
-    """Return (logp, logsumexp, entropy, norm) from the packed states of all shards; two are empty if not wanted."""
+    """Return (logp, logsumexp, entropy, norm) from the states of all shards; two are empty without ``entropy``."""
     _, target_ids, temperature, ignore_index, vocab_size, entropy = args
     merge = _statistics(len(target_ids), vocab_size, temperature, ignore_index, entropy)
 

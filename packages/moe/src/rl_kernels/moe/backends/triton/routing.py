@@ -70,7 +70,7 @@ def route_choose(
 
 def _prepare_backward(has_buffer: bool, *arguments: Any) -> Launches:
     """Return the gradients of hidden, weight and bias; with a buffer, add that of the weight to it."""
-    grad_weights, grad_logits, hidden, weight, logits, ids, scoring, normalize, scale, *buffer, needs = arguments
+    _, _, hidden, weight, logits, ids, scoring, normalize, scale, *buffer, needs = arguments
     (tokens, count), slots = logits.shape, ids.shape[1]
     dz = hidden.new_empty(logits.shape)
     dhidden, dweight, dbias = route_gradients(hidden, weight, needs)
