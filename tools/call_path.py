@@ -2,17 +2,17 @@
 
 Kernels are recorded instead of launched (``core.testing``), so no GPU and no Triton is needed. For each operator and
 backend the first table has, of the second call of a kind: our functions that run, the most frames of ours between the
-caller, or autograd, and a launch, and the files of these frames. ``native`` launches nothing: its frames end where a
-function of its module begins to run the op. The second table has the arguments of each public function.
+caller, or autograd, and a launch, and the files of these frames. ``native`` launches nothing: its frames end at the
+first function of its module. The second table has the arguments of each public function.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType, ModuleType
+from types import FrameType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -92,10 +92,10 @@ def calls() -> dict[str, Call]:
 
 
 class Counter:
-    """Counts our functions while it is active, and frames at each launch, or where one of ``ends`` first runs."""
+    """Counts our functions while it is active, and frames at each launch, or at the first function of a file."""
 
-    def __init__(self, ends: set[CodeType]) -> None:
-        self._ends, self._functions, self._stack = ends, 0, list[FrameType]()
+    def __init__(self, file: str | None) -> None:
+        self._file, self._functions, self._stack = file, 0, list[FrameType]()
 
     def __enter__(self) -> Counter:
         """Count from here on."""
@@ -115,7 +115,7 @@ class Counter:
         if event != "call":
             return
         self._functions += _is_own(frame)
-        if frame.f_code.co_name == "launched" or (frame.f_code in self._ends and not self._stack):
+        if frame.f_code.co_name == "launched" or (frame.f_code.co_filename == self._file and not self._stack):
             own = [one for one in _stack(frame) if _is_own(one)]
             self._stack = max(self._stack, own, key=len)
 
@@ -148,13 +148,13 @@ def _uses_gpu(module: Any) -> bool:
     return any(hasattr(module, name) for name in GPU)
 
 
-def counted(call: Call, backend: str, ends: set[CodeType]) -> tuple[Path, Path]:
+def counted(call: Call, backend: str, file: str | None) -> tuple[Path, Path]:
     """Return the paths of the forward and of the backward pass."""
     for _ in range(2):
-        with Counter(ends) as forward:
+        with Counter(file) as forward:
             out = call(backend)
         grad = torch.ones_like(out)
-        with Counter(ends) as backward:
+        with Counter(file) as backward:
             out.backward(grad)
     return forward.path(), backward.path()
 
@@ -165,12 +165,8 @@ def paths() -> Iterator[tuple[str, str, Path, Path]]:
         operator = kernel_registry.load(OPERATORS.get(name, name))
         for backend in backends:
             with recorded(operator.name, backend):
-                ends = _functions(operator.backend(backend).load(), operator.schemas) if backend == "native" else set()
-                yield name, backend, *counted(calls()[name], backend, ends)
-
-
-def _functions(module: ModuleType, names: Iterable[str]) -> set[CodeType]:
-    return {function.__code__ for name in names if hasattr(function := getattr(module, name), "__code__")}
+                file = operator.backend(backend).load().__file__ if backend == "native" else None
+                yield name, backend, *counted(calls()[name], backend, file)
 
 
 def keywords() -> Iterator[tuple[str, int, int]]:
