@@ -195,7 +195,7 @@ def test_unchecked_nonzero_mask_values_are_active() -> None:
     assert grpo_loss(**{**call, "completion_mask": twice, "validate": False}) == grpo_loss(**call)
 
 
-def test_raw_ops_of_a_step() -> None:
+def test_a_step_takes_two_raw_ops() -> None:
     call = _call()
     with RawCalls() as raw, record_dispatch() as log:
         grpo_loss(**call).loss.backward()

@@ -97,7 +97,7 @@ def test_one_graph_for_all_values_of_tensors() -> None:
     assert _graphs() == 1
 
 
-def test_values_are_unchecked_and_other_errors_raise() -> None:
+def test_compiled_call_checks_all_but_values() -> None:
     call = {**_call(), "samples_per_prompt": 3}
     twice = {**call, "completion_mask": call["completion_mask"].int() * 2}
     assert torch.equal(_compiled()(**twice).loss, grpo_loss(**call).loss)

@@ -24,8 +24,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CALL = Call.of(torch.zeros(1, device=DEVICE))
 BACKENDS = [backend.name for backend in OPERATOR.backends if backend.why_not(CALL) is None]
 LOSSES = {
-    "planned": lambda *arguments, backend: grpo_loss_from_advantages(*arguments, beta=0.1, backend=backend).loss,
-    "general": lambda *arguments, backend: (
+    "token": lambda *arguments, backend: grpo_loss_from_advantages(*arguments, beta=0.1, backend=backend).loss,
+    "sequence": lambda *arguments, backend: (
         grpo_loss_from_advantages(*arguments, beta=0.1, loss_type="gspo", backend=backend).loss
     ),
     "sequences": lambda *arguments, backend: sequence_losses(*arguments, beta=0.1, backend=backend).sum(),
@@ -66,7 +66,7 @@ def test_only_the_last_pass_overwrites_the_slope(kind: str, backend: str) -> Non
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", LOSSES)
-def test_passes_that_share_a_slope(kind: str, backend: str) -> None:
+def test_shared_slope_gives_each_pass_its_gradient(kind: str, backend: str) -> None:
     """Batched gradients, both passes of a checkpoint, and two losses that a hook gives one tensor."""
     current, *others = arguments()
 

@@ -157,7 +157,7 @@ def test_wrong_counts_raise_unless_unchecked(wrong: float) -> None:
         function(*arguments, normalizer=count, validate=False)
 
 
-def test_count_below_1() -> None:
+def test_count_may_be_below_1() -> None:
     # One token, of two ranks: TRL divides by the tokens of a rank on average.
     arguments = (torch.zeros(1, 1), None, None, torch.ones(1), torch.ones(1, 1, dtype=torch.bool))
     for half in (0.5, torch.tensor(0.5)):

@@ -26,7 +26,7 @@ def _call(**options: Any) -> dict[str, Any]:
     return {**spec_of(OPERATOR).inputs(case, Draw(torch.float32, seed=5)), **options}
 
 
-def test_number_of_parameters() -> None:
+def test_public_functions_have_at_most_16_options() -> None:
     for function in (grpo_loss, grpo_loss_from_advantages, group_advantages):
         names = inspect.signature(function).parameters.keys()
         assert len(names - {"cu_seqlens", "max_seqlen", "process_group"}) <= 16
@@ -72,7 +72,7 @@ def test_old_logps_get_no_gradient() -> None:
         assert not grpo_loss(**call).loss.requires_grad
 
 
-def test_advantages_of_trl_in_a_group_of_nearly_equal_rewards() -> None:
+def test_trl_preset_adds_eps_to_a_small_deviation() -> None:
     call = _call()
     rewards = 1.0 + 1e-4 * call.pop("rewards").double()
     groups = rewards.view(-1, call.pop("samples_per_prompt"))
@@ -93,7 +93,7 @@ def test_advantage_options_of_the_objective_are_used() -> None:
     assert result == grpo_loss_from_advantages(**call, advantages=advantages, objective=Objective(eps=0.5))
 
 
-def test_numbers_are_read_in_each_call() -> None:
+def test_count_is_read_in_each_call() -> None:
     call = _call()
     one, *others = (grpo_loss(**call, normalizer=Normalizer(num_tokens=count)).loss for count in (1, 2, 4.0))
     assert [one / 2, one / 4] == others

@@ -88,7 +88,7 @@ def test_loss_and_gradient_match_the_definition(loss_type: str, level: str) -> N
 
 
 @pytest.mark.smoke
-def test_options_of_one_loss_type() -> None:
+def test_options_that_only_one_loss_type_has() -> None:
     for loss_type, options in EXTRA:
         _agree(_call(loss_type, options))
 

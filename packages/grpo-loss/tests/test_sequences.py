@@ -83,7 +83,7 @@ def test_masked_gradient_is_zero_for_any_upstream() -> None:
     assert not bits_of(call[0].grad[~call[4]]).any()
 
 
-def test_dtypes_and_errors() -> None:
+def test_dtypes_and_refused_calls() -> None:
     call, _ = drawn("cpu", packed=False, dtype=torch.bfloat16)
     call[0].requires_grad_()
     losses = sequence_losses(*call)

@@ -222,7 +222,7 @@ def check_all(plant: Any = nullcontext) -> None:
             check_backward(recorder.launches, call.current_logps.numel())
 
 
-def test_launch_arguments() -> None:
+def test_launches_match_the_calls() -> None:
     check_all()
 
 

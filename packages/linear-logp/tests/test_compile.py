@@ -68,7 +68,7 @@ def test_main_grad_is_continued(compiled: Any) -> None:
     assert torch.equal(call["hidden"].grad, eager["hidden"].grad)
 
 
-def test_autocast() -> None:
+def test_autocast_has_the_bits_of_cast_operands() -> None:
     def function(**call: Any) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return linear_logp(**call)

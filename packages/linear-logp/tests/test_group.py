@@ -219,7 +219,7 @@ def ranks(rank: int, world: int) -> tuple[list[Any], list[dict[str, str]]]:
     return failed, [errors(whole), errors(pair)]
 
 
-def test_ranks() -> None:
+def test_ranks_have_the_bits_of_one_process() -> None:
     result = run_ranks(ranks, 4, 4)
     assert [failed for failed, _ in result] == [[]] * 4
     whole, pairs = zip(*(texts for _, texts in result), strict=True)

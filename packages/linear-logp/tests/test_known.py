@@ -195,7 +195,7 @@ def test_planted_bug_fails(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
             )
 
 
-def test_checked_rows_vary_and_leave_the_generator_of_pytorch() -> None:
+def test_checked_rows_vary_without_the_generator_of_pytorch() -> None:
     ids = torch.arange(100)
     ids[::2] = IGNORED
     state = torch.get_rng_state()
@@ -217,7 +217,7 @@ def test_no_rows_and_no_active_rows() -> None:
     assert not linear_logp_from_known(**call, ignore_index=IGNORED, known=stats).any()
 
 
-def test_ulps() -> None:
+def test_ulp_distances() -> None:
     for dtype in (torch.float32, torch.float64):
         tiny, huge = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
         one = torch.tensor([1.0, -0.0, 0.0, torch.nan, -tiny, huge, torch.nan], dtype=dtype)

@@ -158,7 +158,7 @@ def test_planted_bug_fails(monkeypatch: pytest.MonkeyPatch) -> None:
             check_case(OPTIONS[2], torch.float32, "cpu", "native", packed=False)
 
 
-def test_loss_without_gradients_and_with_some() -> None:
+def test_loss_without_gradients_and_with_a_frozen_weight() -> None:
     batch = Batch({}, torch.float32, "cpu", packed=False)
     arguments = (batch.weight, batch.ids, batch.losses)
     expected = batch.in_turn()

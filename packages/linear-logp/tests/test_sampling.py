@@ -89,7 +89,7 @@ def test_any_leading_dims(leading: tuple[int, ...]) -> None:
         assert same(result.logp(ids), linear_logp(hidden, weight, ids))
 
 
-def test_autocast() -> None:
+def test_autocast_has_the_bits_of_cast_operands() -> None:
     hidden, weight, bias, ids = drawn((5, 16, 300), torch.float32)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         result = linear_logits(hidden, weight, bias)
@@ -97,7 +97,7 @@ def test_autocast() -> None:
     assert same(result.logp(ids), linear_logp(hidden.bfloat16(), weight.bfloat16(), ids, bias.bfloat16()))
 
 
-def test_compiled() -> None:
+def test_compiled_in_one_graph() -> None:
     hidden, weight, bias, ids = drawn((5, 16, 300), torch.float32)
 
     def sampled(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,7 +133,7 @@ def test_logits_changed_in_place_raise() -> None:
         result.logp(ids)
 
 
-def test_inference_mode() -> None:
+def test_inference_mode_has_no_version_and_the_same_bits() -> None:
     with torch.inference_mode():
         result, ids = logits_and_ids()
         assert result.version is None
