@@ -46,11 +46,15 @@ Call = Callable[[str], torch.Tensor]
 
 
 class Path(NamedTuple):
-    """What runs between a call and its launches: our functions, the most frames, and the files of these frames."""
+    """What runs between a call and its launches: our functions, the most frames, and the files of these frames.
+
+    ``kernels`` are the launches: sources of CUDA programs, names of Triton kernels.
+    """
 
     functions: int
     frames: int
     files: tuple[str, ...]
+    kernels: frozenset[str]
 
 
 def calls() -> dict[str, Call]:
@@ -95,7 +99,7 @@ class Counter:
     """Counts our functions while it is active, and frames at each launch, or at the first function of a file."""
 
     def __init__(self, file: str | None) -> None:
-        self._file, self._functions, self._stack = file, 0, list[FrameType]()
+        self._file, self._functions, self._stack, self._kernels = file, 0, list[FrameType](), set[str]()
 
     def __enter__(self) -> Counter:
         """Count from here on."""
@@ -109,12 +113,15 @@ class Counter:
     def path(self) -> Path:
         """Return what was counted."""
         files = [frame.f_code.co_filename.rpartition(OWN)[2] for frame in reversed(self._stack)]
-        return Path(self._functions, len(files), tuple(dict.fromkeys(files)))
+        return Path(self._functions, len(files), tuple(dict.fromkeys(files)), frozenset(self._kernels))
 
     def _profile(self, frame: FrameType, event: str, _: object) -> None:
         if event != "call":
             return
         self._functions += _is_own(frame)
+        if frame.f_code.co_name == "launched":
+            launch = frame.f_locals["launch"]
+            self._kernels.add(launch.program.file if hasattr(launch, "program") else launch.name)
         if frame.f_code.co_name == "launched" or (frame.f_code.co_filename == self._file and not self._stack):
             own = [one for one in _stack(frame) if _is_own(one)]
             self._stack = max(self._stack, own, key=len)
