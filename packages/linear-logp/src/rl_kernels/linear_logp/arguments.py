@@ -14,6 +14,7 @@ from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
 from rl_kernels.core.torchlib.scalars import scalar, scalar_or_rows, scalars
+from rl_kernels.linear_logp.inputs import flat, rows_of
 from rl_kernels.linear_logp.known import Known
 from rl_kernels.linear_logp.op import OPERATOR, describe, ops
 from rl_kernels.linear_logp.vocabulary import Shard, shard_of
@@ -153,16 +154,6 @@ def call_of(
         needs_gradient,
     )
     return (rows_of(hidden), weight, bias), call
-
-
-def rows_of(hidden: torch.Tensor) -> torch.Tensor:
-    """Return hidden states ``[..., D]`` as ``[N, D]``."""
-    return hidden if hidden.ndim == 2 else hidden.flatten(0, -2) if hidden.ndim > 1 else hidden[None]
-
-
-def flat(target_ids: torch.Tensor) -> torch.Tensor:
-    """Return ids ``[...]`` as ``[N]``; without a call of PyTorch, which costs host time, if they are."""
-    return target_ids if target_ids.ndim == 1 else target_ids.reshape(-1)
 
 
 def _prepare(

@@ -106,6 +106,16 @@ def inputs_of(args: Any, **more: Any) -> Inputs:
     return Inputs(*fields, **more)
 
 
+def rows_of(hidden: torch.Tensor) -> torch.Tensor:
+    """Return hidden states ``[..., D]`` as ``[N, D]``."""
+    return hidden if hidden.ndim == 2 else hidden.flatten(0, -2) if hidden.ndim > 1 else hidden[None]
+
+
+def flat(target_ids: torch.Tensor) -> torch.Tensor:
+    """Return ids ``[...]`` as ``[N]``; without a call of PyTorch, which costs host time, if they are."""
+    return target_ids if target_ids.ndim == 1 else target_ids.reshape(-1)
+
+
 def number_or_rows(temperature: torch.Tensor) -> Any:
     """Return the temperature as kernels take it: a number, or one value per row side by side."""
     return temperature.contiguous() if temperature.ndim else float(temperature)

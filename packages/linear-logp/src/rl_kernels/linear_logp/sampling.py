@@ -18,7 +18,8 @@ from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
 from rl_kernels.core.torchlib.scalars import scalar
-from rl_kernels.linear_logp.arguments import Options, checked, rows_of
+from rl_kernels.linear_logp.arguments import Options, checked
+from rl_kernels.linear_logp.inputs import rows_of
 from rl_kernels.linear_logp.op import OPERATOR, describe, ops
 from rl_kernels.linear_logp.vocabulary import BLOCK
 
