@@ -68,6 +68,6 @@ def test_page_names_the_files_of_a_call() -> None:
 
 
 def test_public_functions_have_few_keywords() -> None:
-    counts = {name: keywords for name, _, keywords in call_path.keywords()}
+    counts = {name: keywords for name, _, keywords, _ in call_path.keywords()}
     assert max(counts.values()) <= KEYWORDS
     assert counts["linear_logp"] <= 12

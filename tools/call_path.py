@@ -8,10 +8,10 @@ first function of its module. The second table has the arguments of each public 
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import Parameter, signature
 from types import FrameType
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -176,12 +176,16 @@ def paths() -> Iterator[tuple[str, str, Path, Path]]:
                 yield name, backend, *counted(calls()[name], backend, file)
 
 
-def keywords() -> Iterator[tuple[str, int, int]]:
-    """Yield each public function, how many arguments it takes, and how many of these are keywords."""
+def keywords() -> Iterator[tuple[str, int, int, bool]]:
+    """Yield each public function, its number of positional arguments and of keywords, and whether it takes others."""
     for operator in map(kernel_registry.load, kernel_registry.names()):
         for name in (operator.name, *operator.functions):
-            parameters = inspect.signature(operator.function(name)).parameters.values()
-            yield name, len(parameters), sum(one.kind is one.KEYWORD_ONLY for one in parameters)
+            parameters = signature(operator.function(name)).parameters.values()
+            kinds = [one.kind for one in parameters]
+            positional, named, others = map(
+                kinds.count, (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
+            )
+            yield name, positional, named, bool(others)
 
 
 HEAD = ("call", "backend", "pass", "functions", "frames", "files")
@@ -198,8 +202,8 @@ def main() -> int:
         for step, path in zip(("forward", "backward"), both, strict=True)
     ]
     print(as_table([list(HEAD), *[[str(cell) for cell in row] for row in table]]))
-    arguments = [[name, str(count), str(named)] for name, count, named in keywords()]
-    print("", as_table([["function", "arguments", "keywords"], *arguments]), sep="\n")
+    arguments = [[name, str(count), f"{named}{' and options' * more}"] for name, count, named, more in keywords()]
+    print("", as_table([["function", "positional", "keywords"], *arguments]), sep="\n")
     if args.json:
         write_json(args.json, {"version": 2, "records": [dict(zip(HEAD, row, strict=True)) for row in table]})
     return 0
