@@ -36,7 +36,7 @@ LARGE = 1 << 28
 def measured(document: Mapping[str, Any]) -> str:
     """Return the tables of the parts that were measured."""
     machine, done = document["environment"], document["parts"]
-    parts = [f"### {machine['ranks']} GPUs"]
+    parts = [f"### {machine['ranks']} of {machine['device']}"]
     for part, title in TITLES.items():
         if part in done:
             parts.append(f"{title}, microseconds:\n\n{as_table(_timed(done[part]))}")
