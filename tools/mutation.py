@@ -19,7 +19,6 @@ import hashlib
 import importlib
 import json
 import os
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -36,6 +35,7 @@ from rl_kernels.lab.mutate.session import FORK
 
 ROOT = Path(__file__).resolve().parent.parent
 OPERATORS = sorted(file.parents[3].name for file in ROOT.glob("packages/*/src/rl_kernels/*/op.py"))
+SOURCES = [ROOT / "shared" / "core" / "src", *(ROOT / "packages" / package / "src" for package in OPERATORS)]
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.json"
 KEPT = ROOT / ".nox" / "mutation"
 LEAST = 0.95
@@ -45,7 +45,7 @@ NOT_DRAWN = ("__init__", "reference", "canary", "ahead", "parallel")
 NOT_SHOWN = ("bench", "far", "gpu")
 """Parts of the names of files whose tests are about benchmarks, or need much memory or a GPU."""
 IN_RANKS = "run_ranks"
-"""Stands in files whose tests start other processes."""
+"""Tests that call it are not shown: they start other processes, which import no mutant."""
 LEFT_OUT = ("planted", "bug", "control", "inductor", "-parity-", "-bf16-", "-fp16-")
 TRITON = ".backends.triton"
 BITS = ("launches", "repeatability", "invariance")
@@ -82,25 +82,44 @@ def modules() -> dict[str, Path]:
 
 
 @cache
-def tests_of(package: str, environment: str) -> list[TracedTest]:
-    """Return the tests of a package with the lines that they execute; they run if its files have changed since."""
-    folder = ROOT / "packages" / package
+def sources_digest(*folders: Path) -> str:
+    """Return a digest of the Python files of folders, those of tests excepted."""
+    digest = hashlib.sha256()
+    for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
+        if not file.name.startswith("test_"):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def files_of(package: str) -> list[Path]:
+    """Return the files of a package whose tests are shown."""
+    files = sorted((ROOT / "packages" / package / "tests").glob("test_*.py"))
+    return [file for file in files if not any(word in file.name for word in NOT_SHOWN)]
+
+
+@cache
+def tests_in(file: Path, environment: str) -> list[TracedTest]:
+    """Return the tests of a file with the lines that they execute; they run unless that is kept."""
     chosen, variables = ENVIRONMENTS[environment]
-    digest = hashlib.sha256(chosen.encode())
-    for file in sorted([*folder.rglob("*.py"), *(ROOT / "shared").glob("*/src/**/*.py")]):
-        digest.update(file.read_bytes())
-    kept = KEPT / f"{package}-{environment}-{digest.hexdigest()[:16]}.json"
+    package = ROOT / "packages" / package_of(file)
+    digest = hashlib.sha256(f"{chosen} {sources_digest(package, ROOT / 'shared')} ".encode() + file.read_bytes())
+    kept = KEPT / f"{package.name}-{file.stem}-{environment}-{digest.hexdigest()[:16]}.json"
     if not kept.exists():
-        files = [
-            str(file)
-            for file in sorted((folder / "tests").glob("test_*.py"))
-            if not any(word in file.name for word in NOT_SHOWN) and IN_RANKS not in file.read_text(encoding="utf-8")
-        ]
-        tests = traced(folder / "src", [*files, "-k", chosen], variables)
+        tests, failures = traced(package / "src", [str(file), "-k", chosen], variables, IN_RANKS)
+        for failure in failures:
+            print(f"left out, because it fails without a mutant: {failure}", flush=True)
         KEPT.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(tests), encoding="utf-8")
-        print(f"{package}, {environment}: {len(tests)} tests, {sum(test.seconds for test in tests):.0f} s", flush=True)
+        seconds = sum(test.seconds for test in tests)
+        print(f"{package.name}/{file.name}, {environment}: {len(tests)} tests, {seconds:.0f} s", flush=True)
     return [TracedTest(*test) for test in json.loads(kept.read_text(encoding="utf-8"))]
+
+
+@cache
+def tests_of(package: str, environment: str) -> list[TracedTest]:
+    """Return the tests of a package with the lines that they execute."""
+    return [test for file in files_of(package) for test in tests_in(file, environment)]
 
 
 def package_of(file: Path) -> str:
@@ -108,9 +127,9 @@ def package_of(file: Path) -> str:
     return file.relative_to(ROOT / "packages").parts[0]
 
 
-def first_pass(package: str, environment: str) -> None:
-    """Run the tests of a package once, unless that is kept."""
-    tests_of(package, environment)
+def first_pass(file: Path, environment: str) -> None:
+    """Run the tests of a file once, unless that is kept."""
+    tests_in(file, environment)
 
 
 def shown(mutant: Mutant, environment: str) -> list[TracedTest]:
@@ -168,7 +187,11 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     parts = [*product(args.package, ENVIRONMENTS if args.triton else ["plain"])]
     with ProcessPoolExecutor(args.jobs, FORK) as pool:
         try:
-            for done in [pool.submit(first_pass, *part) for part in parts]:
+            files = [(file, environment) for package, environment in parts for file in files_of(package)]
+            # The longest first, so that none is left alone at the end.
+            for done in [
+                pool.submit(first_pass, *part) for part in sorted(files, key=lambda part: -part[0].stat().st_size)
+            ]:
                 done.result()
             judgments = judge_all(pool, args)
             names = {judgment["where"] for judgment in judgments.values()}
@@ -189,7 +212,7 @@ def judge_all(pool: Executor, args: argparse.Namespace) -> dict[int, dict[str, A
         if package_of(mutant.file) in args.package and (args.triton or TRITON not in mutant.module)
     )
     end = time.monotonic() + (args.seconds or float("inf"))
-    head = {"seed": args.seed, "sources": sources_commit()}
+    head = {"seed": args.seed, "sources": sources_digest(*SOURCES)}
     before = recorded(args.json, head)
     judgments: dict[int, dict[str, Any]] = {}
 
@@ -221,13 +244,6 @@ def judge_all(pool: Executor, args: argparse.Namespace) -> dict[int, dict[str, A
 def in_order(judgments: Mapping[int, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return judgments in the order in which mutants are drawn."""
     return [judgments[number] for number in sorted(judgments)]
-
-
-def sources_commit() -> str:
-    """Return the last commit that changed the sources of core or of an operator."""
-    folders = ["shared/core/src", *(f"packages/{package}/src" for package in OPERATORS)]
-    command = ["git", "log", "-1", "--format=%H", "--", *folders]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def recorded(path: Path | None, head: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -41,6 +42,27 @@ def test_a_call_is_not_causal_by_default():
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
     expected = torch.nn.functional.scaled_dot_product_attention(*heads_first, enable_gqa=True).transpose(1, 2)
     torch.testing.assert_close(bits, expected)
+
+
+def test_limits_of_kernels_are_of_the_widest_head_and_the_largest_group(monkeypatch):
+    monkeypatch.setattr("rl_kernels.core.cuda.where.missing", lambda *_: None)
+    monkeypatch.setattr("rl_kernels.core.triton_lib.launch.INSTALLED", True)
+
+    def takers(heads, size, size_v, dtype=torch.bfloat16):
+        q, k = torch.empty(2, 3, heads, size, dtype=dtype), torch.empty(2, 5, 2, size, dtype=dtype)
+        call = OPERATOR.describe(q, k, k.new_empty(2, 5, 2, size_v))
+        assert call.traits == {"H": heads, "Hkv": 2, "D": max(size, size_v)}
+        call = replace(call, device=torch.device("cuda", 0), arch="sm90")
+        return [backend.name for backend in OPERATOR.backends if backend.why_not(call) is None]
+
+    for sizes in ((8, 128), (128, 8)):
+        assert takers(128, *sizes) == ["cuda-sm90", "triton", "native"]
+        assert takers(130, *sizes) == takers(128, *sizes, torch.float32) == ["triton", "native"]
+    for sizes in ((8, 136), (136, 8), (8, 256), (256, 8)):
+        assert takers(4, *sizes) == ["triton", "native"]
+    for sizes in ((8, 264), (264, 8)):
+        assert takers(4, *sizes) == ["native"]
+    assert OPERATOR.describe(torch.empty(3, 4, 8)).traits == {"H": 4, "Hkv": 4, "D": 8}
 
 
 @pytest.mark.smoke

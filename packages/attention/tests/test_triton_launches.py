@@ -238,6 +238,7 @@ def test_no_query_launches_nothing():
         _, dk, dv, _ = backend.backward(*given, out, lse, out, True)
         assert not recorder.launches
     assert (out.shape, lse.shape) == ((2, 0, 4, 64), (2, 4, 0))
+    assert (dk.shape, dv.shape) == (given.k.shape, given.v.shape)
     assert not dk.any()
     assert not dv.any()
 

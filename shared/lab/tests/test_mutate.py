@@ -99,16 +99,22 @@ def toy(tmp_path, monkeypatch):
 
 
 def test_the_lines_that_a_test_executes(toy):
-    found = {test.name: test for test in traced(toy, ["test_toy.py"], ALONE)}
-    lines = {name: test.lines[str(toy / "toy_mutated.py")] for name, test in found.items()}
+    tests, failures = traced(toy, ["test_toy.py"], ALONE)
+    lines = {test.name: test.lines[str(toy / "toy_mutated.py")] for test in tests}
     assert lines == {"test_toy.py::test_steps": [3, 4, 5, 6], "test_toy.py::test_no_steps": [3, 4, 6]}
-    assert all(0 <= test.seconds < 5 for test in found.values())
+    assert all(0 <= test.seconds < 5 for test in tests)
+    assert not failures
 
 
-def test_a_test_that_fails_without_a_mutant_is_an_error(toy):
-    (toy / "test_toy.py").write_text("def test_wrong():\n    assert 1 + 1 == 3")
-    with pytest.raises(RuntimeError, match=r"without a mutant: test_toy.py::test_wrong: AssertionError"):
-        traced(toy, ["test_toy.py"], ALONE)
+def test_tests_that_fail_and_tests_that_call_a_function_are_left_out(toy):
+    (toy / "test_toy.py").write_text("def test_wrong():\n    assert 1 + 1 == 3\n\ndef test_calls():\n    print()\n")
+    tests, failures = traced(toy, ["test_toy.py"], ALONE, "print")
+    assert not tests
+    assert [failure.split("\n")[0] for failure in failures] == [
+        "test_toy.py::test_wrong: AssertionError: assert (1 + 1) == 3"
+    ]
+    (test,), _ = traced(toy, ["test_toy.py"], ALONE)
+    assert test.name == "test_toy.py::test_calls"
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ WRONG_TYPES: tuple[tuple[str, str, Change, str], ...] = (
     (DENSE, "q not a tensor", given(q=[1.0]), "q: expected a tensor"),
     (DENSE, "q of FP64", edited("q", torch.Tensor.double), "q: expected dtype"),
     (DENSE, "k of integers", edited("k", torch.Tensor.int), "k: expected dtype"),
-    (DENSE, "v of another dtype", edited("v", _other_dtype), "v: expected dtype"),
+    *((DENSE, f"{name} of another dtype", edited(name, _other_dtype), f"{name}: expected dtype") for name in "kv"),
     (DENSE, "scale text", given(scale="1"), "scale: expected a number"),
     (DENSE, "causal a number", given(causal=1), "causal: expected a bool"),
     (DENSE, "return_lse a number", given(return_lse=1), "return_lse: expected a bool"),

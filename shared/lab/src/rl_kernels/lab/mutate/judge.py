@@ -47,23 +47,30 @@ class Verdict(NamedTuple):
     said: str = ""
 
 
-def traced(folder: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> list[TracedTest]:
-    """Run tests once without a mutant, and trace the files of a folder; tests that are skipped or long are left out.
+def traced(
+    folder: Path, arguments: Sequence[str], environment: Mapping[str, str], without: str = ""
+) -> tuple[list[TracedTest], list[str]]:
+    """Run tests once without a mutant, and trace the files of a folder.
+
+    Tests that call a function named ``without``, that are skipped or long, or that fail are left out.
+
+    Returns:
+        The tests, and what the tests that fail said.
 
     Raises:
-        RuntimeError: a test fails, or pytest does not end.
+        RuntimeError: pytest does not end.
     """
-    ended = forked(partial(_trace, folder, arguments), environment)
+    ended = forked(partial(_trace, folder, arguments, without), environment)
     if ended.report is None:
         raise RuntimeError(f"the process of {' '.join(arguments)} ended with {ended.code}")
-    tests = []
+    tests, failures = [], []
     for name, test in ended.report["tests"].items():
         outcomes = {*test["outcomes"].values()}
         if "failed" in outcomes:
-            raise RuntimeError(f"a test fails without a mutant: {name}: {test['message']}")
-        if outcomes == {"passed"}:
+            failures.append(f"{name}: {test['message']}")
+        elif outcomes == {"passed"}:
             tests.append(TracedTest(name, test["seconds"], test["lines"]))
-    return tests
+    return tests, failures
 
 
 def judged(module: str, edit: Edit | None, tests: Sequence[TracedTest], environment: Mapping[str, str]) -> Verdict:
@@ -87,8 +94,8 @@ def judged(module: str, edit: Edit | None, tests: Sequence[TracedTest], environm
     return Verdict(SURVIVED)
 
 
-def _trace(folder: Path, arguments: Sequence[str], out: Path) -> None:
-    pytest.main([*ARGUMENTS, *arguments], plugins=[Traced(folder, LONG, out)])
+def _trace(folder: Path, arguments: Sequence[str], without: str, out: Path) -> None:
+    pytest.main([*ARGUMENTS, *arguments], plugins=[Traced(folder, LONG, without, out)])
 
 
 def _run(module: str, edit: Edit | None, limits: Mapping[str, float], environment: Mapping[str, str]) -> Ended:

@@ -131,13 +131,24 @@ class TooLong(BaseException):
 
 
 class Traced:
-    """Pytest plugin: reports each test's outcome, its CPU time, and which lines of a folder's files it executed."""
+    """Pytest plugin: reports each test's outcome, its CPU time, and which lines of a folder's files it executed.
 
-    def __init__(self, folder: Path, limit: float, out: Path) -> None:
-        self._prefix, self._limit, self._out = f"{folder}/", limit, out
+    Tests that call a function of a certain name are left out.
+    """
+
+    def __init__(self, folder: Path, limit: float, without: str, out: Path) -> None:
+        self._prefix, self._limit, self._without, self._out = f"{folder}/", limit, without, out
         self._is_too_long = False
         self._lines: dict[str, set[int]] = defaultdict(set)
         self._tests: dict[str, dict[str, Any]] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leave out tests by the names in their code."""
+        items[:] = [
+            item
+            for item in items
+            if not (isinstance(item, pytest.Function) and self._without in item.function.__code__.co_names)
+        ]
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
