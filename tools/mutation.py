@@ -40,12 +40,10 @@ EQUIVALENT = ROOT / "tools" / "mutants_equivalent.json"
 KEPT = ROOT / ".nox" / "mutation"
 LEAST = 0.95
 SHOWN_SECONDS = 120.0
-NOT_DRAWN = ("__init__", "reference", "canary", "ahead", "parallel")
-"""How names of modules begin that are not run at a call, or by tests in other processes, which import no mutant."""
+NOT_DRAWN = ("__init__", "reference", "canary", "ahead")
+"""How names of modules begin that are not run at a call."""
 NOT_SHOWN = ("bench", "far", "gpu")
 """Parts of the names of files whose tests are about benchmarks, or need much memory or a GPU."""
-IN_RANKS = "run_ranks"
-"""Tests that call it are not shown: they start other processes, which import no mutant."""
 LEFT_OUT = ("planted", "bug", "control", "inductor", "-parity-", "-bf16-", "-fp16-")
 TRITON = ".backends.triton"
 BITS = ("launches", "repeatability", "invariance")
@@ -106,7 +104,7 @@ def tests_in(file: Path, environment: str) -> list[TracedTest]:
     digest = hashlib.sha256(f"{chosen} {sources_digest(package, ROOT / 'shared')} ".encode() + file.read_bytes())
     kept = KEPT / f"{package.name}-{file.stem}-{environment}-{digest.hexdigest()[:16]}.json"
     if not kept.exists():
-        tests, failures = traced(package / "src", [str(file), "-k", chosen], variables, IN_RANKS)
+        tests, failures = traced(package / "src", [str(file), "-k", chosen], variables)
         for failure in failures:
             print(f"left out, because it fails without a mutant: {failure}", flush=True)
         KEPT.mkdir(parents=True, exist_ok=True)

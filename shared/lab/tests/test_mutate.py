@@ -47,6 +47,16 @@ def test_steps():
 def test_no_steps():
     assert steps(0) == 0
 """
+IN_RANKS = """
+from rl_kernels.core.testing.ranks import run_ranks
+from toy_mutated import steps
+
+def rank(number):
+    return steps(number)
+
+def test_ranks():
+    assert run_ranks(rank, 2) == [0, 1]
+"""
 ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 STATEMENTS = """
 LIMIT = min(
@@ -106,15 +116,23 @@ def test_the_lines_that_a_test_executes(toy):
     assert not failures
 
 
-def test_tests_that_fail_and_tests_that_call_a_function_are_left_out(toy):
-    (toy / "test_toy.py").write_text("def test_wrong():\n    assert 1 + 1 == 3\n\ndef test_calls():\n    print()\n")
-    tests, failures = traced(toy, ["test_toy.py"], ALONE, "print")
-    assert not tests
-    assert [failure.split("\n")[0] for failure in failures] == [
+def test_a_test_that_fails_is_left_out(toy):
+    (toy / "test_toy.py").write_text(f"{TEST}\ndef test_wrong():\n    assert 1 + 1 == 3\n")
+    tests, failures = traced(toy, ["test_toy.py"], ALONE)
+    assert [test.name for test in tests] == ["test_toy.py::test_steps", "test_toy.py::test_no_steps"]
+    assert [text.splitlines()[0] for text in failures] == [
         "test_toy.py::test_wrong: AssertionError: assert (1 + 1) == 3"
     ]
+
+
+def test_ranks_have_the_mutant_and_report_their_lines(toy):
+    (toy / "test_toy.py").write_text(IN_RANKS)
     (test,), _ = traced(toy, ["test_toy.py"], ALONE)
-    assert test.name == "test_toy.py::test_calls"
+    assert test.lines[str(toy / "toy_mutated.py")] == [3, 4, 5, 6]
+    edit = next(edit for edit in edits_of(MODULE) if edit.old == "found < size" and edit.kind == "comparison")
+    assert judged("toy_mutated", edit, [test], ALONE).state == CAUGHT
+    crash = edit._replace(new="found()")
+    assert judged("toy_mutated", crash, [test], ALONE).state == INVALID
 
 
 @pytest.mark.parametrize(

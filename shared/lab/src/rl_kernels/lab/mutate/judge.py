@@ -17,8 +17,11 @@ from rl_kernels.lab.mutate.session import ARGUMENTS, COLLECTING, Chosen, Ended, 
 
 CAUGHT, TIMEOUT, SURVIVED, INVALID = "caught", "timeout", "survived", "invalid"
 CRASHES = ("TypeError", "NameError", "UnboundLocalError", "SyntaxError", "AttributeError", "ImportError")
-CRASHED = re.compile(rf"\b(?:raised|got) (?:InterpreterError: )?(?:{'|'.join(CRASHES)})\b")
-"""Matches the message of a check whose implementation crashed."""
+_NAMES = f"(?:{'|'.join(CRASHES)})"
+CRASHED = re.compile(
+    rf"\b(?:raised|got) (?:InterpreterError: )?{_NAMES}\b|\Arank \d+ raised:.*^{_NAMES}: ", re.DOTALL | re.MULTILINE
+)
+"""Matches the message of a check whose implementation crashed, or of a rank that did."""
 PASSED, NOTHING_SELECTED = 0, 5
 LEAST = 10.0
 """Seconds of a core that any test may take with a mutant: the first of a process loads what others find loaded."""
@@ -48,11 +51,11 @@ class Verdict(NamedTuple):
 
 
 def traced(
-    folder: Path, arguments: Sequence[str], environment: Mapping[str, str], without: str = ""
+    folder: Path, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[list[TracedTest], list[str]]:
     """Run tests once without a mutant, and trace the files of a folder.
 
-    Tests that call a function named ``without``, that are skipped or long, or that fail are left out.
+    Tests that are skipped or long, or that fail, are left out.
 
     Returns:
         The tests, and what the tests that fail said.
@@ -60,7 +63,7 @@ def traced(
     Raises:
         RuntimeError: pytest does not end.
     """
-    ended = forked(partial(_trace, folder, arguments, without), environment)
+    ended = forked(partial(_trace, folder, arguments), environment)
     if ended.report is None:
         raise RuntimeError(f"the process of {' '.join(arguments)} ended with {ended.code}")
     tests, failures = [], []
@@ -94,8 +97,8 @@ def judged(module: str, edit: Edit | None, tests: Sequence[TracedTest], environm
     return Verdict(SURVIVED)
 
 
-def _trace(folder: Path, arguments: Sequence[str], without: str, out: Path) -> None:
-    pytest.main([*ARGUMENTS, *arguments], plugins=[Traced(folder, LONG, without, out)])
+def _trace(folder: Path, arguments: Sequence[str], out: Path) -> None:
+    pytest.main([*ARGUMENTS, *arguments], plugins=[Traced(folder, LONG, out)])
 
 
 def _run(module: str, edit: Edit | None, limits: Mapping[str, float], environment: Mapping[str, str]) -> Ended:
