@@ -6,6 +6,7 @@ is set. Ranks that a test starts are forked from it: they have its mutant, and t
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -25,7 +26,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rl_kernels.core.testing import ranks
 from rl_kernels.lab.mutate.edits import Edit
 
 FORK = multiprocessing.get_context("fork")
@@ -58,7 +58,6 @@ def _in_child(report: Callable[[Path], None], out: Path, environment: Mapping[st
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     os.environ.update(environment)
-    ranks.context = lambda: FORK
     report(out)
 
 
@@ -92,7 +91,15 @@ class Mutated(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(text, file, "exec"), vars(module))
 
 
-class Chosen:
+class Plugin:
+    """Pytest plugin: ranks are forked from the process that runs a test."""
+
+    def pytest_configure(self) -> None:
+        """Import what starts ranks, now that pytest has loaded its plugins, and replace how."""
+        importlib.import_module("rl_kernels.core.testing.ranks").context = lambda: FORK  # type: ignore[attr-defined]
+
+
+class Chosen(Plugin):
     """Pytest plugin: runs tests in a given order, each with a limit of its CPU time; reports the first failure.
 
     The report has the test that runs, and at the end pytest's exit status and the first failure.
@@ -141,7 +148,7 @@ class TooLong(BaseException):
     """Raised in a test that takes too long to be shown to mutants; handlers may turn it into another exception."""
 
 
-class Traced:
+class Traced(Plugin):
     """Pytest plugin: reports each test's outcome, its CPU time, and which lines of a folder's files it executed."""
 
     def __init__(self, folder: Path, limit: float, out: Path) -> None:
