@@ -35,7 +35,6 @@ from rl_kernels.lab.mutate.session import FORK
 
 ROOT = Path(__file__).resolve().parent.parent
 OPERATORS = sorted(file.parents[3].name for file in ROOT.glob("packages/*/src/rl_kernels/*/op.py"))
-SOURCES = [ROOT / "shared" / "core" / "src", *(ROOT / "packages" / package / "src" for package in OPERATORS)]
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.json"
 KEPT = ROOT / ".nox" / "mutation"
 LEAST = 0.95
@@ -44,7 +43,7 @@ NOT_DRAWN = ("__init__", "reference", "canary", "ahead")
 """How names of modules begin that are not run at a call."""
 NOT_SHOWN = ("bench", "far", "gpu")
 """Parts of the names of files whose tests are about benchmarks, or need much memory or a GPU."""
-LEFT_OUT = ("planted", "bug", "control", "inductor", "-parity-", "-bf16-", "-fp16-")
+LEFT_OUT = ("planted", "bug", "control", "inductor", "-parity-")
 TRITON = ".backends.triton"
 BITS = ("launches", "repeatability", "invariance")
 """Tests of bits, which Triton's interpreter computes in another order than a GPU, and of launches, which it has not."""
@@ -186,10 +185,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     with ProcessPoolExecutor(args.jobs, FORK) as pool:
         try:
             files = [(file, environment) for package, environment in parts for file in files_of(package)]
-            # The longest first, so that none is left alone at the end.
-            for done in [
-                pool.submit(first_pass, *part) for part in sorted(files, key=lambda part: -part[0].stat().st_size)
-            ]:
+            # The longest first, so that at the end none runs alone.
+            files.sort(key=lambda part: -part[0].stat().st_size)
+            for done in [pool.submit(first_pass, *part) for part in files]:
                 done.result()
             judgments = judge_all(pool, args)
             names = {judgment["where"] for judgment in judgments.values()}
@@ -199,7 +197,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             # Otherwise the pool would judge all that waits before the error is seen.
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return in_order(judgments)
+    return in_order(judgments, args.count)
 
 
 def judge_all(pool: Executor, args: argparse.Namespace) -> dict[int, dict[str, Any]]:
@@ -210,16 +208,19 @@ def judge_all(pool: Executor, args: argparse.Namespace) -> dict[int, dict[str, A
         if package_of(mutant.file) in args.package and (args.triton or TRITON not in mutant.module)
     )
     end = time.monotonic() + (args.seconds or float("inf"))
-    head = {"seed": args.seed, "sources": sources_digest(*SOURCES)}
+    core = ROOT / "shared" / "core" / "src"
+    sources = {package: sources_digest(core, ROOT / "packages" / package / "src")[:16] for package in args.package}
+    head = {"seed": args.seed, "sources": sources}
     before = recorded(args.json, head)
     judgments: dict[int, dict[str, Any]] = {}
 
     def record() -> None:
         if args.json:
-            write(args.json, head, in_order(judgments))
+            write(args.json, head, in_order(judgments, args.count))
 
-    while missing := args.count - sum(judgment["state"] != INVALID for judgment in judgments.values()):
-        batch = dict(enumerate(islice(drawn_mutants, missing), len(judgments)))
+    while (missing := args.count - sum(judgment["state"] != INVALID for judgment in judgments.values())) > 0:
+        # More than are missing, because some will be invalid; only the first valid ones count.
+        batch = dict(enumerate(islice(drawn_mutants, missing + missing // 4), len(judgments)))
         known = {number: before.get(json.dumps(mutant.entry)) for number, mutant in batch.items()}
         judgments.update((number, judgment) for number, judgment in known.items() if judgment)
         record()
@@ -239,20 +240,24 @@ def judge_all(pool: Executor, args: argparse.Namespace) -> dict[int, dict[str, A
     return judgments
 
 
-def in_order(judgments: Mapping[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return judgments in the order in which mutants are drawn."""
-    return [judgments[number] for number in sorted(judgments)]
+def in_order(judgments: Mapping[int, dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Return judgments in the order in which mutants are drawn, up to so many that are valid."""
+    ordered = [judgments[number] for number in sorted(judgments)]
+    valid = accumulate(judgment["state"] != INVALID for judgment in ordered)
+    return [judgment for judgment, place in zip(ordered, valid, strict=True) if place <= count]
 
 
 def recorded(path: Path | None, head: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the judged mutants of a record with this head, by their entry as JSON."""
+    """Return the mutants that a record with this seed judged in the same sources, by their entry as JSON."""
     if path is None or not path.exists():
         return {}
     record = json.loads(path.read_text(encoding="utf-8"))
-    same = head.items() <= record.items()
+    same = head["sources"].items() & record["sources"].items() if head["seed"] == record["seed"] else ()
+    packages = tuple(f"rl_kernels.{package.replace('-', '_')}." for package, _ in same)
     return {
         json.dumps({name: mutant[name] for name in mutant if name not in ("state", "where")}): mutant
-        for mutant in (record["mutants"] if same else [])
+        for mutant in record["mutants"]
+        if mutant["module"].startswith(packages)
     }
 
 

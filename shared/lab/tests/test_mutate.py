@@ -7,6 +7,10 @@ from rl_kernels.lab.mutate.edits import drawn, edits_of, statement_at
 from rl_kernels.lab.mutate.judge import CAUGHT, INVALID, SURVIVED, TIMEOUT, TracedTest, judged, traced
 
 SOURCE = '''
+@overload
+def clamped(x: int, low: int = 1) -> int: ...
+
+
 def clamped(x: "a | b", low=0.5):
     """Messages, types and texts are left alone: x + 1 < 2."""
     if x < low:
@@ -88,6 +92,13 @@ def test_a_seed_gives_the_order():
     first, again, other = (list(drawn({"b": SOURCE, "a": SOURCE}, seed)) for seed in (1, 1, 2))
     assert first == again != other
     assert sorted(first) == sorted(other)
+
+
+def test_a_change_of_other_lines_leaves_the_order():
+    def drawn_from(source):
+        return [(edit.kind, edit.old, edit.new) for _, edit in drawn({"a": source}, 1) if edit.old != "3"]
+
+    assert drawn_from(SOURCE) == drawn_from(f"LIMIT = 3\n{SOURCE}")
 
 
 @pytest.mark.parametrize(

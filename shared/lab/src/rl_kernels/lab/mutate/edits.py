@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import copy
-import random
+import hashlib
+import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -59,10 +61,21 @@ def edits_of(source: str) -> list[Edit]:
 
 
 def drawn(sources: Mapping[str, str], seed: int) -> Iterator[tuple[str, Edit]]:
-    """Yield the edits of the modules in an order that the seed gives, by module name."""
-    every = [(name, edit) for name in sorted(sources) for edit in edits_of(sources[name])]
-    random.Random(seed).shuffle(every)
-    yield from every
+    """Yield the edits of the modules, by module name, in an order that the seed gives.
+
+    The place of an edit depends on the seed, its module, the code of its line and what it changes there: an edit of
+    another line leaves it among those that are drawn.
+    """
+    every = []
+    for name, source in sources.items():
+        lines, occurrences = source.splitlines(), Counter[tuple[str, ...]]()
+        for edit in edits_of(source):
+            form = lines[edit.line - 1].strip(), edit.kind, edit.old, edit.new
+            occurrences[form] += 1
+            text = json.dumps((seed, name, *form, occurrences[form]))
+            every.append((hashlib.sha256(text.encode()).digest(), name, edit))
+    for _, name, edit in sorted(every):
+        yield name, edit
 
 
 def statement_at(source: str, line: int) -> range | None:
@@ -95,8 +108,12 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
         if name in ("annotation", "returns", "decorator_list", "type_params") or _is_of_types(node, name):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and not isinstance(child, LEFT_ALONE):
+            if isinstance(child, ast.AST) and not isinstance(child, LEFT_ALONE) and not _is_overload(child):
                 yield from _walk(child)
+
+
+def _is_overload(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef) and "overload" in map(ast.unparse, node.decorator_list)
 
 
 def _is_of_types(node: ast.AST, name: str) -> bool:
