@@ -83,15 +83,15 @@ def context() -> Any:
 
 def _results(outputs: list[Path]) -> list[Any]:
     """Return the results, or raise with the error of the rank that failed first: later ranks fail because of it."""
-    for rank, output in enumerate(outputs):
-        if not output.exists():
-            raise RuntimeError(f"rank {rank} ended without a result")
-    results = [pickle.loads(output.read_bytes()) for output in outputs]
-    failed = [rank for rank, (succeeded, _) in enumerate(results) if not succeeded]
+    results = {rank: pickle.loads(output.read_bytes()) for rank, output in enumerate(outputs) if output.exists()}
+    failed = [rank for rank, (succeeded, _) in results.items() if not succeeded]
     if failed:
         first = min(failed, key=lambda rank: outputs[rank].stat().st_mtime_ns)
         raise RuntimeError(f"rank {first} raised:\n{results[first][1]}")
-    return [value for _, value in results]
+    for rank in range(len(outputs)):
+        if rank not in results:
+            raise RuntimeError(f"rank {rank} ended without a result")
+    return [value for _, value in results.values()]
 
 
 def _run(
