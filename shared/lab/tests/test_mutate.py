@@ -11,11 +11,14 @@ SOURCE = '''
 def clamped(x: int, low: int = 1) -> int: ...
 
 
+TILE = Tile(64, 4 if WIDE else 8)
+
+
 def clamped(x: "a | b", low=0.5):
     """Messages, types and texts are left alone: x + 1 < 2."""
     if x < low:
         raise ValueError(f"{x + 1}")
-    x -= min(x, 1)
+    x -= min(x, 1, num_warps=4)
     return sum(zip(range(x), low, strict=False), start=low)
 '''
 MADE = [
@@ -25,8 +28,8 @@ MADE = [
     ("comparison", "x < low", "(x <= low)"),
     ("bound", "low", "(low + 1)"),
     ("bound", "low", "(low - 1)"),
-    ("operator", "x -= min(x, 1)", "x += min(x, 1)"),
-    ("statement", "x -= min(x, 1)", "pass"),
+    ("operator", "x -= min(x, 1, num_warps=4)", "x += min(x, 1, num_warps=4)"),
+    ("statement", "x -= min(x, 1, num_warps=4)", "pass"),
     ("name", "min", "max"),
     ("constant", "1", "2"),
     ("argument", "sum(zip(range(x), low, strict=False), start=low)", "sum(zip(range(x), low, strict=False))"),

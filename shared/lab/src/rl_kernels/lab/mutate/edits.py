@@ -25,6 +25,9 @@ OTHER_NAME = {name: other for pair in PAIRS for name, other in (pair, pair[::-1]
 COMMUTATIVE = {"min", "max", "minimum", "maximum"}
 NO_CHANGE = {"strict=False", "strict=True", "check=False"}
 """Keywords that change no result: defaults, and guards of what is so."""
+SCHEDULES = {"Schedule", "Tile", "KeyTile"}
+OPTIONS = {"num_warps", "num_stages"}
+"""Calls and keywords of tiles, warps and stages: they change no bit, only the speed on a GPU."""
 LEFT_ALONE = (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom, ast.JoinedStr, ast.AnnAssign)
 """Nodes that hold nothing a call computes: messages, imports and types."""
 
@@ -108,12 +111,17 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
         if name in ("annotation", "returns", "decorator_list", "type_params") or _is_of_types(node, name):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and not isinstance(child, LEFT_ALONE) and not _is_overload(child):
+            if isinstance(child, ast.AST) and not isinstance(child, LEFT_ALONE) and not _is_skipped(child):
                 yield from _walk(child)
 
 
-def _is_overload(node: ast.AST) -> bool:
-    return isinstance(node, ast.FunctionDef) and "overload" in map(ast.unparse, node.decorator_list)
+def _is_skipped(node: ast.AST) -> bool:
+    """Say whether a node is an overload, which is for type checkers, or a schedule."""
+    if isinstance(node, ast.FunctionDef):
+        return "overload" in map(ast.unparse, node.decorator_list)
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in SCHEDULES
+    return isinstance(node, ast.keyword) and node.arg in OPTIONS
 
 
 def _is_of_types(node: ast.AST, name: str) -> bool:
@@ -161,7 +169,7 @@ def _constants(node: ast.Constant) -> Iterator[tuple[str, ast.expr, str]]:
 def _calls(node: ast.Call) -> Iterator[tuple[str, ast.expr, str]]:
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
     for index, keyword in enumerate(node.keywords):
-        if ast.unparse(keyword) not in NO_CHANGE:
+        if keyword.arg not in OPTIONS and ast.unparse(keyword) not in NO_CHANGE:
             yield "argument", node, _changed(node, keywords=node.keywords[:index] + node.keywords[index + 1 :])
     if len(node.args) > 1 and name not in COMMUTATIVE and ast.dump(node.args[0]) != ast.dump(node.args[1]):
         yield "argument", node, _changed(node, args=[node.args[1], node.args[0], *node.args[2:]])
