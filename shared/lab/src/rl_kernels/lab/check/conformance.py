@@ -38,6 +38,7 @@ from rl_kernels.lab.check.guard import named
 from rl_kernels.lab.check.mutation import Baseline
 from rl_kernels.lab.check.mutation.controls import CONTROLS
 from rl_kernels.lab.check.relations import RELATIONS, check_relation
+from rl_kernels.lab.check.relations.integration import Promised
 from rl_kernels.lab.check.repeat import differing_runs
 from rl_kernels.lab.check.result import Check, Skip
 from rl_kernels.lab.check.run import Run
@@ -90,6 +91,10 @@ class Conformance:
                 if relation != "parity" or len(_runnable(cls.operator)) > 1
             ]
             metafunc.parametrize(("backend", "relation", "dtype", "case"), names)
+        elif "quick_case" in metafunc.fixturenames:
+            metafunc.parametrize(
+                "quick_case", [case for case in cases if not case.relations], ids=lambda case: case.name
+            )
         elif "large_case" in metafunc.fixturenames:
             params = [
                 pytest.param(name, case, id=f"{name}-{case.name}")
@@ -119,6 +124,15 @@ class Conformance:
         assert checks or reasons
         if not checks:
             pytest.skip("; ".join(reasons))
+
+    def test_fake_kernels_promise_the_results(self, quick_case: Case) -> None:
+        """Rule 9: shapes, strides and dtypes of the raw ops' results, with all options."""
+        for dtype in ("fp32", "bf16"):
+            case_cell = cell(self.operator, quick_case, dtype, "native")
+            with Promised() as raw:
+                run = case_cell.run()
+                run.results(case_cell.upstream(run))
+            assert not raw.differing
 
     @pytest.mark.gpu
     def test_hundred_runs_beside_another_stream(self, backend: str, large_case: Case) -> None:
