@@ -3,10 +3,10 @@
 Host code is everything of an operator that runs at a call, ``reference.py`` excepted. The tests run once without a
 mutant; each test's time and the lines that it executes are kept in ``.nox/mutation``. A mutant is then shown the tests
 that execute its line, the quickest first, for at most two minutes of CPU time; a line that importing the module runs
-counts for all tests. Triton backends are shown to tests in Triton's interpreter too; ``--without-triton`` leaves them
-out. Mutants that crash are drawn again; known equivalents are left out. At the end the tests that caught mutants run
-once more without one; a test that fails without a mutant is an error. A record is continued; with ``--again`` its
-survivors are judged again.
+counts for all tests. Tests of the Triton backends run in Triton's interpreter; ``--without-triton`` leaves these tests
+and backends out. Mutants that crash are drawn again; known equivalents are left out. At the end the tests that caught
+mutants run once more without one; a test that fails without a mutant is an error. A record is continued; with
+``--again`` its survivors are judged again.
 
 ``python tools/mutation.py --seed 1 --count 300 --json tools/results/mutation.json``; ``nox -s mutation`` runs it.
 Exit status 1 if fewer than 95 % are caught.
@@ -130,13 +130,16 @@ def first_pass(file: Path, environment: str) -> None:
 
 
 def shown(mutant: Mutant, environment: str) -> list[TracedTest]:
-    """Return the tests that execute the mutated line, the quickest first, as far as the time suffices."""
-    tests = tests_of(package_of(mutant.file), environment)
+    """Return the tests that execute the mutated line, the quickest first, as far as the time suffices.
+
+    Of a line that importing the module runs, these are all tests; those that execute other lines of it are the first.
+    """
+    tests, file = tests_of(package_of(mutant.file), environment), str(mutant.file)
     statement = statement_at(mutant.file.read_text(encoding="utf-8"), mutant.edit.line)
     if statement is not None:
         lines = {*statement}
-        tests = [test for test in tests if not lines.isdisjoint(test.lines.get(str(mutant.file), ()))]
-    ordered = quickest_first(tests)
+        tests = [test for test in tests if not lines.isdisjoint(test.lines.get(file, ()))]
+    ordered = sorted(tests, key=lambda test: (file not in test.lines, test.seconds))
     seconds = accumulate(test.seconds for test in ordered)
     return [test for test, until in zip(ordered, seconds, strict=True) if until <= SHOWN_SECONDS]
 
@@ -146,11 +149,11 @@ def quickest_first(tests: Iterable[TracedTest]) -> list[TracedTest]:
     return sorted(tests, key=lambda test: test.seconds)
 
 
-def judge(mutant: Mutant, end: float) -> Verdict | None:
+def judge(mutant: Mutant, environments: Sequence[str], end: float) -> Verdict | None:
     """Judge a mutant unless time is over."""
     if time.monotonic() > end:
         return None
-    for environment in ENVIRONMENTS if TRITON in mutant.module else ("plain",):
+    for environment in environments:
         variables = ENVIRONMENTS[environment][1]
         verdict = judged(mutant.module, mutant.edit, shown(mutant, environment), variables)
         if verdict.state != SURVIVED:
@@ -181,7 +184,7 @@ def candidates(seed: int) -> Iterator[Mutant]:
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Draw and judge mutants until enough are valid; print each, and return the record's entries."""
-    parts = [*product(args.package, ENVIRONMENTS if args.triton else ["plain"])]
+    parts = [*product(args.package, environments_of(args))]
     with ProcessPoolExecutor(args.jobs, FORK) as pool:
         try:
             files = [(file, environment) for package, environment in parts for file in files_of(package)]
@@ -198,6 +201,11 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return in_order(judgments, args.count)
+
+
+def environments_of(args: argparse.Namespace) -> list[str]:
+    """Return the environments in which tests run."""
+    return [*ENVIRONMENTS] if args.triton else ["plain"]
 
 
 def judge_all(pool: Executor, args: argparse.Namespace) -> dict[int, dict[str, Any]]:
@@ -226,7 +234,11 @@ def judge_all(pool: Executor, args: argparse.Namespace) -> dict[int, dict[str, A
         record()
         states = {number: judgment["state"] for number, judgment in known.items() if judgment}
         settled = {number for number, state in states.items() if not (args.again and state == SURVIVED)}
-        waiting = {pool.submit(judge, batch[number], end): number for number in batch if number not in settled}
+        waiting = {
+            pool.submit(judge, batch[number], environments_of(args), end): number
+            for number in batch
+            if number not in settled
+        }
         for future in as_completed(waiting):
             verdict, mutant = future.result(), batch[waiting[future]]
             if verdict is not None:

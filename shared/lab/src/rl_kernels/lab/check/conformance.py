@@ -134,6 +134,17 @@ class Conformance:
                 run.results(case_cell.upstream(run))
             assert not raw.differing
 
+    def test_an_error_names_the_wrong_tensor(self, quick_case: Case) -> None:
+        """Rule 1: a tensor that is elsewhere, has another dtype or one dim more is refused by name."""
+        function, inputs = function_of(self.operator, quick_case.function), _inputs(self.operator, quick_case)
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+        for name, value in tensors.items():
+            # The others are compared with the first.
+            others = [] if name == next(iter(tensors)) else [value.to("meta"), value[None]]
+            for wrong in (value.to(torch.complex64), *others):
+                with pytest.raises((TypeError, ValueError), match=f"^{name}: expected"):
+                    function(**{**inputs, name: wrong})
+
     @pytest.mark.gpu
     def test_hundred_runs_beside_another_stream(self, backend: str, large_case: Case) -> None:
         """Rule 6 at sizes that fill the GPU: the order of blocks and other work change no bit."""
