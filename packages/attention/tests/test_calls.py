@@ -53,7 +53,10 @@ def test_limits_of_kernels_are_of_the_widest_head_and_the_largest_group(monkeypa
         call = OPERATOR.describe(q, k, k.new_empty(2, 5, 2, size_v))
         assert call.traits == {"H": heads, "Hkv": 2, "D": max(size, size_v)}
         call = replace(call, device=torch.device("cuda", 0), arch="sm90")
-        return [backend.name for backend in OPERATOR.backends if backend.why_not(call) is None]
+        reasons = {backend.name: backend.why_not(call) for backend in OPERATOR.backends}
+        for name, most in (("triton", 256), ("cuda-sm90", 128)):
+            assert dtype == torch.float32 or max(size, size_v) <= most or f"up to {most}, and D is" in reasons[name]
+        return [name for name, reason in reasons.items() if reason is None]
 
     for sizes in ((8, 128), (128, 8)):
         assert takers(128, *sizes) == ["cuda-sm90", "triton", "native"]

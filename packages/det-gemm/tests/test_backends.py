@@ -9,7 +9,7 @@ from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import Case, Draw, far, spec_of
 from rl_kernels.core.testing.planted import Bug, Mutants
 from rl_kernels.det_gemm import det_gemm, det_gemm_dw, det_linear
-from rl_kernels.det_gemm.op import OPERATOR
+from rl_kernels.det_gemm.op import OPERATOR, describe, describe_dw
 from rl_kernels.lab.check.conformance import Conformance
 from rl_kernels.lab.check.relations.integration import RawCalls
 
@@ -192,6 +192,13 @@ def results(backend, x, weight, bias, upstream, main_grad):
     dweight = det_gemm_dw(upstream, x, backend=backend)
     total = det_gemm_dw(upstream, x, accumulate_into=main_grad, backend=backend)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream), dweight, total.clone()]
+
+
+def test_what_the_dispatcher_is_told():
+    a, b = torch.empty(2, 3), torch.empty(3, 5)
+    for right, layout in ((b, "row"), (b.t().contiguous().t(), "column"), (torch.empty(3, 10)[:, ::2], "strided")):
+        assert describe(a, right).traits == {"K": 3, "N": 5, "layout": layout}
+    assert describe_dw(a, torch.empty(2, 5)).traits == {"K": 3, "N": 5, "layout": "row"}
 
 
 SIZES = {"a stride": (2, 2, 2), "an index times a stride": (24, 40, 16)}

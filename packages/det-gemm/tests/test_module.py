@@ -37,6 +37,14 @@ def test_from_linear_shares_parameters_but_no_module_hooks(bias):
     assert torch.equal(layer(x), det_linear(x, plain.weight, plain.bias))
 
 
+def test_a_layer_whose_class_is_changed_has_no_options():
+    plain, x = nn.Linear(40, 24), Draw(torch.float32).normal(3, 40)
+    shown = repr(plain)
+    plain.__class__ = DetLinear
+    assert repr(plain) == f"Det{shown}"
+    assert torch.equal(plain(x), det_linear(x, plain.weight, plain.bias))
+
+
 def test_from_linear_raises():
     with pytest.raises(TypeError, match=r"module: expected an nn\.Linear, got Conv1d"):
         DetLinear.from_linear(nn.Conv1d(1, 1, 1))

@@ -129,6 +129,7 @@ WRONG_VALUES: tuple[tuple[str, str, Change, str], ...] = (
     ),
     (PACKED, "longest too short", given(max_seqlen_q=0), "max_seqlen_q: expected at least"),
     (PAGES, "page size odd", _edit_keys(lambda x: x[:, :-1]), "k: expected a page size"),
+    (PAGES, "page of nothing", _edit_keys(lambda x: x[:, :0]), "k: expected a page size"),
     (PAGES, "page that does not exist", edited("block_table", lambda x: x + 10**6), f"block_table: {RANGE}"),
     (PAGES, "another number of tables", edited("block_table", lambda x: x[:-1]), "block_table: expected"),
     (PAGES, "more keys than pages", edited("seqused_k", lambda x: x + 10**6), f"seqused_k: {RANGE}"),
