@@ -152,12 +152,20 @@ def test_main_grad_continues_the_sum_of_the_router(backend: str) -> None:
         ({"correction_bias": torch.zeros(3)}, ValueError, "correction_bias: expected shape"),
         ({"groups": 4}, TypeError, "groups: expected None or"),
         ({"groups": (5, 2)}, ValueError, "groups: expected a divisor"),
+        *(({"groups": cut}, ValueError, "groups: expected an integer") for cut in ((0, 1), (13, 1), (4, 0), (4, 5))),
         ({"groups": (12, 3)}, ValueError, "groups: expected a divisor of the 12 experts, and at least top_k = 4"),
         ({"normalize": 1}, TypeError, "normalize: expected a bool"),
         ({"scale": float("nan")}, ValueError, "scale: expected a finite number"),
         ({"logits_dtype": torch.int32}, ValueError, "logits_dtype: expected one of"),
         ({"ids": torch.zeros(TOKENS, 1, dtype=torch.int32)}, ValueError, "ids: expected shape"),
         ({"backend": "no-such"}, ValueError, "backend: experts has no backend"),
+        *(
+            ({name: torch.zeros(*shape, device="meta").to(dtype)}, ValueError, f"{name}: expected device")
+            for name, shape, dtype in (
+                *(("weight", (COUNT, WIDTH), torch.float32), ("bias", (COUNT,), torch.float32)),
+                *(("correction_bias", (COUNT,), torch.float32), ("ids", (TOKENS, TOP_K), torch.int32)),
+            )
+        ),
     ],
     ids=str,
 )
@@ -165,6 +173,13 @@ def test_bad_arguments_are_named(changes: dict[str, Any], error: type[Exception]
     call = {"hidden": torch.zeros(TOKENS, WIDTH), "weight": torch.zeros(COUNT, WIDTH), "top_k": TOP_K, **changes}
     with pytest.raises(error, match=message):
         route(**call)
+
+
+def test_a_bad_buffer_is_named() -> None:
+    hidden, weight, _ = operands("qwen3")
+    weight.main_grad = torch.zeros(COUNT, WIDTH, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"weight\.main_grad: expected dtype"):
+        route(hidden, weight.requires_grad_(), TOP_K)
 
 
 @each_form

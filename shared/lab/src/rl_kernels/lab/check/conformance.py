@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from rl_kernels.core import canary
 from rl_kernels.core.contract import DTYPES
@@ -201,6 +202,21 @@ class Conformance:
         (grad,) = torch.autograd.grad(result.double().square().sum(), leaf, create_graph=True)
         with pytest.raises(RuntimeError, match="double backward"):
             grad.double().square().sum().backward()
+
+    def test_forward_mode_of_a_gradient_raises(self) -> None:
+        """Rule 9: so is forward-mode AD through a backward pass, also one that adds to ``main_grad``."""
+        spec = spec_of(self.operator)
+        for name in (spec.differentiable[0], *sorted(spec.main_grad)):
+            case = next(case for case in spec.cases if name in _inputs(self.operator, case))
+            inputs = _inputs(self.operator, case)
+            leaf = inputs[name].requires_grad_()
+            if name in spec.main_grad:
+                leaf.main_grad = torch.zeros(leaf.shape, device=leaf.device)
+            result = next(iter(named(function_of(self.operator, case.function)(**inputs), spec.output).values()))
+            with forward_ad.dual_level():
+                upstream = forward_ad.make_dual(torch.ones_like(result), torch.ones_like(result))
+                with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
+                    torch.autograd.grad(result, leaf, upstream, allow_unused=True)
 
     def test_import_is_quiet_and_light(self) -> None:
         """Rule 11: importing the package prints nothing and imports no GPU library."""
