@@ -13,14 +13,18 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from rl_kernels.core.operator import Call
 from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.core.testing import Draw, bits_of
 from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.linear_logp import Chunk, LogpStats, Memory, linear_logp, linear_logp_loss
 from rl_kernels.linear_logp.chunks import chunks_of
+from rl_kernels.linear_logp.op import OPERATOR
 
 MODULES = tuple(f"rl_kernels.linear_logp.{name}" for name in ("autograd", "chunks", "loss"))
 BUG = Bug("upstream gradients of the first rows", "value[here] for", "value[:count] for")
+CALL = Call(torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.float32, "cpu", {})
+BACKENDS = [backend.name for backend in OPERATOR.backends if backend.why_not(CALL) is None]
 IGNORED, SCALE, CHUNKS = -100, 0.25, (1, 50, 100, 10**6)
 LENGTHS = (5, 40, 0, 33, 70, 1, 16, 17, 200)
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -113,6 +117,12 @@ def check_case(options: dict[str, Any], dtype: torch.dtype, device: str, backend
         for one, other in zip(found, expected, strict=True):
             assert one.dtype == other.dtype
             assert torch.equal(bits_of(one), bits_of(other)), chunk_tokens
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_chunks_change_no_bit_of_any_backend(backend: str) -> None:
+    sizes = {"packed": True, "sizes": (8, 70), "lengths": (5, 20, 0, 33)}
+    check_case({"bias": True}, torch.float32, CALL.device.type, backend, **sizes)
 
 
 @pytest.mark.parametrize("packed", [True, False])
