@@ -2,7 +2,7 @@
 
 Host code is everything of an operator that runs at a call, ``reference.py`` excepted. The tests run once without a
 mutant; each test's time and the lines that it executes are kept in ``.nox/mutation``. A mutant is then shown the tests
-that execute its line, the quickest first, for at most two minutes of CPU time; a line that importing the module runs
+that execute its line, the quickest first, for at most a minute of CPU time; a line that importing the module runs
 counts for all tests. Tests of the Triton backends run in Triton's interpreter; ``--without-triton`` leaves these tests
 and backends out. Mutants that crash are drawn again; known equivalents are left out. At the end the tests that caught
 mutants run once more without one; a test that fails without a mutant is an error. A record is continued; with
@@ -38,12 +38,14 @@ OPERATORS = sorted(file.parents[3].name for file in ROOT.glob("packages/*/src/rl
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.json"
 KEPT = ROOT / ".nox" / "mutation"
 LEAST = 0.95
-SHOWN_SECONDS = 120.0
+SHOWN_SECONDS = 60.0
 NOT_DRAWN = ("__init__", "reference", "canary", "ahead")
 """How names of modules begin that are not run at a call."""
 NOT_SHOWN = ("bench", "far", "gpu")
 """Parts of the names of files whose tests are about benchmarks, or need much memory or a GPU."""
 LEFT_OUT = ("planted", "bug", "control", "inductor", "-parity-")
+LONG, PARTS = "test_backends.py", 6
+"""Files whose tests take long, and the parts in which they run."""
 TRITON = ".backends.triton"
 BITS = ("launches", "repeatability", "invariance")
 """Tests of bits, which Triton's interpreter computes in another order than a GPU, and of launches, which it has not."""
@@ -95,28 +97,40 @@ def files_of(package: str) -> list[Path]:
     return [file for file in files if not any(word in file.name for word in NOT_SHOWN)]
 
 
+def parts_of(file: Path) -> int:
+    """Return the number of parts in which the tests of a file run."""
+    return PARTS if file.name == LONG else 1
+
+
 @cache
-def tests_in(file: Path, environment: str) -> list[TracedTest]:
-    """Return the tests of a file with the lines that they execute; they run unless that is kept."""
+def tests_in(file: Path, environment: str, part: int) -> list[TracedTest]:
+    """Return a part of the tests of a file with the lines that they execute; they run unless that is kept."""
     chosen, variables = ENVIRONMENTS[environment]
     package = ROOT / "packages" / package_of(file)
     digest = hashlib.sha256(f"{chosen} {sources_digest(package, ROOT / 'shared')} ".encode() + file.read_bytes())
-    kept = KEPT / f"{package.name}-{file.stem}-{environment}-{digest.hexdigest()[:16]}.json"
+    kept = KEPT / f"{package.name}-{file.stem}-{environment}-{part}-{digest.hexdigest()[:16]}.json"
     if not kept.exists():
-        tests, failures = traced(package / "src", [str(file), "-k", chosen], variables)
+        tests, failures = traced(
+            package / "src", [str(file), "-k", chosen], variables, slice(part, None, parts_of(file))
+        )
         for failure in failures:
             print(f"left out, because it fails without a mutant: {failure}", flush=True)
         KEPT.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(tests), encoding="utf-8")
         seconds = sum(test.seconds for test in tests)
-        print(f"{package.name}/{file.name}, {environment}: {len(tests)} tests, {seconds:.0f} s", flush=True)
+        print(f"{package.name}/{file.name} {part}, {environment}: {len(tests)} tests, {seconds:.0f} s", flush=True)
     return [TracedTest(*test) for test in json.loads(kept.read_text(encoding="utf-8"))]
 
 
 @cache
 def tests_of(package: str, environment: str) -> list[TracedTest]:
     """Return the tests of a package with the lines that they execute."""
-    return [test for file in files_of(package) for test in tests_in(file, environment)]
+    return [
+        test
+        for file in files_of(package)
+        for part in range(parts_of(file))
+        for test in tests_in(file, environment, part)
+    ]
 
 
 def package_of(file: Path) -> str:
@@ -124,9 +138,9 @@ def package_of(file: Path) -> str:
     return file.relative_to(ROOT / "packages").parts[0]
 
 
-def first_pass(file: Path, environment: str) -> None:
-    """Run the tests of a file once, unless that is kept."""
-    tests_in(file, environment)
+def first_pass(file: Path, environment: str, part: int) -> None:
+    """Run a part of the tests of a file once, unless that is kept."""
+    tests_in(file, environment, part)
 
 
 def shown(mutant: Mutant, environment: str) -> list[TracedTest]:
@@ -187,9 +201,14 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     parts = [*product(args.package, environments_of(args))]
     with ProcessPoolExecutor(args.jobs, FORK) as pool:
         try:
-            files = [(file, environment) for package, environment in parts for file in files_of(package)]
+            files = [
+                (file, environment, part)
+                for package, environment in parts
+                for file in files_of(package)
+                for part in range(parts_of(file))
+            ]
             # The longest first, so that at the end none runs alone.
-            files.sort(key=lambda part: -part[0].stat().st_size)
+            files.sort(key=lambda one: (one[0].name != LONG, -one[0].stat().st_size))
             for done in [pool.submit(first_pass, *part) for part in files]:
                 done.result()
             judgments = judge_all(pool, args)

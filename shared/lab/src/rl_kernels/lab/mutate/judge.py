@@ -51,9 +51,9 @@ class Verdict(NamedTuple):
 
 
 def traced(
-    folder: Path, arguments: Sequence[str], environment: Mapping[str, str]
+    folder: Path, arguments: Sequence[str], environment: Mapping[str, str], part: slice = slice(None)
 ) -> tuple[list[TracedTest], list[str]]:
-    """Run tests once without a mutant, and trace the files of a folder.
+    """Run tests once without a mutant, or a part of them, and trace the files of a folder.
 
     Tests that are skipped or long, or that fail, are left out.
 
@@ -63,7 +63,7 @@ def traced(
     Raises:
         RuntimeError: pytest does not end.
     """
-    ended = forked(partial(_trace, folder, arguments), environment)
+    ended = forked(partial(_trace, folder, arguments, part), environment)
     if ended.report is None:
         raise RuntimeError(f"the process of {' '.join(arguments)} ended with {ended.code}")
     tests, failures = [], []
@@ -97,8 +97,8 @@ def judged(module: str, edit: Edit | None, tests: Sequence[TracedTest], environm
     return Verdict(SURVIVED)
 
 
-def _trace(folder: Path, arguments: Sequence[str], out: Path) -> None:
-    pytest.main([*ARGUMENTS, *arguments], plugins=[Traced(folder, LONG, out)])
+def _trace(folder: Path, arguments: Sequence[str], part: slice, out: Path) -> None:
+    pytest.main([*ARGUMENTS, *arguments], plugins=[Traced(folder, LONG, part, out)])
 
 
 def _run(module: str, edit: Edit | None, limits: Mapping[str, float], environment: Mapping[str, str]) -> Ended:

@@ -149,14 +149,22 @@ class TooLong(BaseException):
 
 
 class Traced(Plugin):
-    """Pytest plugin: reports each test's outcome, its CPU time, and which lines of a folder's files it executed."""
+    """Pytest plugin: reports each test's outcome, its CPU time, and which lines of a folder's files it executed.
 
-    def __init__(self, folder: Path, limit: float, out: Path) -> None:
-        self._prefix, self._limit, self._out = f"{folder}/", limit, out
+    ``part`` is a slice of the collected tests: the others are left out.
+    """
+
+    def __init__(self, folder: Path, limit: float, part: slice, out: Path) -> None:
+        self._prefix, self._limit, self._part, self._out = f"{folder}/", limit, part, out
         self._is_too_long = False
         self._lines: dict[str, set[int]] = defaultdict(set)
         self._tests: dict[str, dict[str, Any]] = {}
         register_after_fork(self, Traced.report_rank)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leave a part of the tests."""
+        items[:] = items[self._part]
 
     def report_rank(self) -> None:
         """Report the lines of a process that the test forked, when it ends."""
