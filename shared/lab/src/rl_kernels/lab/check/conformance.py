@@ -39,7 +39,7 @@ from rl_kernels.lab.check.guard import named
 from rl_kernels.lab.check.mutation import Baseline
 from rl_kernels.lab.check.mutation.controls import CONTROLS
 from rl_kernels.lab.check.relations import RELATIONS, check_relation
-from rl_kernels.lab.check.relations.integration import Promised
+from rl_kernels.lab.check.relations.integration import Promised, RawCalls
 from rl_kernels.lab.check.repeat import differing_runs
 from rl_kernels.lab.check.result import Check, Skip
 from rl_kernels.lab.check.run import Run
@@ -217,6 +217,35 @@ class Conformance:
                 upstream = forward_ad.make_dual(torch.ones_like(result), torch.ones_like(result))
                 with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
                     torch.autograd.grad(result, leaf, upstream, allow_unused=True)
+
+    def test_nothing_is_done_for_a_gradient_without_grad_mode(self, quick_case: Case) -> None:
+        """Rule 9: under ``no_grad`` the raw ops are those of operands that require no gradient."""
+        spec, function = spec_of(self.operator), function_of(self.operator, quick_case.function)
+        called = []
+        for needs_gradient in (False, True):
+            inputs = _inputs(self.operator, quick_case)
+            for name in spec.differentiable:
+                if name in inputs:
+                    inputs[name].requires_grad_(needs_gradient)
+            with torch.no_grad(), RawCalls() as raw:
+                function(**inputs)
+            called.append([*raw.calls])
+        assert called[0] == called[1]
+
+    def test_main_grad_of_a_weight_whose_gradient_is_not_asked_for(self) -> None:
+        """Rule 9: it stays as it is, whether the weight is frozen or the pass is for another gradient."""
+        spec = spec_of(self.operator)
+        for name in sorted(spec.main_grad):
+            case = next(case for case in spec.cases if name in _inputs(self.operator, case))
+            for is_frozen in (True, False):
+                inputs = _inputs(self.operator, case)
+                other = next(key for key in spec.differentiable if key != name and key in inputs)
+                weight, leaf = inputs[name].requires_grad_(not is_frozen), inputs[other].requires_grad_()
+                weight.main_grad = torch.zeros(weight.shape, device=weight.device)
+                results = named(function_of(self.operator, case.function)(**inputs), spec.output)
+                (grad,) = torch.autograd.grad(next(iter(results.values())).sum(), leaf)
+                assert grad.any()
+                assert not weight.main_grad.any()
 
     def test_import_is_quiet_and_light(self) -> None:
         """Rule 11: importing the package prints nothing and imports no GPU library."""
