@@ -68,6 +68,16 @@ def test_limits_of_kernels_are_of_the_widest_head_and_the_largest_group(monkeypa
     assert OPERATOR.describe(torch.empty(3, 4, 8)).traits == {"H": 4, "Hkv": 4, "D": 8}
 
 
+def test_the_note_is_of_the_products_of_a_block(monkeypatch):
+    monkeypatch.setattr("rl_kernels.core.batched.note", lambda *sizes: sizes)
+    note, q = OPERATOR.backend("native").note, torch.empty(2, 3, 4, 24)
+    assert note(OPERATOR.describe(q)) == (64, 32, 64)
+    assert note(OPERATOR.describe(q[..., :16])) == (64, 16, 64)
+    call = OPERATOR.describe(q)
+    assert not any(map(note, (replace(call, device=torch.device("cuda", 0)), replace(call, dtype=torch.float64))))
+    assert note(replace(call, traits={})) is None
+
+
 @pytest.mark.smoke
 def test_one_gradient_alone_is_that_of_all():
     given = dict(zip("qkv", operands(), strict=True), sinks=torch.linspace(-1, 1, 4))

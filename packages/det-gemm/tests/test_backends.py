@@ -1,5 +1,6 @@
 """The rules of all operators, for each backend of det_gemm that runs here, and rules of det_gemm alone."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -199,6 +200,16 @@ def test_what_the_dispatcher_is_told():
     for right, layout in ((b, "row"), (b.t().contiguous().t(), "column"), (torch.empty(3, 10)[:, ::2], "strided")):
         assert describe(a, right).traits == {"K": 3, "N": 5, "layout": layout}
     assert describe_dw(a, torch.empty(2, 5)).traits == {"K": 3, "N": 5, "layout": "row"}
+
+
+def test_the_note_is_of_the_product(monkeypatch):
+    monkeypatch.setattr("rl_kernels.core.products.note", lambda *sizes, transposed: (*sizes, transposed))
+    note, a, b = OPERATOR.backend("native").note, torch.empty(2, 3), torch.empty(3, 5)
+    assert note(describe(a, b)) == (3, 5, torch.float32, False)
+    assert note(describe(a, b.t().contiguous().t())) == (3, 5, torch.float32, True)
+    call = describe(a, b)
+    assert note(replace(call, traits={"K": 3, "N": 5})) == (3, 5, torch.float32, True)
+    assert not any(map(note, (replace(call, device=torch.device("cuda", 0)), replace(call, traits={"K": 3}))))
 
 
 SIZES = {"a stride": (2, 2, 2), "an index times a stride": (24, 40, 16)}
