@@ -17,6 +17,7 @@ def test_initialization_and_state_dict_match_nn_linear():
     torch.manual_seed(0)
     layer = DetLinear(12, 7, bias=True, dtype=torch.bfloat16)
     assert isinstance(layer, nn.Linear)
+    assert (layer.k_segments, layer.dx_segments, layer.join_tokens) == (1, 1, None)
     assert layer.state_dict().keys() == plain.state_dict().keys()
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in layer.state_dict().items())
     assert DetLinear(12, 7, bias=False).load_state_dict(nn.Linear(12, 7, bias=False).state_dict())

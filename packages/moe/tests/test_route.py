@@ -128,7 +128,7 @@ def test_rows_without_a_number(backend: str) -> None:
 @each_backend
 def test_main_grad_continues_the_sum_of_the_router(backend: str) -> None:
     draw = Draw(torch.float32, DEVICE)
-    hidden, weight, grad = draw.normal(80, WIDTH), draw.normal(COUNT, WIDTH).requires_grad_(), draw.normal(80, TOP_K)
+    hidden, weight, grad = draw.normal(128, WIDTH), draw.normal(COUNT, WIDTH).requires_grad_(), draw.normal(128, TOP_K)
     expected = torch.autograd.grad(route(hidden, weight, TOP_K, backend=backend).weights, weight, grad)
     weight.main_grad = torch.zeros(WIDTH, COUNT, device=DEVICE).t()
     # At a multiple of 16 tokens, and of the 64 that Triton's interpreter rounds at a time.

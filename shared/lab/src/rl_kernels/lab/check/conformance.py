@@ -136,13 +136,13 @@ class Conformance:
             assert not raw.differing
 
     def test_an_error_names_the_wrong_tensor(self, quick_case: Case) -> None:
-        """Rule 1: a tensor that is elsewhere, has another dtype or one dim more is refused by name."""
+        """Rule 1: what is no tensor, or one that is elsewhere, has another dtype or one dim more is refused by name."""
         function, inputs = function_of(self.operator, quick_case.function), _inputs(self.operator, quick_case)
         first = next(iter(inspect.signature(self.operator.function(quick_case.function)).parameters))
         for name, value in [(name, value) for name, value in inputs.items() if isinstance(value, torch.Tensor)]:
             # The others are compared with the first.
             others = [] if name == first else [value.to("meta"), value[None]]
-            for wrong in (value.to(torch.complex64), *others):
+            for wrong in (value.to(torch.complex64), object(), *others):
                 with pytest.raises((TypeError, ValueError), match=f"^{name}: expected"):
                     function(**{**inputs, name: wrong})
 
