@@ -85,9 +85,9 @@ def test_a_model_that_was_loaded_in_bf16_is_refused(trainer_of: Made, tmp_path: 
         trl_client.use_in(trainer, compute_dtype=torch.bfloat16)
 
 
-def test_the_first_batch_with_other_bits_is_told_with_its_counts() -> None:
+def test_the_first_batch_with_other_bits_is_told_with_its_counts(trainer_of: Made, tmp_path: Path) -> None:
     first, sampled = torch.zeros(2, 3), torch.tensor([[0.0, 0.25, 0.0], [0.0, 0.0, 1.0]])
-    mask, watch = torch.tensor([[True, True, True], [True, True, False]]), Watch()
+    mask, watch = torch.tensor([[True, True, True], [True, True, False]]), Watch(trainer_of(tmp_path))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         watch.compare(first, None, mask)

@@ -83,6 +83,25 @@ def test_what_was_sampled_has_the_bits_of_training(trainer_of: Made, name: str, 
         assert logged == [0.0] * trainer.args.max_steps
 
 
+def test_the_difference_is_that_of_the_first_pass(trainer_of: Made, tmp_path: Path) -> None:
+    """It is of training, though the old log-probs are the rollout's, and of no pass by later weights."""
+    trainer = trainer_of(tmp_path, **SAMPLED | {"num_iterations": 2})
+    trl_client.use_in(trainer, invariant=True)
+    sample = trainer._generate_single_turn
+
+    def moved(*args: Any) -> Any:
+        ids, logps = sample(*args)
+        return ids, [[value + 0.25 for value in values] for values in logps]
+
+    trainer._generate_single_turn = moved
+    with pytest.warns(UserWarning, match="have other log-probs in training than in the rollout, by up to 0.25"):
+        trainer.train()
+    for number in ("max", "mean"):
+        key = f"sampling/sampling_logp_difference/{number}"
+        logged = [each.get(key) for each in trainer.state.log_history if "loss" in each]
+        assert logged == [pytest.approx(0.25, abs=1e-3), None] * (trainer.args.max_steps // 2)
+
+
 @pytest.mark.parametrize("options", [{"beta": 0.0}, {"beta": 0.05}, BATCHES], ids=["", "reference", "batches"])
 @pytest.mark.parametrize("adapted", [False, True], ids=["", "adapter"])
 def test_old_log_probs_are_those_of_the_rollout(
@@ -221,7 +240,8 @@ def test_an_engine_that_does_not_match_training_is_refused(trainer_of: Made, tmp
             patch.setattr(owner, name, value, raising=False)
             with pytest.raises(ValueError, match=f"^{message}"):
                 trl_client.use_in(trainer, invariant=True, record=False)
-    theirs = trainer._generate_single_turn
+    # What a server sampled is not taken for old log-probs before it was compared.
+    theirs, trainer.vllm_mode = trainer._generate_single_turn, "server"
     trl_client.use_in(trainer, invariant=True, record=False)
     assert trainer._generate_single_turn == theirs
 

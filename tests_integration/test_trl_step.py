@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import queue
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ pytest.importorskip("trl")
 # TRL and its libraries warn of what does not concern this.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-tool = imported("trl_step")
+tool, with_engine = imported("trl_step"), imported("trl_vllm_step")
 SIZES = {"layers": 1, "hidden": 64, "between": 96, "heads": 4, "kv-heads": 2, "vocab": 300}
 SIZES |= {"groups": 2, "samples": 4, "prompt": 12, "tokens": 9, "steps": 3, "rounds": 1}
 TINY = [f"--{name}={size}" for name, size in SIZES.items()] + ["--device=cpu", "--dtype=fp32"]
@@ -76,3 +79,40 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
         with pytest.raises(SystemExit, match="2"):
             tool.main([*TINY, option])
         assert capsys.readouterr().err.startswith(f"trl_step.py: {message}")
+
+
+def test_ways_with_an_engine_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each does a step while the others wait, and results are kept after each turn."""
+    order: list[str] = []
+    kept: list[dict[str, int]] = []
+
+    def train(way: str, args: Any, calls: Any) -> None:
+        steps = args.steps if way == with_engine.OURS else args.turns
+        for step in range(steps):
+            calls.send((step, False))
+            calls.recv()
+            order.append(way)
+        calls.send((steps, True))
+
+    class Process(threading.Thread):
+        def kill(self) -> None:
+            self.join(10)
+
+    class Pipe(NamedTuple):
+        """An end that its process does not close, because a thread shares it."""
+
+        send: Callable[[Any], None]
+        recv: Callable[[], Any]
+        close: Callable[[], None] = lambda: None
+
+    def pipe() -> tuple[Pipe, Pipe]:
+        one, other = queue.Queue[Any](), queue.Queue[Any]()
+        return Pipe(one.put, other.get), Pipe(other.put, one.get)
+
+    monkeypatch.setattr(with_engine, "train", train)
+    context = SimpleNamespace(Pipe=pipe, Process=Process)
+    monkeypatch.setattr(with_engine.multiprocessing, "get_context", lambda name: context)
+    args = with_engine.parser().parse_args(["--steps", "5", "--turns", "3"])
+    assert with_engine.measured(args, kept.append) == {"stock": 3, "batch-invariant": 3, "rl-kernels": 5}
+    assert order == list(with_engine.WAYS) * 3 + ["rl-kernels"] * 2
+    assert [each["rl-kernels"] for each in kept] == [1, 2, 3, 4, 5]

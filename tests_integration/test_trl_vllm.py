@@ -73,12 +73,16 @@ def test_each_setting_holds_or_is_refused(tmp_path: Path) -> None:
         counts = rows[setting]
         assert counts["tokens"] > 150, setting
         assert counts["differ"] == 0, setting
+        assert set(counts["furthest"]) == {0.0}, setting
         assert counts["moved"] > 0.98, setting
         if "LoRA" in setting:
             rewards = counts["rewards"]
             assert sum(rewards[8:]) / 8 > sum(rewards[:4]) / 4 + 0.3, setting
             # PEFT's own merge and unmerge would round them.
             assert counts["base"] == 0, setting
+    # A pass for each micro-batch, and none for old log-probs.
+    assert rows[TRAINED[0]]["passes"] == 4 * 2
     # The count can fail: an adapter that stays apart in training has other bits than the merged weights in vLLM.
     apart = rows["LoRA as PEFT computes it"]
     assert apart["differ"] > 0.9 * apart["tokens"]
+    assert min(apart["furthest"]) > 0

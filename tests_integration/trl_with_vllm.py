@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from vllm_on_cpu import stand_in
 
@@ -58,8 +59,10 @@ def trained(trainer: Any) -> dict[str, Any]:
     """Train; count tokens that differ between vLLM and the training passes, and the FP32 weights that moved."""
     from transformers import TrainerCallback
 
+    from rl_kernels.models.clients.trl.head import Head
+
     score, loss_of, rows = trainer._get_per_token_logps_and_entropies, trainer._compute_loss, []
-    counts: dict[str, Any] = {"tokens": 0, "differ": 0}
+    counts: dict[str, Any] = {"tokens": 0, "differ": 0, "passes": 0}
     begun: list[torch.Tensor] = []
 
     class Snapshot(TrainerCallback):
@@ -77,12 +80,21 @@ def trained(trainer: Any) -> dict[str, Any]:
         counts["differ"] += int((rows[-1] != inputs["sampling_per_token_logps"])[mask].sum())
         return result
 
+    def passed(self: Any, *args: Any) -> Any:
+        counts["passes"] += 1
+        return scores(self, *args)
+
+    scores = Head.scores
     trainer._get_per_token_logps_and_entropies, trainer._compute_loss = scored, loss
     trainer.add_callback(Snapshot())
-    trainer.train()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Head, "scores", passed)
+        trainer.train()
     moved = [int((a != b).sum()) for a, b in zip(begun, weights(trainer.optimizer), strict=True)]
-    rewards = [each["reward"] for each in trainer.state.log_history if "reward" in each]
-    counts |= {"moved": sum(moved) / sum(value.numel() for value in begun), "rewards": rewards}
+    logs = [each for each in trainer.state.log_history if "reward" in each]
+    counts["moved"] = sum(moved) / sum(value.numel() for value in begun)
+    counts["rewards"] = [each["reward"] for each in logs]
+    counts["furthest"] = [each["sampling/sampling_logp_difference/max"] for each in logs]
     return counts
 
 

@@ -63,6 +63,7 @@ SECTIONS = (
     Section(MODELS, "batch_invariant_ops", "*-client-calls.json", models.products),
     Section(MODELS, "flash attention", "*-client-calls.json", models.attention),
     Section("docs/recipes/trl.md", "trl step", "*-trl-step*.json", training.trl),
+    Section("docs/recipes/vllm-sglang.md", "trl step with vllm", "*-trl-with-vllm.json", training.trl_with_vllm),
     Section("docs/recipes/vllm-sglang.md", "vllm rollout", "*-vllm-*.json", training.rollouts),
     Section("docs/objectives.md", "differences", "trl-objectives.json", training.trl_objectives),
     Section("docs/demo.md", "demo", "*-demo.json", demo.section, picture=TWINS),

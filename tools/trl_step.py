@@ -38,7 +38,7 @@ TRL, SCORED, ALIGNED = "TRL", "rl-kernels", "rl-kernels, invariant"
 WAYS: dict[str, dict[str, bool] | None] = {TRL: None, SCORED: {"record": True}, ALIGNED: {"invariant": True}}
 """Way -> options of ``use_in``, or None if it is not called."""
 WORDS = 64
-"""Number of words in prompts; sampled ids may be any of the vocabulary."""
+"""Number of words in prompts; sampled ones may be any of the vocabulary."""
 PACKAGES = ("trl", "transformers", "rl-kernels-models", "rl-kernels-linear-logp", "rl-kernels-grpo-loss")
 
 
@@ -133,18 +133,24 @@ def _is_rows(x: object, rows: int) -> bool:
     return isinstance(x, torch.Tensor) and x.ndim > 0 and len(x) == rows
 
 
-def trainer_of(args: argparse.Namespace, folder: Path) -> Any:
-    """Return TRL's trainer of a Llama with random weights."""
+def trainer_of(args: argparse.Namespace, folder: Path, **more: Any) -> Any:
+    """Return TRL's trainer of a Llama with random weights, with more options of ``GRPOConfig``.
+
+    The folder gets the model's configuration and its tokenizer, which an engine reads.
+    """
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
     from trl import GRPOConfig, GRPOTrainer
 
-    words = {"<eos>": 0, "<pad>": 1, **{f"w{i}": i + 2 for i in range(WORDS)}}
+    words = {"<eos>": 0, "<pad>": 1, **{f"w{i}": i + 2 for i in range(args.vocab - 2)}}
     raw = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>")
+    tokenizer.save_pretrained(folder)
     config = LlamaConfig(
+        name_or_path=str(folder),
+        architectures=["LlamaForCausalLM"],
         vocab_size=args.vocab,
         hidden_size=args.hidden,
         intermediate_size=args.between,
@@ -155,27 +161,29 @@ def trainer_of(args: argparse.Namespace, folder: Path) -> Any:
         eos_token_id=0,
         pad_token_id=1,
     )
+    config.save_pretrained(folder)
     torch.manual_seed(args.seed)
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     with torch.device(args.device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    options = GRPOConfig(
-        output_dir=str(folder),
-        max_steps=args.steps,
-        per_device_train_batch_size=args.groups * args.samples,
-        num_generations=args.samples,
-        max_completion_length=args.tokens,
-        optim="sgd",
-        learning_rate=1e-4,
-        bf16=args.dtype != "fp32",
-        use_cpu=args.device == "cpu",
-        seed=args.seed,
-        shuffle_dataset=False,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        logging_steps=10**6,
-    )
+    usual = {
+        "output_dir": str(folder),
+        "max_steps": args.steps,
+        "per_device_train_batch_size": args.groups * args.samples,
+        "num_generations": args.samples,
+        "max_completion_length": args.tokens,
+        "optim": "sgd",
+        "learning_rate": 1e-4,
+        "bf16": args.dtype != "fp32",
+        "use_cpu": args.device == "cpu",
+        "seed": args.seed,
+        "shuffle_dataset": False,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_steps": 10**6,
+    }
+    options = GRPOConfig(**usual | more)
     # Prompts are padded on the left so that all batches have one shape, because TRL compiles per shape.
     lengths = [max(args.prompt // (1 + i % args.groups), 1) for i in range(args.groups * args.steps)]
     prompts = [" ".join(f"w{(7 * i + j) % WORDS}" for j in range(length)) for i, length in enumerate(lengths)]

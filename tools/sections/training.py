@@ -57,6 +57,34 @@ def trl(document: Results) -> str:
     return f"{sizes}, {dtype}; {batch}:\n\n{as_table(rows)}\n\n{ran_on(document['environment'])}"
 
 
+PARTS = {
+    "rollout": "sampling",
+    "sync": "sync of weights",
+    "scoring": "pass for old log-probs",
+    "step": "whole step",
+}
+"""Timed parts of a step of TRL with vLLM, and their labels."""
+WARMUP = 2
+"""Turns that are not counted: compilation, and memory that is allocated once."""
+
+
+def trl_with_vllm(document: Results) -> str:
+    """Return the table of `trl_vllm_step.py`: medians of a step's parts, memory, and tokens that differ."""
+    settings, ways = document["settings"], document["ways"]
+    rows = [["", *ways]]
+    for part, label in PARTS.items():
+        medians = [1e3 * statistics.median(way["seconds"][part][WARMUP:]) for way in ways.values()]
+        shares = [f"{digits(ms)} ({ms / medians[0]:.2f})" if medians[0] else digits(ms) for ms in medians]
+        rows.append([f"{label}, ms", *(shares if part == "step" else map(digits, medians))])
+    if all(way["peak_mib"] for way in ways.values()):
+        rows.append(["peak memory, MiB", *(f"{way['peak_mib']:,.0f}" for way in ways.values())])
+    rows.append(["steps", *(str(len(way["seconds"]["step"])) for way in ways.values())])
+    rows.append(["tokens that differ", *(of(way["differ"], way["tokens"]) for way in ways.values())])
+    sizes = f"A Llama of {settings['layers']} layers, hidden {settings['hidden']}, vocabulary {settings['vocab']}"
+    batch = f"{settings['groups']} groups of {settings['samples']}, {settings['prompt']} + {settings['tokens']} tokens"
+    return f"{sizes}, {settings['dtype']}; {batch}:\n\n{as_table(rows)}\n\n{ran_on(document['environment'])}"
+
+
 def trl_objectives(document: Results) -> str:
     """Return the table of `trl_objectives.py`: the largest differences from TRL's loss, by its type."""
     rows = [["`loss_type`", "cells", "FP64 loss", "FP64 gradient", "FP32 loss", "FP32 gradient"]]

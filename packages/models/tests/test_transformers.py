@@ -146,6 +146,24 @@ def test_other_models(tiny, prompts, surroundings, name, device):
     torch.testing.assert_close(found[0][2], plain, rtol=rtol, atol=atol * float(plain.abs().max()))
 
 
+def test_frequencies_do_not_depend_on_where_the_model_was_made(tiny, prompts):
+    """Powers of a GPU have other last bits; frequencies of another precision are the model's own."""
+
+    def logits(model):
+        with torch.no_grad(), invariant(model):
+            return model(prompts[0][None]).logits
+
+    model = tiny("Llama")
+    frequencies = model.model.rotary_emb.inv_freq
+    before, expected = frequencies.clone(), logits(model)
+    moved = frequencies.nextafter(torch.tensor(torch.inf))
+    frequencies.copy_(moved)
+    assert torch.equal(logits(model), expected)
+    assert torch.equal(frequencies, moved)
+    frequencies.copy_(before.bfloat16())
+    assert not torch.equal(logits(model), expected)
+
+
 @pytest.mark.smoke
 def test_trains_and_gradients_are_those_of_the_model(tiny, prompts, padded):
     model = tiny().train()

@@ -23,7 +23,7 @@ from rl_kernels.models.packed import hook_swap
 from rl_kernels.models.swap import Undo, class_swap, forget_graphs, held, hold, original_of
 from rl_kernels.models.unknown import why_unknown
 
-CLASS, ATTENTION, ROTARY, PACKED = "class", "attention", "rotary", "packed"
+CLASS, ATTENTION, ROTARY, FREQUENCIES, PACKED = "class", "attention", "rotary", "frequencies", "packed"
 SHOWN = 3
 """Number of modules left alone that a warning names."""
 
@@ -101,6 +101,8 @@ class Invariance:
             self._config_classes.add(type(config))
             self._hold(config, ATTENTION, pretrained.attention_swap)
         for module in modules.values():
+            if pretrained.is_rotary(module):
+                self._hold(module, FREQUENCIES, pretrained.frequencies_swap)
             if not pretrained.is_pretrained(module):
                 continue
             self._hold(module, PACKED, partial(hook_swap, on_new_layer=_on_registration))
@@ -148,6 +150,7 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
     - SiLU, GELU, Mish, ELU, softplus and sigmoid modules are replaced on a CPU, where PyTorch rounds the last elements
       of a tensor differently.
     - Rotary embedding of a transformers model, and MLPs with a SiLU gate, run fused on a GPU with Triton, bit for bit.
+      Its frequencies get the bits that the CPU computes, wherever the model was made.
     - A model of transformers gets ``det_attention``, as the implementation ``rl_kernels_flash``: padding, packing,
       batch, KV cache, chunks and continuous batching change no bit. With padding on the left, pass ``position_ids``, as
       ``generate`` does. Dropout in attention raises.

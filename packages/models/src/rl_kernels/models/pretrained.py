@@ -1,4 +1,4 @@
-"""Register our attention with transformers, and swap it into the configs of a model."""
+"""Register our attention with transformers, and swap it into a model's configs; frequencies of rotary embeddings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils._pytree import register_constant
 
@@ -100,5 +101,38 @@ def attention_swap(config: Any) -> Undo:
     def undo(config: Any) -> None:
         if config._attn_implementation == swapped:
             config._attn_implementation_internal = swapped.original
+
+    return undo
+
+
+def is_rotary(module: nn.Module) -> bool:
+    """Say whether a module is a rotary embedding of transformers, which keeps its config and its frequencies."""
+    return "RotaryEmbedding" in type(module).__name__ and kept_config(module) is not None
+
+
+def frequencies_swap(module: Any) -> Undo:
+    """Set the frequencies of a rotary embedding to those that its class computes on the CPU.
+
+    A GPU computes powers with other last bits, so the bits of a model would depend on where it was made. Frequencies
+    that differ by more than that, because they were cast or scaled, stay.
+    """
+    kept: dict[str, torch.Tensor] = {}
+    try:
+        with torch.device("cpu"):
+            buffers = dict(type(module)(module.config).named_buffers())
+    except TypeError:  # its class takes more than a config
+        buffers = {}
+    for buffer_name, value in buffers.items():
+        own = getattr(module, buffer_name, None)
+        if own is None or own.is_meta or (own.shape, own.dtype) != (value.shape, torch.float32):
+            continue
+        value = value.to(own.device)
+        if torch.allclose(own, value, rtol=1e-6, atol=0.0) and not torch.equal(own, value):
+            kept[buffer_name] = own.clone()
+            own.copy_(value)
+
+    def undo(module: Any) -> None:
+        for buffer_name, value in kept.items():
+            getattr(module, buffer_name).copy_(value)
 
     return undo

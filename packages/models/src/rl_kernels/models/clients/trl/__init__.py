@@ -48,8 +48,8 @@ def use_in(
         record: record the log-probability of each token sampled by ``generate``, or by ``generate_batch`` of continuous
             batching: ``linear_logp`` on the hidden state that the token was sampled from. Batches hold them as
             ``sampling_per_token_logps``; the metrics ``sampling/sampling_logp_difference`` are their distance to the
-            first training pass. By default the value of ``invariant``. With both, they are also the old
-            log-probabilities of batches that take several optimizer steps: TRL's pass for these is skipped.
+            first training pass. By default the value of ``invariant``. With both, and with a vLLM in this process,
+            they are also the old log-probabilities where TRL needs such: its pass for these is skipped.
         compute_dtype: BF16 or FP16: the models' FP32 weights are cast to it, for training, for sampling and for an
             engine that gets them, and the optimizer updates FP32 copies (``MasterWeights``). None leaves the weights
             as they are; learning rates of RL are lost in weights of 16 bits.
@@ -101,9 +101,10 @@ def use_in(
         recording = (trainer._generate_single_turn, heads[0], bases[0], trainer.accelerator.autocast)
         config = trainer.continuous_batching_config
         trainer._generate_single_turn = continuous.recorded(*recording, config) if in_batches else recorded(*recording)
-        if invariant:
-            take_from_rollout(trainer)
-    watch = Watch() if invariant else None
+    # The bits of a server's log-probs are not known before the first batch.
+    if invariant and (record or (trainer.use_vllm and trainer.vllm_mode == "colocate")):
+        take_from_rollout(trainer)
+    watch = Watch(trainer) if invariant else None
     trainer._compute_loss = partial(compute_loss, trainer, watch=watch, backend=backend, validate=validate)
 
 

@@ -42,8 +42,9 @@ def compute_loss(
     mask = inputs["completion_mask"]
     mask = (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
     old, ref = inputs.get("old_per_token_logps"), inputs.get("ref_per_token_logps")
+    first = (logps.detach() if old is None else old) if watch is None else watch.first(logps.detach())
     if watch is not None:
-        watch.compare(logps.detach() if old is None else old, inputs.get("sampling_per_token_logps"), mask)
+        watch.compare(first, inputs.get("sampling_per_token_logps"), mask)
     output = grpo_loss_from_advantages(
         logps,
         old,
@@ -56,7 +57,9 @@ def compute_loss(
         # The mask is bool and the counts are valid; checking their values would sync with the GPU.
         **{"validate": False, **options},
     )
-    log(trainer, logps.detach(), old, ref, entropy.detach(), inputs, mask)
+    # TRL logs its own distance to the rollout for vLLM, which a watch drops.
+    first = None if watch is None and trainer.use_vllm else first
+    log(trainer, logps.detach(), old, ref, entropy.detach(), inputs, mask, first)
     return output.loss
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from rl_kernels.models.clients.trl.watch import DIFFERENCES
+
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Loss types for which TRL logs the share of clipped ratios."""
 WEIGHTS = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
@@ -21,9 +23,11 @@ def log(
     entropy: torch.Tensor,
     inputs: dict[str, Any],
     mask: torch.Tensor,
+    first: torch.Tensor | None,
 ) -> None:
     """Append the metrics of a micro-batch to the trainer's; per-token tensors are ``[B, T]``.
 
+    ``first`` has the log-probs of a training pass by the weights that sampled, to be compared with the rollout's.
     All means come from one sum over the processes, so the host waits once.
     """
     advantages = inputs["advantages"]
@@ -42,11 +46,12 @@ def log(
     means["entropy"] = entropy
     sampled = inputs.get("sampling_per_token_logps")
     metrics = trainer._metrics["train" if trainer.model.training else "eval"]
-    # TRL logs its own values for vLLM, and none for a rollout_func.
-    if sampled is not None and not trainer.use_vllm and getattr(trainer, "rollout_func", None) is None:
-        distance = torch.where(mask, (logps if old is None else old) - sampled, 0.0).abs()
-        means["sampling/sampling_logp_difference/mean"] = distance
-        metrics["sampling/sampling_logp_difference/max"].append(trainer.accelerator.gather(distance.max()).max().item())
+    # TRL logs none for a rollout_func.
+    if sampled is not None and first is not None and getattr(trainer, "rollout_func", None) is None:
+        distance = torch.where(mask & ~sampled.isnan(), first - sampled, 0.0).abs()
+        mean_name, max_name = DIFFERENCES
+        means[mean_name] = distance
+        metrics[max_name].append(trainer.accelerator.gather(distance.max()).max().item())
     sequences: dict[str, torch.Tensor] = {}
     if trainer.loss_type in CLIPPED:
         bounded = ratio if trainer.args.delta is None else ratio.clamp(max=trainer.args.delta)

@@ -13,15 +13,16 @@ from rl_kernels.models.clients.trl.rollout import Sampled
 def take_from_rollout(trainer: Any) -> None:
     """Return recorded log-probabilities where TRL computes old ones from the weights that have just sampled.
 
-    TRL needs old log-probabilities if several optimizer steps are taken on a batch, and computes them by a pass through
-    the model at the end of the rollout, before the pass of a reference model. If tokens come from several turns, TRL's
-    pass runs.
+    TRL needs old log-probabilities if several optimizer steps are taken on a batch, and for its correction of what vLLM
+    samples. It computes them by a pass through the model at the end of the rollout, before the pass of a reference
+    model. If tokens come from several turns, or one without a log-probability, TRL's pass runs.
 
     Args:
-        trainer: GRPOTrainer, whose ``_generate_single_turn`` records log-probabilities.
+        trainer: GRPOTrainer, whose ``_generate_single_turn`` returns log-probabilities with the bits of training.
     """
     every = trainer.args.steps_per_generation * trainer.num_iterations
-    if trainer.args.gradient_accumulation_steps % every == 0:
+    corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction
+    if trainer.args.gradient_accumulation_steps % every == 0 and not corrects:
         return
     sample, score = trainer._generate_single_turn, trainer._get_per_token_logps_and_entropies
     produce = trainer._generate_and_score_completions
@@ -38,7 +39,7 @@ def take_from_rollout(trainer: Any) -> None:
     ) -> Any:
         if awaited and not torch.is_grad_enabled():
             awaited.clear()
-            if len(turns) == 1 and len(turns[0][0]) == len(ids):
+            if len(turns) == 1 and len(turns[0][0]) == len(ids) and all(None not in values for values in turns[0][1]):
                 return _padded_logps(turns[0], ids, completion_length), None, None
         return score(model, ids, mask, completion_length, *args, **options)
 
