@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 
-from rl_kernels.attention import Attended, det_attention
+from rl_kernels.attention import Attended, checks, det_attention
 from rl_kernels.attention.backends.native import backend as native
 from rl_kernels.attention.backends.native import batches
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
@@ -277,6 +277,26 @@ def test_what_varies_is_looked_at_in_every_call():
     det_attention(q, k, k, causal=True, seqused_k=used, validate=False)
     with pytest.raises(ValueError, match=r"^v: expected a tensor that does not require grad"):
         det_attention(q, k, leaf, causal=True, seqused_k=used, validate=False)
+
+
+def test_the_longest_sequence_is_read_from_offsets():
+    cu_seqlens = torch.tensor([0, 13, 40, 41])
+    assert checks.longest(None, cu_seqlens) == 27
+    assert checks.longest(5, cu_seqlens) == 5
+    for unread in (None, cu_seqlens[:1], cu_seqlens.float(), cu_seqlens[None], cu_seqlens.to("meta"), [0, 41]):
+        assert checks.longest(None, unread) is None
+
+
+def test_a_sequence_may_start_at_its_end_and_many_wrong_numbers_are_not_all_shown():
+    q, k, v = operands()
+    out = det_attention(q, k, v, k_start=torch.tensor([3, 0]), seqused_k=torch.tensor([3, 20]))
+    assert not out[0].any()
+    packed = {"cu_seqlens_q": torch.arange(7), "cu_seqlens_k": torch.tensor([0, 9, 8, *range(10, 40, 3), 40])[:7]}
+    with pytest.raises(ValueError, match=r"got \[0, 9, 8, 10, 13, 16, 19\]"):
+        det_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **packed)
+    packed = {"cu_seqlens_q": torch.tensor([0, *range(9), 6]), "cu_seqlens_k": torch.arange(11)}
+    with pytest.raises(ValueError, match=r"got \[0, 0, 1, 2, 3, 4, 5\] and more, the last 6"):
+        det_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **packed)
 
 
 def test_bounds_of_packed_sequences_are_read_in_every_call():

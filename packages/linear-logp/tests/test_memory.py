@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from rl_kernels.core.testing import Draw
 from rl_kernels.linear_logp.backends import native
-from rl_kernels.linear_logp.backward import Steps
+from rl_kernels.linear_logp.backward import Steps, _default_workspace
 from rl_kernels.linear_logp.inputs import first_kept, kept_room
 
 
@@ -73,6 +73,12 @@ def test_kept_logits_fill_their_limit() -> None:
         # One unit more would not fit.
         assert first == 0 or (width + 1024) * rows * dtype.itemsize > saved_mib << 20
         assert width == 0 or width - 256 < vocab - first <= width
+
+
+def test_the_default_workspace_holds_dz_of_a_round_of_tiles() -> None:
+    for (rows, size), dtype in product(((100, 64), (20000, 4096)), (torch.bfloat16, torch.float32)):
+        found = _default_workspace(torch.empty(rows, size, dtype=dtype, device="meta"))
+        assert found == max(4 * rows * size + min(rows, 16384) * 33792 * dtype.itemsize, 256 << 20)
 
 
 class Summed(Steps):

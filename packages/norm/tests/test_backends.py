@@ -94,6 +94,18 @@ def test_main_grad_is_continued_over_calls():
         assert torch.equal(parts.main_grad, whole.main_grad), cut
 
 
+def test_main_grad_leaves_the_gradient_of_a_bias():
+    x, weight, upstream = drawn(70, 24)
+    found = []
+    for has_buffer in (False, True):
+        leaves = leaves_of(x, weight, weight.flip(0))
+        if has_buffer:
+            leaves[1].main_grad = torch.zeros(24)
+        layer_norm(*leaves).backward(upstream)
+        found.append([leaves[0].grad, leaves[1].main_grad if has_buffer else leaves[1].grad, leaves[2].grad])
+    assert all(map(torch.equal, *found))
+
+
 def few_rows_equal_many(backend, width, many):
     """Compare the gradients of 21 rows, where a Triton program takes a tile, with many, where it takes a step."""
     x, weight, upstream = drawn(many, width, device=DEVICE)
