@@ -8,7 +8,7 @@ import torch
 from rl_kernels.core.testing import Case, Draw, far, spec_of
 from rl_kernels.core.testing.planted import Bug, Mutants, planted
 from rl_kernels.lab.check.conformance import Conformance
-from rl_kernels.norm import reference, rms_norm
+from rl_kernels.norm import layer_norm, reference, rms_norm
 from rl_kernels.norm.op import OPERATOR, describe
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
