@@ -273,6 +273,8 @@ def test_what_varies_is_looked_at_in_every_call():
         torch.testing.assert_close(out[:, -1, 0], k[:, -seen:, 0].mean(1))
     with pytest.raises(TypeError, match=r"^window: "):
         det_attention(q, k, k, causal=True, window=(True, 0))
+    with pytest.raises(ValueError, match=r"^window: expected an integer <= "):
+        det_attention(q, k, k, causal=True, window=(1 << 31, 0))
     leaf = k.clone().requires_grad_()
     det_attention(q, k, k, causal=True, seqused_k=used, validate=False)
     with pytest.raises(ValueError, match=r"^v: expected a tensor that does not require grad"):
