@@ -15,6 +15,7 @@ from rl_kernels.attention.backends.native import batches
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
 from rl_kernels.attention.op import OPERATOR
 from rl_kernels.lab.check.conformance import device
+from rl_kernels.lab.check.relations.integration import RawCalls
 
 
 def operands(batch=2, queries=3, keys=20, heads=4, kv_heads=2, head=8):
@@ -287,6 +288,19 @@ def test_the_longest_sequence_is_read_from_offsets():
     assert checks.longest(5, cu_seqlens) == 5
     for unread in (None, cu_seqlens[:1], cu_seqlens.float(), cu_seqlens[None], cu_seqlens.to("meta"), [0, 41]):
         assert checks.longest(None, unread) is None
+
+
+def test_kernels_are_told_the_longest_sequence():
+    q, k, v = operands(2, 20, 20)
+    packed = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 13, 40]))
+    for given, options, longest in (((q, k, v), {}, 20), ([x.flatten(0, 1) for x in (q, k, v)], packed, 27)):
+        with RawCalls() as raw:
+            det_attention(*given, **options)
+        (inputs,) = [args for name, (_, args) in raw.calls.items() if "det_attention_output" in name]
+        assert inputs[10:12] == (longest, longest)
+    nothing = dict.fromkeys(packed, torch.tensor([0]))
+    out = det_attention(q[0, :0], k[0, :0], v[0, :0], **nothing, max_seqlen_q=0, max_seqlen_k=0)
+    assert out.shape == (0, 4, 8)
 
 
 def test_a_sequence_may_start_at_its_end_and_many_wrong_numbers_are_not_all_shown():

@@ -36,7 +36,6 @@ MADE = [
     ("argument", "zip(range(x), low, strict=False)", "zip(low, range(x), strict=False)"),
     ("bound", "x", "(x + 1)"),
     ("bound", "x", "(x - 1)"),
-    ("constant", "False", "True"),
 ]
 MODULE = """
 def steps(n):

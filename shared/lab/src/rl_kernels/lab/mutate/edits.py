@@ -23,11 +23,11 @@ ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 PAIRS = (("min", "max"), ("minimum", "maximum"), ("amin", "amax"), ("any", "all"), ("zeros", "ones"))
 OTHER_NAME = {name: other for pair in PAIRS for name, other in (pair, pair[::-1])}
 COMMUTATIVE = {"min", "max", "minimum", "maximum"}
-NO_CHANGE = {"strict=False", "strict=True", "check=False"}
-"""Keywords that change no result: defaults, and guards of what is so."""
+NO_CHANGE = {"check=False"}
+"""Keywords that change no result: defaults."""
 SCHEDULES = {"Schedule", "Tile", "KeyTile"}
-OPTIONS = {"num_warps", "num_stages"}
-"""Calls and keywords of tiles, warps and stages: they change no bit, only the speed on a GPU."""
+OPTIONS = {"num_warps", "num_stages", "strict"}
+"""Calls and keywords of tiles, warps and stages, which change only the speed on a GPU; and a guard of what is so."""
 LEFT_ALONE = (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom, ast.JoinedStr, ast.AnnAssign)
 """Nodes that hold nothing a call computes: messages, imports and types."""
 
