@@ -2,11 +2,11 @@
 
 Host code is everything of an operator that runs at a call, ``reference.py`` excepted. The tests run once without a
 mutant; each test's time and the lines that it executes are kept in ``.nox/mutation``. A mutant is then shown the tests
-that execute its line, the quickest first, for at most two minutes of CPU time; a line that importing the module runs
-counts for all tests. Triton backends are shown to tests in Triton's interpreter too; ``--without-triton`` leaves them
-out. Mutants that crash are drawn again; known equivalents are left out. At the end the tests that caught mutants run
-once more without one; a test that fails without a mutant is an error. A record is continued; with ``--again`` its
-survivors are judged again.
+that execute its line, the quickest first, for at most a minute of CPU time; a line that importing the module runs
+counts for all tests. Tests of the Triton backends run in Triton's interpreter; ``--without-triton`` leaves these tests
+and backends out. Mutants that crash are drawn again; known equivalents are left out. At the end the tests that caught
+mutants run once more without one; a test that fails without a mutant is an error. A record is continued; with
+``--again`` its survivors are judged again.
 
 ``python tools/mutation.py --seed 1 --count 300 --json tools/results/mutation.json``; ``nox -s mutation`` runs it.
 Exit status 1 if fewer than 95 % are caught.
@@ -19,7 +19,6 @@ import hashlib
 import importlib
 import json
 import os
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -39,14 +38,14 @@ OPERATORS = sorted(file.parents[3].name for file in ROOT.glob("packages/*/src/rl
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.json"
 KEPT = ROOT / ".nox" / "mutation"
 LEAST = 0.95
-SHOWN_SECONDS = 120.0
-NOT_DRAWN = ("__init__", "reference", "canary", "ahead", "parallel")
-"""How names of modules begin that are not run at a call, or by tests in other processes, which import no mutant."""
+SHOWN_SECONDS = 60.0
+NOT_DRAWN = ("__init__", "reference", "canary", "ahead")
+"""How names of modules begin that are not run at a call."""
 NOT_SHOWN = ("bench", "far", "gpu")
 """Parts of the names of files whose tests are about benchmarks, or need much memory or a GPU."""
-IN_RANKS = "run_ranks"
-"""Stands in files whose tests start other processes."""
-LEFT_OUT = ("planted", "bug", "control", "inductor", "-parity-", "-bf16-", "-fp16-")
+LEFT_OUT = ("planted", "bug", "control", "inductor", "-parity-")
+LONG, PARTS = "test_backends.py", 6
+"""Files whose tests take long, and the parts in which they run."""
 TRITON = ".backends.triton"
 BITS = ("launches", "repeatability", "invariance")
 """Tests of bits, which Triton's interpreter computes in another order than a GPU, and of launches, which it has not."""
@@ -82,25 +81,56 @@ def modules() -> dict[str, Path]:
 
 
 @cache
-def tests_of(package: str, environment: str) -> list[TracedTest]:
-    """Return the tests of a package with the lines that they execute; they run if its files have changed since."""
-    folder = ROOT / "packages" / package
+def sources_digest(*folders: Path) -> str:
+    """Return a digest of the Python files of folders, those of tests excepted."""
+    digest = hashlib.sha256()
+    for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
+        if not file.name.startswith("test_"):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def files_of(package: str) -> list[Path]:
+    """Return the files of a package whose tests are shown."""
+    files = sorted((ROOT / "packages" / package / "tests").glob("test_*.py"))
+    return [file for file in files if not any(word in file.name for word in NOT_SHOWN)]
+
+
+def parts_of(file: Path) -> int:
+    """Return the number of parts in which the tests of a file run."""
+    return PARTS if file.name == LONG else 1
+
+
+@cache
+def tests_in(file: Path, environment: str, part: int) -> list[TracedTest]:
+    """Return a part of the tests of a file with the lines that they execute; they run unless that is kept."""
     chosen, variables = ENVIRONMENTS[environment]
-    digest = hashlib.sha256(chosen.encode())
-    for file in sorted([*folder.rglob("*.py"), *(ROOT / "shared").glob("*/src/**/*.py")]):
-        digest.update(file.read_bytes())
-    kept = KEPT / f"{package}-{environment}-{digest.hexdigest()[:16]}.json"
+    package = ROOT / "packages" / package_of(file)
+    digest = hashlib.sha256(f"{chosen} {sources_digest(package, ROOT / 'shared')} ".encode() + file.read_bytes())
+    kept = KEPT / f"{package.name}-{file.stem}-{environment}-{part}-{digest.hexdigest()[:16]}.json"
     if not kept.exists():
-        files = [
-            str(file)
-            for file in sorted((folder / "tests").glob("test_*.py"))
-            if not any(word in file.name for word in NOT_SHOWN) and IN_RANKS not in file.read_text(encoding="utf-8")
-        ]
-        tests = traced(folder / "src", [*files, "-k", chosen], variables)
+        tests, failures = traced(
+            package / "src", [str(file), "-k", chosen], variables, slice(part, None, parts_of(file))
+        )
+        for failure in failures:
+            print(f"left out, because it fails without a mutant: {failure}", flush=True)
         KEPT.mkdir(parents=True, exist_ok=True)
         kept.write_text(json.dumps(tests), encoding="utf-8")
-        print(f"{package}, {environment}: {len(tests)} tests, {sum(test.seconds for test in tests):.0f} s", flush=True)
+        seconds = sum(test.seconds for test in tests)
+        print(f"{package.name}/{file.name} {part}, {environment}: {len(tests)} tests, {seconds:.0f} s", flush=True)
     return [TracedTest(*test) for test in json.loads(kept.read_text(encoding="utf-8"))]
+
+
+@cache
+def tests_of(package: str, environment: str) -> list[TracedTest]:
+    """Return the tests of a package with the lines that they execute."""
+    return [
+        test
+        for file in files_of(package)
+        for part in range(parts_of(file))
+        for test in tests_in(file, environment, part)
+    ]
 
 
 def package_of(file: Path) -> str:
@@ -108,19 +138,22 @@ def package_of(file: Path) -> str:
     return file.relative_to(ROOT / "packages").parts[0]
 
 
-def first_pass(package: str, environment: str) -> None:
-    """Run the tests of a package once, unless that is kept."""
-    tests_of(package, environment)
+def first_pass(file: Path, environment: str, part: int) -> None:
+    """Run a part of the tests of a file once, unless that is kept."""
+    tests_in(file, environment, part)
 
 
 def shown(mutant: Mutant, environment: str) -> list[TracedTest]:
-    """Return the tests that execute the mutated line, the quickest first, as far as the time suffices."""
-    tests = tests_of(package_of(mutant.file), environment)
+    """Return the tests that execute the mutated line, the quickest first, as far as the time suffices.
+
+    Of a line that importing the module runs, these are all tests; those that execute other lines of it are the first.
+    """
+    tests, file = tests_of(package_of(mutant.file), environment), str(mutant.file)
     statement = statement_at(mutant.file.read_text(encoding="utf-8"), mutant.edit.line)
     if statement is not None:
         lines = {*statement}
-        tests = [test for test in tests if not lines.isdisjoint(test.lines.get(str(mutant.file), ()))]
-    ordered = quickest_first(tests)
+        tests = [test for test in tests if not lines.isdisjoint(test.lines.get(file, ()))]
+    ordered = sorted(tests, key=lambda test: (file not in test.lines, test.seconds))
     seconds = accumulate(test.seconds for test in ordered)
     return [test for test, until in zip(ordered, seconds, strict=True) if until <= SHOWN_SECONDS]
 
@@ -130,11 +163,11 @@ def quickest_first(tests: Iterable[TracedTest]) -> list[TracedTest]:
     return sorted(tests, key=lambda test: test.seconds)
 
 
-def judge(mutant: Mutant, end: float) -> Verdict | None:
+def judge(mutant: Mutant, environments: Sequence[str], end: float) -> Verdict | None:
     """Judge a mutant unless time is over."""
     if time.monotonic() > end:
         return None
-    for environment in ENVIRONMENTS if TRITON in mutant.module else ("plain",):
+    for environment in environments:
         variables = ENVIRONMENTS[environment][1]
         verdict = judged(mutant.module, mutant.edit, shown(mutant, environment), variables)
         if verdict.state != SURVIVED:
@@ -165,10 +198,18 @@ def candidates(seed: int) -> Iterator[Mutant]:
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Draw and judge mutants until enough are valid; print each, and return the record's entries."""
-    parts = [*product(args.package, ENVIRONMENTS if args.triton else ["plain"])]
+    parts = [*product(args.package, environments_of(args))]
     with ProcessPoolExecutor(args.jobs, FORK) as pool:
         try:
-            for done in [pool.submit(first_pass, *part) for part in parts]:
+            files = [
+                (file, environment, part)
+                for package, environment in parts
+                for file in files_of(package)
+                for part in range(parts_of(file))
+            ]
+            # The longest first, so that at the end none runs alone.
+            files.sort(key=lambda one: (one[0].name != LONG, -one[0].stat().st_size))
+            for done in [pool.submit(first_pass, *part) for part in files]:
                 done.result()
             judgments = judge_all(pool, args)
             names = {judgment["where"] for judgment in judgments.values()}
@@ -178,7 +219,12 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             # Otherwise the pool would judge all that waits before the error is seen.
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return in_order(judgments)
+    return in_order(judgments, args.count)
+
+
+def environments_of(args: argparse.Namespace) -> list[str]:
+    """Return the environments in which tests run."""
+    return [*ENVIRONMENTS] if args.triton else ["plain"]
 
 
 def judge_all(pool: Executor, args: argparse.Namespace) -> dict[int, dict[str, Any]]:
@@ -189,22 +235,29 @@ def judge_all(pool: Executor, args: argparse.Namespace) -> dict[int, dict[str, A
         if package_of(mutant.file) in args.package and (args.triton or TRITON not in mutant.module)
     )
     end = time.monotonic() + (args.seconds or float("inf"))
-    head = {"seed": args.seed, "sources": sources_commit()}
+    core = ROOT / "shared" / "core" / "src"
+    sources = {package: sources_digest(core, ROOT / "packages" / package / "src")[:16] for package in args.package}
+    head = {"seed": args.seed, "sources": sources}
     before = recorded(args.json, head)
     judgments: dict[int, dict[str, Any]] = {}
 
     def record() -> None:
         if args.json:
-            write(args.json, head, in_order(judgments))
+            write(args.json, head, in_order(judgments, args.count))
 
-    while missing := args.count - sum(judgment["state"] != INVALID for judgment in judgments.values()):
-        batch = dict(enumerate(islice(drawn_mutants, missing), len(judgments)))
+    while (missing := args.count - sum(judgment["state"] != INVALID for judgment in judgments.values())) > 0:
+        # More than are missing, because some will be invalid; only the first valid ones count.
+        batch = dict(enumerate(islice(drawn_mutants, missing + missing // 4), len(judgments)))
         known = {number: before.get(json.dumps(mutant.entry)) for number, mutant in batch.items()}
         judgments.update((number, judgment) for number, judgment in known.items() if judgment)
         record()
         states = {number: judgment["state"] for number, judgment in known.items() if judgment}
         settled = {number for number, state in states.items() if not (args.again and state == SURVIVED)}
-        waiting = {pool.submit(judge, batch[number], end): number for number in batch if number not in settled}
+        waiting = {
+            pool.submit(judge, batch[number], environments_of(args), end): number
+            for number in batch
+            if number not in settled
+        }
         for future in as_completed(waiting):
             verdict, mutant = future.result(), batch[waiting[future]]
             if verdict is not None:
@@ -218,27 +271,24 @@ def judge_all(pool: Executor, args: argparse.Namespace) -> dict[int, dict[str, A
     return judgments
 
 
-def in_order(judgments: Mapping[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return judgments in the order in which mutants are drawn."""
-    return [judgments[number] for number in sorted(judgments)]
-
-
-def sources_commit() -> str:
-    """Return the last commit that changed the sources of core or of an operator."""
-    folders = ["shared/core/src", *(f"packages/{package}/src" for package in OPERATORS)]
-    command = ["git", "log", "-1", "--format=%H", "--", *folders]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+def in_order(judgments: Mapping[int, dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Return judgments in the order in which mutants are drawn, up to so many that are valid."""
+    ordered = [judgments[number] for number in sorted(judgments)]
+    valid = accumulate(judgment["state"] != INVALID for judgment in ordered)
+    return [judgment for judgment, place in zip(ordered, valid, strict=True) if place <= count]
 
 
 def recorded(path: Path | None, head: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the judged mutants of a record with this head, by their entry as JSON."""
+    """Return the mutants that a record with this seed judged in the same sources, by their entry as JSON."""
     if path is None or not path.exists():
         return {}
     record = json.loads(path.read_text(encoding="utf-8"))
-    same = head.items() <= record.items()
+    same = head["sources"].items() & record["sources"].items() if head["seed"] == record["seed"] else ()
+    packages = tuple(f"rl_kernels.{package.replace('-', '_')}." for package, _ in same)
     return {
         json.dumps({name: mutant[name] for name in mutant if name not in ("state", "where")}): mutant
-        for mutant in (record["mutants"] if same else [])
+        for mutant in record["mutants"]
+        if mutant["module"].startswith(packages)
     }
 
 

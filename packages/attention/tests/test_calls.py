@@ -3,17 +3,19 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
-from rl_kernels.attention import Attended, det_attention
+from rl_kernels.attention import Attended, checks, det_attention
 from rl_kernels.attention.backends.native import backend as native
 from rl_kernels.attention.backends.native import batches
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
 from rl_kernels.attention.op import OPERATOR
 from rl_kernels.lab.check.conformance import device
+from rl_kernels.lab.check.relations.integration import RawCalls
 
 
 def operands(batch=2, queries=3, keys=20, heads=4, kv_heads=2, head=8):
@@ -41,6 +43,40 @@ def test_a_call_is_not_causal_by_default():
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
     expected = torch.nn.functional.scaled_dot_product_attention(*heads_first, enable_gqa=True).transpose(1, 2)
     torch.testing.assert_close(bits, expected)
+
+
+def test_limits_of_kernels_are_of_the_widest_head_and_the_largest_group(monkeypatch):
+    monkeypatch.setattr("rl_kernels.core.cuda.where.missing", lambda *_: None)
+    monkeypatch.setattr("rl_kernels.core.triton_lib.launch.INSTALLED", True)
+
+    def takers(heads, size, size_v, dtype=torch.bfloat16):
+        q, k = torch.empty(2, 3, heads, size, dtype=dtype), torch.empty(2, 5, 2, size, dtype=dtype)
+        call = OPERATOR.describe(q, k, k.new_empty(2, 5, 2, size_v))
+        assert call.traits == {"H": heads, "Hkv": 2, "D": max(size, size_v)}
+        call = replace(call, device=torch.device("cuda", 0), arch="sm90")
+        reasons = {backend.name: backend.why_not(call) for backend in OPERATOR.backends}
+        for name, most in (("triton", 256), ("cuda-sm90", 128)):
+            assert dtype == torch.float32 or max(size, size_v) <= most or f"up to {most}, and D is" in reasons[name]
+        return [name for name, reason in reasons.items() if reason is None]
+
+    for sizes in ((8, 128), (128, 8)):
+        assert takers(128, *sizes) == ["cuda-sm90", "triton", "native"]
+        assert takers(130, *sizes) == takers(128, *sizes, torch.float32) == ["triton", "native"]
+    for sizes in ((8, 136), (136, 8), (8, 256), (256, 8)):
+        assert takers(4, *sizes) == ["triton", "native"]
+    for sizes in ((8, 264), (264, 8)):
+        assert takers(4, *sizes) == ["native"]
+    assert OPERATOR.describe(torch.empty(3, 4, 8)).traits == {"H": 4, "Hkv": 4, "D": 8}
+
+
+def test_the_note_is_of_the_products_of_a_block(monkeypatch):
+    monkeypatch.setattr("rl_kernels.core.batched.note", lambda *sizes: sizes)
+    note, q = OPERATOR.backend("native").note, torch.empty(2, 3, 4, 24)
+    assert note(OPERATOR.describe(q)) == (64, 32, 64)
+    assert note(OPERATOR.describe(q[..., :16])) == (64, 16, 64)
+    call = OPERATOR.describe(q)
+    assert not any(map(note, (replace(call, device=torch.device("cuda", 0)), replace(call, dtype=torch.float64))))
+    assert note(replace(call, traits={})) is None
 
 
 @pytest.mark.smoke
@@ -238,10 +274,45 @@ def test_what_varies_is_looked_at_in_every_call():
         torch.testing.assert_close(out[:, -1, 0], k[:, -seen:, 0].mean(1))
     with pytest.raises(TypeError, match=r"^window: "):
         det_attention(q, k, k, causal=True, window=(True, 0))
+    with pytest.raises(ValueError, match=r"^window: expected an integer <= "):
+        det_attention(q, k, k, causal=True, window=(1 << 31, 0))
     leaf = k.clone().requires_grad_()
     det_attention(q, k, k, causal=True, seqused_k=used, validate=False)
     with pytest.raises(ValueError, match=r"^v: expected a tensor that does not require grad"):
         det_attention(q, k, leaf, causal=True, seqused_k=used, validate=False)
+
+
+def test_the_longest_sequence_is_read_from_offsets():
+    cu_seqlens = torch.tensor([0, 13, 40, 41])
+    assert checks.longest(None, cu_seqlens) == 27
+    assert checks.longest(5, cu_seqlens) == 5
+    for unread in (None, cu_seqlens[:1], cu_seqlens.float(), cu_seqlens[None], cu_seqlens.to("meta"), [0, 41]):
+        assert checks.longest(None, unread) is None
+
+
+def test_kernels_are_told_the_longest_sequence():
+    q, k, v = operands(2, 20, 20)
+    packed = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 13, 40]))
+    for given, options, longest in (((q, k, v), {}, 20), ([x.flatten(0, 1) for x in (q, k, v)], packed, 27)):
+        with RawCalls() as raw:
+            det_attention(*given, **options)
+        (inputs,) = [args for name, (_, args) in raw.calls.items() if "det_attention_output" in name]
+        assert inputs[10:12] == (longest, longest)
+    nothing = dict.fromkeys(packed, torch.tensor([0]))
+    out = det_attention(q[0, :0], k[0, :0], v[0, :0], **nothing, max_seqlen_q=0, max_seqlen_k=0)
+    assert out.shape == (0, 4, 8)
+
+
+def test_a_sequence_may_start_at_its_end_and_many_wrong_numbers_are_not_all_shown():
+    q, k, v = operands()
+    out = det_attention(q, k, v, k_start=torch.tensor([3, 0]), seqused_k=torch.tensor([3, 20]))
+    assert not out[0].any()
+    packed = {"cu_seqlens_q": torch.arange(7), "cu_seqlens_k": torch.tensor([0, 9, 8, *range(10, 40, 3), 40])[:7]}
+    with pytest.raises(ValueError, match=r"got \[0, 9, 8, 10, 13, 16, 19\]"):
+        det_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **packed)
+    packed = {"cu_seqlens_q": torch.tensor([0, *range(9), 6]), "cu_seqlens_k": torch.arange(11)}
+    with pytest.raises(ValueError, match=r"got \[0, 0, 1, 2, 3, 4, 5\] and more, the last 6"):
+        det_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **packed)
 
 
 def test_bounds_of_packed_sequences_are_read_in_every_call():

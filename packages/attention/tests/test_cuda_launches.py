@@ -72,7 +72,7 @@ CALLS = {
     "several-tokens": partial(dense, 3, 5, 1700, 2, 7, 128, dtype=torch.float16),
     "groups-of-3": partial(dense, 2, 70, 70, 1, 3, 80, size_v=40, window=(UNLIMITED, UNLIMITED)),
     "sliced": sliced,
-    "dropped": partial(dense, 2, 3, 900, 2, 4, 64, window=(899, 0), k_start=torch.tensor([-5, -9000])),
+    "dropped": partial(dense, 2, 3, 1026, 2, 4, 64, window=(1025, 0), k_start=torch.tensor([-5, -9000])),
     "padded": partial(dense, 2, 70, 70, 2, 4, 64, k_start=torch.tensor([3, 0]), seqused_q=torch.tensor([70, 60])),
     "packed": partial(packed, (7, 0, 300, 64)),
     "paged": partial(paged, 2, 48, torch.tensor([9 * 48, 3], dtype=torch.int32)),

@@ -61,7 +61,8 @@ def test_what_is_wrong_is_named():
     q, k, v = drawn((2, 9, 4, 16), (2, 80, 2, 16), (2, 80, 2, 24))
     out, lse = det_attention(q, k, v, causal=True, return_lse=True)
     usual = {"grad": out, "q": q, "k": k, "v": v, "out": out, "lse": lse, "causal": True}
-    for name, change in WRONG.items():
+    elsewhere = {name: {name: usual[name].to("meta")} for name in ("grad", "k", "v", "out", "lse")}
+    for name, change in (*WRONG.items(), *elsewhere.items()):
         with pytest.raises((TypeError, ValueError), match=f"^{name.split()[0]}: "):
             det_attention_backward(**(usual | change))
     q, k, v = drawn((9, 4, 16), (80, 2, 16), (80, 2, 16))

@@ -45,7 +45,7 @@ CALLS = {
     "wide-heads": partial(dense, 2, 70, 1500, 1, 2, 256),
     "fp32": partial(dense, 2, 70, 130, 1, 2, 64, dtype=torch.float32),
     "sliced": sliced,
-    "dropped": partial(dense, 3, 1, 900, 2, 4, 64, window=(899, 0), k_start=torch.tensor([-5, 0, -9000])),
+    "dropped": partial(dense, 3, 1, 1026, 2, 4, 64, window=(1025, 0), k_start=torch.tensor([-5, 0, -9000])),
     "padded": partial(dense, 2, 70, 70, 2, 4, 64, k_start=torch.tensor([3, 0])),
     "packed": partial(packed, (7, 0, 1300, 64)),
     "paged": partial(paged, 2, 48, torch.full((5,), 50), size_v=64),
@@ -238,6 +238,7 @@ def test_no_query_launches_nothing():
         _, dk, dv, _ = backend.backward(*given, out, lse, out, True)
         assert not recorder.launches
     assert (out.shape, lse.shape) == ((2, 0, 4, 64), (2, 4, 0))
+    assert (dk.shape, dv.shape) == (given.k.shape, given.v.shape)
     assert not dk.any()
     assert not dv.any()
 
@@ -299,3 +300,5 @@ def test_an_operand_is_copied_for_one_stride_that_kernels_do_not_read():
     k = torch.zeros(2, 3, 2, 8).bfloat16()
     q = torch.zeros(128).bfloat16().as_strided((2, 3, 2, 8), (64, 20, 8, 1))
     assert gpu.unreadable((q, k, k), expanded=True) == [0]
+    one = torch.zeros(128).bfloat16().as_strided((2, 3, 1, 8), (64, 16, 3, 1))
+    assert gpu.unreadable((k, one, one), expanded=False) == []

@@ -1,5 +1,6 @@
 """The rules of all operators, for each backend of det_gemm that runs here, and rules of det_gemm alone."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,7 +10,7 @@ from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import Case, Draw, far, spec_of
 from rl_kernels.core.testing.planted import Bug, Mutants
 from rl_kernels.det_gemm import det_gemm, det_gemm_dw, det_linear
-from rl_kernels.det_gemm.op import OPERATOR
+from rl_kernels.det_gemm.op import OPERATOR, describe, describe_dw
 from rl_kernels.lab.check.conformance import Conformance
 from rl_kernels.lab.check.relations.integration import RawCalls
 
@@ -199,6 +200,23 @@ def results(backend, x, weight, bias, upstream, main_grad):
     dweight = det_gemm_dw(upstream, x, backend=backend)
     total = det_gemm_dw(upstream, x, accumulate_into=main_grad, backend=backend)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream), dweight, total.clone()]
+
+
+def test_what_the_dispatcher_is_told():
+    a, b = torch.empty(2, 3), torch.empty(3, 5)
+    for right, layout in ((b, "row"), (b.t().contiguous().t(), "column"), (torch.empty(3, 10)[:, ::2], "strided")):
+        assert describe(a, right).traits == {"K": 3, "N": 5, "layout": layout}
+    assert describe_dw(a, torch.empty(2, 5)).traits == {"K": 3, "N": 5, "layout": "row"}
+
+
+def test_the_note_is_of_the_product(monkeypatch):
+    monkeypatch.setattr("rl_kernels.core.products.note", lambda *sizes, transposed: (*sizes, transposed))
+    note, a, b = OPERATOR.backend("native").note, torch.empty(2, 3), torch.empty(3, 5)
+    assert note(describe(a, b)) == (3, 5, torch.float32, False)
+    assert note(describe(a, b.t().contiguous().t())) == (3, 5, torch.float32, True)
+    call = describe(a, b)
+    assert note(replace(call, traits={"K": 3, "N": 5})) == (3, 5, torch.float32, True)
+    assert not any(map(note, (replace(call, device=torch.device("cuda", 0)), replace(call, traits={"K": 3}))))
 
 
 SIZES = {"a stride": (2, 2, 2), "an index times a stride": (24, 40, 16)}

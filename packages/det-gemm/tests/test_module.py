@@ -17,6 +17,7 @@ def test_initialization_and_state_dict_match_nn_linear():
     torch.manual_seed(0)
     layer = DetLinear(12, 7, bias=True, dtype=torch.bfloat16)
     assert isinstance(layer, nn.Linear)
+    assert (layer.k_segments, layer.dx_segments, layer.join_tokens) == (1, 1, None)
     assert layer.state_dict().keys() == plain.state_dict().keys()
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in layer.state_dict().items())
     assert DetLinear(12, 7, bias=False).load_state_dict(nn.Linear(12, 7, bias=False).state_dict())
@@ -35,6 +36,14 @@ def test_from_linear_shares_parameters_but_no_module_hooks(bias):
     assert DetLinear.from_linear(plain.train()).training
     x = Draw(torch.bfloat16).normal(2, 3, 12)
     assert torch.equal(layer(x), det_linear(x, plain.weight, plain.bias))
+
+
+def test_a_layer_whose_class_is_changed_has_no_options():
+    plain, x = nn.Linear(40, 24), Draw(torch.float32).normal(3, 40)
+    shown = repr(plain)
+    plain.__class__ = DetLinear
+    assert repr(plain) == f"Det{shown}"
+    assert torch.equal(plain(x), det_linear(x, plain.weight, plain.bias))
 
 
 def test_from_linear_raises():

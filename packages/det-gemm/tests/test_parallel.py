@@ -178,6 +178,13 @@ def test_one_process_needs_no_group():
             assert all(bits_of(a).equal(bits_of(c)) for a, c in zip(found, wanted, strict=True)), (segments, dtype)
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_one_process_scatters_nothing(dim):
+    x, weight, b, _ = operands(torch.float32)
+    for function in (column_parallel_linear, row_parallel_linear):
+        assert torch.equal(function(x, weight, b, scatter_dim=dim), function(x, weight, b))
+
+
 def test_no_double_backward():
     x, weight, b, upstream = operands(torch.float32)
     mine = leaves(x, weight, b)

@@ -38,6 +38,7 @@ def test_unchecked_ids_give_nan_and_unchecked_rows_are_clamped():
     found = fused_logp(logits, torch.tensor([int(ids[0]), 10, -(2**62), 10**9]), validate=False)
     assert bits(found[0], good[0]).passed
     assert found[1:].isnan().all()
+    assert fused_logp(logits[:3], ids[:3], temperature=torch.zeros(3), validate=False).shape == (3,)
     rows = {"row_indices": torch.tensor([0, 10**9, -7]), "validate": False}
     fused_logp(logits, ids, **rows, out=torch.zeros(4))
     for inplace in (False, True):

@@ -43,7 +43,7 @@ def rows_of_tiles(launch: Launch) -> torch.Tensor:
 
 def sort_tiles(launch: Launch) -> None:
     order, height = launch["order"], 64 * launch.constants["GROUPS"]
-    assert (launch.grid[0], launch.block) == (1, 1024)
+    assert (launch.grid, launch.block) == ((1, 1, 1), 1024)
     assert launch["ids"].shape == (launch["rows"],)
     parts = launch["ids"].split(height)
     assert order.shape == (1 + len(parts),)
@@ -62,11 +62,11 @@ def logits(launch: Launch, units: int, boxes: int) -> torch.Tensor:
     groups = constants["GROUPS"]
     assert groups in (1, 2)
     boxes *= launch.entry == "gradient" or constants["KEEPS"]
-    assert launch.block == 128 * (groups + 1)
+    assert (launch.block, launch.pdl) == (128 * (groups + 1), False)
     assert constants["STAGE_BYTES"] == STAGE
     assert constants["STAGES"] >= 4
     assert launch.shared == constants["STAGES"] * STAGE + groups * boxes + 1024
-    assert launch.grid[0] == min(-(-launch["rows"] // (64 * groups)) * units, PROCESSORS)
+    assert launch.grid == (min(-(-launch["rows"] // (64 * groups)) * units, PROCESSORS), 1, 1)
     assert launch["group"] > 0
     z = hidden.tensor.double() @ weight.tensor.double().t()
     if launch["bias"] is not None:
@@ -118,18 +118,19 @@ def states(launch: Launch) -> None:
 def merge_blocks(launch: Launch) -> None:
     rows, units = launch["rows"], -(-launch["columns"] // 1024)
     assert launch["blocks"] == 1
-    assert launch.block == 256
+    assert (launch.block, launch.pdl) == (256, False)
     assert (launch.grid[0] - 1) * 256 < rows <= launch.grid[0] * 256
-    assert launch.grid[1] == units
+    assert launch.grid[1:] == (units, 1)
     assert launch["units"].shape == (units, 3, rows)
     for unit, blocks in zip(launch["units"], launch["parts"].split(4), strict=True):
         unit.copy_(merged(blocks))
 
 
 def finish(launch: Launch) -> None:
-    assert launch.block == 256
+    assert (launch.block, launch.pdl) == (256, False)
     assert (launch["start"], launch["vocab"]) == (0, launch["columns"])
     assert launch.grid[0] * 8 - 8 < launch["rows"] <= launch.grid[0] * 8
+    assert launch.grid[1:] == (1, 1)
     assert len(launch["parts"]) == -(-launch["columns"] // (256 * launch["blocks"]))
     active = (launch["ids"] != launch["ignore_index"]) | (not launch["has_ignored"])
     arguments = launch["chosen"], temperature(launch), active
@@ -143,6 +144,7 @@ def gradient(launch: Launch) -> None:
         assert (launch.block, launch.shared, launch.pdl) == (128, 0, False)
         assert launch.grid[0] * 16 - 16 < rows <= launch.grid[0] * 16
         assert launch.grid[1] * 512 - 512 < width <= launch.grid[1] * 512
+        assert launch.grid[2] == 1
         assert launch["kept_row"] % 256 == launch["dz_row"] % 256 == 0
         assert launch["kept"].dtype == torch.float32
         z = strided(launch["kept"], (rows, width), (4 * launch["kept_row"], 4)).double() / temperature(launch)[:, None]
@@ -176,7 +178,9 @@ def gradient(launch: Launch) -> None:
 def add_rows(launch: Launch) -> None:
     rows, width = launch["rows"], launch["width"]
     assert launch.block <= 256
+    assert not launch.pdl
     assert (launch.grid[0] - 1) * launch.block < width <= launch.grid[0] * launch.block
+    assert launch.grid[1:] == (1, 1)
     assert launch["sums"].shape == (-(-rows // 16), width)
     launch["out"].add_(launch["sums"].sum(0))
 

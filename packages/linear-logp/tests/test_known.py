@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -67,6 +69,17 @@ def results(call: dict[str, Any], function: Callable[..., Any] = linear_logp, **
         for leaf in (call[name] for name in ("hidden", "lm_head_weight", "bias") if name in call):
             result += [value.clone() for value in (leaf.grad, getattr(leaf, "main_grad", None)) if value is not None]
     return result
+
+
+def test_what_is_known_is_not_kept_alive() -> None:
+    call = drawn(SHAPES[0], {}, torch.float32, "cpu")
+    with torch.no_grad():
+        known_values = linear_logp_known(**call)
+        alive = weakref.ref(known_values.logp)
+        linear_logp_from_known(**call, known=known_values)
+    del known_values
+    gc.collect()
+    assert alive() is None
 
 
 def same(result: list[torch.Tensor], expected: list[torch.Tensor]) -> None:

@@ -13,14 +13,19 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from rl_kernels.core.operator import Call
 from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.core.testing import Draw, bits_of
 from rl_kernels.core.testing.planted import Bug, planted
+from rl_kernels.lab.check.relations.integration import RawCalls
 from rl_kernels.linear_logp import Chunk, LogpStats, Memory, linear_logp, linear_logp_loss
 from rl_kernels.linear_logp.loss.chunks import chunks_of
+from rl_kernels.linear_logp.op import OPERATOR
 
 MODULES = tuple(f"rl_kernels.linear_logp.{name}" for name in ("autograd", "loss.chunks", "loss.api"))
 BUG = Bug("upstream gradients of the first rows", "value[here] for", "value[:count] for")
+CALL = Call(torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.float32, "cpu", {})
+BACKENDS = [backend.name for backend in OPERATOR.backends if backend.why_not(CALL) is None]
 IGNORED, SCALE, CHUNKS = -100, 0.25, (1, 50, 100, 10**6)
 LENGTHS = (5, 40, 0, 33, 70, 1, 16, 17, 200)
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -105,14 +110,47 @@ class Batch:
         )
 
 
-def check_case(options: dict[str, Any], dtype: torch.dtype, device: str, backend: str, **sizes: Any) -> None:
+def check_case(
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    device: str,
+    backend: str,
+    chunks: Sequence[int] = CHUNKS,
+    **sizes: Any,
+) -> None:
     expected = Batch(options, dtype, device, **sizes).in_turn(backend=backend)
-    for chunk_tokens in CHUNKS:
+    for chunk_tokens in chunks:
         batch = Batch(options, dtype, device, **sizes)
         result = batch.together(chunk_tokens, backend=backend, validate=chunk_tokens != CHUNKS[1])
         for one, other in zip(result, expected, strict=True):
             assert one.dtype == other.dtype
             assert torch.equal(bits_of(one), bits_of(other)), chunk_tokens
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_chunks_change_no_bit_of_any_backend(backend: str) -> None:
+    sizes = {"packed": True, "sizes": (8, 70), "lengths": (5, 20, 0, 33)}
+    check_case({"bias": True}, torch.float32, CALL.device.type, backend, CHUNKS[1:3], **sizes)
+    if backend == "native":
+        check_case({"bias": True}, torch.bfloat16, CALL.device.type, backend, CHUNKS[1:3], **sizes)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "hidden"])
+def test_one_gradient_of_chunks_alone_is_that_of_all(frozen: str) -> None:
+    whole, alone = (Batch({}, torch.float32, "cpu", packed=True) for _ in range(2))
+    getattr(alone, frozen).requires_grad_(False)
+    wanted = dict(zip(("loss", "hidden", "weight"), whole.together(50), strict=True))
+    del wanted[frozen]
+    assert all(map(torch.equal, alone.together(50), wanted.values()))
+
+
+def test_no_gradient_of_chunks_is_computed_without_grad_mode() -> None:
+    batch = Batch({}, torch.float32, "cpu", packed=True)
+    given = batch.hidden, batch.weight, batch.ids, batch.losses
+    with torch.no_grad(), RawCalls() as raw:
+        linear_logp_loss(*given, chunk_tokens=50, cu_seqlens=batch.offsets)
+    assert raw.calls
+    assert not any("backward" in name for name in raw.calls)
 
 
 @pytest.mark.parametrize("packed", [True, False])

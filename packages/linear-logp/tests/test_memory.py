@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from itertools import product
+from math import ceil
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from rl_kernels.core.testing import Draw
 from rl_kernels.linear_logp.backends import native
+from rl_kernels.linear_logp.backward import Steps, _default_workspace
 from rl_kernels.linear_logp.inputs import first_kept, kept_room
 
 
@@ -71,3 +73,39 @@ def test_kept_logits_fill_their_limit() -> None:
         # One unit more would not fit.
         assert first == 0 or (width + 1024) * rows * dtype.itemsize > saved_mib << 20
         assert width == 0 or width - 256 < vocab - first <= width
+
+
+def test_the_default_workspace_holds_dz_of_a_round_of_tiles() -> None:
+    for (rows, size), dtype in product(((100, 64), (20000, 4096)), (torch.bfloat16, torch.float32)):
+        found = _default_workspace(torch.empty(rows, size, dtype=dtype, device="meta"))
+        assert found == max(4 * rows * size + min(rows, 16384) * 33792 * dtype.itemsize, 256 << 20)
+
+
+class Summed(Steps):
+    """Steps that sum 16 rows into a term of dbias."""
+
+    def summed(self, hidden: torch.Tensor) -> int:
+        return 16
+
+
+def test_pieces_and_blocks_fill_the_workspace() -> None:
+    shapes, columns = ((1, 32), (500, 64), (9000, 512), (40000, 4096)), (700, 2048, 30000, 152000)
+    for (count, size), vocab, mib, buffers, needs_bias in product(shapes, columns, (1, 64, 700), (0, 1, 2), (0, 1)):
+        hidden = torch.empty(count, size, dtype=torch.bfloat16, device="meta")
+        workspace = mib << 20
+        width, height = Summed().cut(hidden, vocab, workspace, [True, True, bool(needs_bias)], buffers)
+
+        def used(width: int, rows: int, size: int = size, bias: int = needs_bias, buffers: int = buffers) -> int:
+            return width * (2 * rows + -(-rows // 16) * 4 * bias + 4 * size * buffers)
+
+        assert width % 256 == height % 128 == 0
+        most = workspace // used(1, count) // 256 * 256
+        if most >= min(vocab, 2048):
+            # All rows, and pieces alike, of which fewer would not fit.
+            assert 0 <= height - count < 128
+            alike = ceil(vocab / ceil(vocab / most))
+            assert width == ceil(alike / 256) * 256 <= most
+        else:
+            assert (width, height) == (2048, 4096) or used(width, height) <= workspace
+            assert height >= 4096
+            assert used(2048, height + 128) + 4 * 2048 * size * (not buffers) > workspace

@@ -50,6 +50,12 @@ def check_case(shape: tuple[int, int, int], dtype: torch.dtype, device: str, bac
     check_undefined(device, backend)
 
 
+def test_ids_are_checked_by_default() -> None:
+    hidden, weight, _, ids = drawn(SHAPES[0], torch.float32)
+    with pytest.raises(ValueError, match=r"target_ids: expected values in \[0, 300\)"):
+        linear_logits(hidden, weight).logp(ids + 300)
+
+
 def check_undefined(device: str, backend: str) -> None:
     """Rows whose softmax is not defined, and one whose other logits are all -inf."""
     hidden, weight, bias, ids = drawn((4, 16, 300), torch.bfloat16, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -210,5 +211,14 @@ def test_gradient_of_hidden_is_a_balanced_sum_of_segments(segments: int) -> None
 
 def test_the_choice_of_a_backend_sees_the_sizes_of_the_whole_vocabulary() -> None:
     hidden, weight, bias = torch.ones(3, 16), torch.ones(70, 16), torch.ones(70)
-    assert dict(describe(hidden, weight).traits) == {"D": 16, "V": 70, "bias": False}
-    assert dict(describe(hidden, weight, bias=bias, vocab_size=280).traits) == {"D": 16, "V": 280, "bias": True}
+    assert dict(describe(hidden, weight).traits) == {"D": 16, "V": 70}
+    assert dict(describe(hidden, weight, bias=bias, vocab_size=280).traits) == {"D": 16, "V": 280}
+
+
+def test_the_note_is_of_the_product_of_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_kernels.core.products.note", lambda *sizes: sizes)
+    note, call = OPERATOR.backend("native").note, describe(torch.ones(3, 16), torch.ones(70, 16))
+    assert note(call) == (16, 70, torch.float32)
+    assert note(replace(call, traits={"D": 16, "V": 5000})) == (16, 1024, torch.float32)
+    others = {"device": torch.device("cuda", 0)}, {"dtype": torch.float64}, {"traits": {"D": 16}}
+    assert not any(note(replace(call, **other)) for other in others)

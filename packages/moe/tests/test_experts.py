@@ -8,6 +8,7 @@ import torch
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import Draw
 from rl_kernels.moe import experts
+from rl_kernels.moe.activations import NAMES, activate_backward
 from rl_kernels.moe.op import OPERATOR
 
 pytestmark = pytest.mark.smoke
@@ -91,6 +92,14 @@ def test_main_grad_continues_the_chain(backend: str) -> None:
     assert down.grad is None
     assert torch.equal(gate_up.main_grad, whole[0])
     assert torch.equal(down.main_grad, whole[1])
+
+
+@pytest.mark.parametrize("activation", NAMES)
+def test_the_gradient_of_an_activation_is_computed_in_fp32(activation: str) -> None:
+    gate, up = (4 * torch.randn(3, 40, dtype=torch.bfloat16) for _ in range(2))
+    dh = torch.randn(3, 40)
+    wide = activate_backward(dh, gate.float(), up.float(), activation)
+    assert all(map(torch.equal, activate_backward(dh, gate, up, activation), wide))
 
 
 @each_backend

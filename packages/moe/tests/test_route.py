@@ -104,7 +104,10 @@ def test_recorded_ids_give_the_same_bits(backend: str, form: str) -> None:
     hidden, weight, options = operands(form)
     chosen = route(hidden, weight, TOP_K, **options, backend=backend)
     for ids in (chosen.ids, chosen.ids.long().flip(1).contiguous().flip(1)):
-        assert all(map(torch.equal, route(hidden, weight, TOP_K, ids=ids, **options, backend=backend), chosen))
+        found = route(hidden, weight, TOP_K, ids=ids, **options, backend=backend)
+        assert all(map(torch.equal, found, chosen))
+        # The caller may write to either.
+        assert found.ids.data_ptr() != ids.data_ptr()
 
 
 @each_backend
@@ -128,7 +131,7 @@ def test_rows_without_a_number(backend: str) -> None:
 @each_backend
 def test_main_grad_continues_the_sum_of_the_router(backend: str) -> None:
     draw = Draw(torch.float32, DEVICE)
-    hidden, weight, grad = draw.normal(80, WIDTH), draw.normal(COUNT, WIDTH).requires_grad_(), draw.normal(80, TOP_K)
+    hidden, weight, grad = draw.normal(128, WIDTH), draw.normal(COUNT, WIDTH).requires_grad_(), draw.normal(128, TOP_K)
     expected = torch.autograd.grad(route(hidden, weight, TOP_K, backend=backend).weights, weight, grad)
     weight.main_grad = torch.zeros(WIDTH, COUNT, device=DEVICE).t()
     # At a multiple of 16 tokens, and of the 64 that Triton's interpreter rounds at a time.
@@ -152,12 +155,20 @@ def test_main_grad_continues_the_sum_of_the_router(backend: str) -> None:
         ({"correction_bias": torch.zeros(3)}, ValueError, "correction_bias: expected shape"),
         ({"groups": 4}, TypeError, "groups: expected None or"),
         ({"groups": (5, 2)}, ValueError, "groups: expected a divisor"),
+        *(({"groups": cut}, ValueError, "groups: expected an integer") for cut in ((0, 1), (13, 1), (4, 0), (4, 5))),
         ({"groups": (12, 3)}, ValueError, "groups: expected a divisor of the 12 experts, and at least top_k = 4"),
         ({"normalize": 1}, TypeError, "normalize: expected a bool"),
         ({"scale": float("nan")}, ValueError, "scale: expected a finite number"),
         ({"logits_dtype": torch.int32}, ValueError, "logits_dtype: expected one of"),
         ({"ids": torch.zeros(TOKENS, 1, dtype=torch.int32)}, ValueError, "ids: expected shape"),
         ({"backend": "no-such"}, ValueError, "backend: experts has no backend"),
+        *(
+            ({name: torch.zeros(*shape, device="meta").to(dtype)}, ValueError, f"{name}: expected device")
+            for name, shape, dtype in (
+                *(("weight", (COUNT, WIDTH), torch.float32), ("bias", (COUNT,), torch.float32)),
+                *(("correction_bias", (COUNT,), torch.float32), ("ids", (TOKENS, TOP_K), torch.int32)),
+            )
+        ),
     ],
     ids=str,
 )
@@ -165,6 +176,20 @@ def test_bad_arguments_are_named(changes: dict[str, Any], error: type[Exception]
     call = {"hidden": torch.zeros(TOKENS, WIDTH), "weight": torch.zeros(COUNT, WIDTH), "top_k": TOP_K, **changes}
     with pytest.raises(error, match=message):
         route(**call)
+
+
+def test_the_groups_that_are_kept_may_have_just_top_k_experts() -> None:
+    hidden, weight, _ = operands("qwen3")
+    for chosen in route(hidden, weight, TOP_K, scoring="sigmoid", groups=(6, 2)).ids:
+        groups, sizes = torch.unique(chosen // 2, return_counts=True)
+        assert (len(groups), sizes.tolist()) == (2, [2, 2])
+
+
+def test_a_bad_buffer_is_named() -> None:
+    hidden, weight, _ = operands("qwen3")
+    weight.main_grad = torch.zeros(COUNT, WIDTH, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"weight\.main_grad: expected dtype"):
+        route(hidden, weight.requires_grad_(), TOP_K)
 
 
 @each_form

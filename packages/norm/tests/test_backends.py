@@ -8,7 +8,7 @@ import torch
 from rl_kernels.core.testing import Case, Draw, far, spec_of
 from rl_kernels.core.testing.planted import Bug, Mutants, planted
 from rl_kernels.lab.check.conformance import Conformance
-from rl_kernels.norm import reference, rms_norm
+from rl_kernels.norm import layer_norm, reference, rms_norm
 from rl_kernels.norm.op import OPERATOR, describe
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -92,6 +92,18 @@ def test_main_grad_is_continued_over_calls():
         for rows, grad in zip(x.split(cut), upstream.split(cut), strict=True):
             rms_norm(rows, parts).backward(grad)
         assert torch.equal(parts.main_grad, whole.main_grad), cut
+
+
+def test_main_grad_leaves_the_gradient_of_a_bias():
+    x, weight, upstream = drawn(70, 24)
+    found = []
+    for has_buffer in (False, True):
+        leaves = leaves_of(x, weight, weight.flip(0))
+        if has_buffer:
+            leaves[1].main_grad = torch.zeros(24)
+        layer_norm(*leaves).backward(upstream)
+        found.append([leaves[0].grad, leaves[1].main_grad if has_buffer else leaves[1].grad, leaves[2].grad])
+    assert all(map(torch.equal, *found))
 
 
 def few_rows_equal_many(backend, width, many):

@@ -7,11 +7,18 @@ from rl_kernels.lab.mutate.edits import drawn, edits_of, statement_at
 from rl_kernels.lab.mutate.judge import CAUGHT, INVALID, SURVIVED, TIMEOUT, TracedTest, judged, traced
 
 SOURCE = '''
+@overload
+def clamped(x: int, low: int = 1) -> int: ...
+
+
+TILE = Tile(64, 4 if WIDE else 8)
+
+
 def clamped(x: "a | b", low=0.5):
     """Messages, types and texts are left alone: x + 1 < 2."""
     if x < low:
         raise ValueError(f"{x + 1}")
-    x -= min(x, 1)
+    x -= min(x, 1, num_warps=4)
     return sum(zip(range(x), low, strict=False), start=low)
 '''
 MADE = [
@@ -21,15 +28,14 @@ MADE = [
     ("comparison", "x < low", "(x <= low)"),
     ("bound", "low", "(low + 1)"),
     ("bound", "low", "(low - 1)"),
-    ("operator", "x -= min(x, 1)", "x += min(x, 1)"),
-    ("statement", "x -= min(x, 1)", "pass"),
+    ("operator", "x -= min(x, 1, num_warps=4)", "x += min(x, 1, num_warps=4)"),
+    ("statement", "x -= min(x, 1, num_warps=4)", "pass"),
     ("name", "min", "max"),
     ("constant", "1", "2"),
     ("argument", "sum(zip(range(x), low, strict=False), start=low)", "sum(zip(range(x), low, strict=False))"),
     ("argument", "zip(range(x), low, strict=False)", "zip(low, range(x), strict=False)"),
     ("bound", "x", "(x + 1)"),
     ("bound", "x", "(x - 1)"),
-    ("constant", "False", "True"),
 ]
 MODULE = """
 def steps(n):
@@ -46,6 +52,16 @@ def test_steps():
 
 def test_no_steps():
     assert steps(0) == 0
+"""
+IN_RANKS = """
+from rl_kernels.core.testing.ranks import run_ranks
+from toy_mutated import steps
+
+def rank(number):
+    return steps(number)
+
+def test_ranks():
+    assert run_ranks(rank, 2) == [0, 1]
 """
 ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 STATEMENTS = """
@@ -80,6 +96,13 @@ def test_a_seed_gives_the_order():
     assert sorted(first) == sorted(other)
 
 
+def test_a_change_of_other_lines_leaves_the_order():
+    def drawn_from(source):
+        return [(edit.kind, edit.old, edit.new) for _, edit in drawn({"a": source}, 1) if edit.old != "3"]
+
+    assert drawn_from(SOURCE) == drawn_from(f"LIMIT = 3\n{SOURCE}")
+
+
 @pytest.mark.parametrize(
     ("line", "lines"),
     [(2, None), (5, None), (8, range(8, 9)), (9, range(9, 11)), (12, range(11, 13)), (14, range(14, 15))],
@@ -99,16 +122,30 @@ def toy(tmp_path, monkeypatch):
 
 
 def test_the_lines_that_a_test_executes(toy):
-    found = {test.name: test for test in traced(toy, ["test_toy.py"], ALONE)}
-    lines = {name: test.lines[str(toy / "toy_mutated.py")] for name, test in found.items()}
+    tests, failures = traced(toy, ["test_toy.py"], ALONE)
+    lines = {test.name: test.lines[str(toy / "toy_mutated.py")] for test in tests}
     assert lines == {"test_toy.py::test_steps": [3, 4, 5, 6], "test_toy.py::test_no_steps": [3, 4, 6]}
-    assert all(0 <= test.seconds < 5 for test in found.values())
+    assert all(0 <= test.seconds < 5 for test in tests)
+    assert not failures
 
 
-def test_a_test_that_fails_without_a_mutant_is_an_error(toy):
-    (toy / "test_toy.py").write_text("def test_wrong():\n    assert 1 + 1 == 3")
-    with pytest.raises(RuntimeError, match=r"without a mutant: test_toy.py::test_wrong: AssertionError"):
-        traced(toy, ["test_toy.py"], ALONE)
+def test_a_test_that_fails_is_left_out(toy):
+    (toy / "test_toy.py").write_text(f"{TEST}\ndef test_wrong():\n    assert 1 + 1 == 3\n")
+    tests, failures = traced(toy, ["test_toy.py"], ALONE)
+    assert [test.name for test in tests] == ["test_toy.py::test_steps", "test_toy.py::test_no_steps"]
+    assert [text.splitlines()[0] for text in failures] == [
+        "test_toy.py::test_wrong: AssertionError: assert (1 + 1) == 3"
+    ]
+
+
+def test_ranks_have_the_mutant_and_report_their_lines(toy):
+    (toy / "test_toy.py").write_text(IN_RANKS)
+    (test,), _ = traced(toy, ["test_toy.py"], ALONE)
+    assert test.lines[str(toy / "toy_mutated.py")] == [3, 4, 5, 6]
+    edit = next(edit for edit in edits_of(MODULE) if edit.old == "found < size" and edit.kind == "comparison")
+    assert judged("toy_mutated", edit, [test], ALONE).state == CAUGHT
+    crash = edit._replace(new="found()")
+    assert judged("toy_mutated", crash, [test], ALONE).state == INVALID
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ def gradient(sinks: torch.Tensor | None, lse: torch.Tensor, delta: torch.Tensor)
         delta: for each query, the sum of out times its gradient; in the shape of lse.
     """
     if sinks is None:
-        return lse.new_empty(0, dtype=delta.dtype)
+        return lse.new_empty(0)
     # lse is -inf for queries that are not in use, and for those that see no key if their sink is -inf.
     share = (sinks.to(lse.dtype)[:, None] - lse).exp()
     terms = torch.where(lse == -torch.inf, 0.0, share * delta)

@@ -73,7 +73,7 @@ def choose_for_linear(
     check.same_dtype(x=x, weight=weight, bias=bias)
     segments.validate(k_segments=k_segments, dx_segments=dx_segments)
     chains.validate(join_tokens)
-    return choose(OPERATOR, describe(x, weight.t(), bias), backend).name
+    return choose(OPERATOR, describe(x, weight.t()), backend).name
 
 
 @remembered

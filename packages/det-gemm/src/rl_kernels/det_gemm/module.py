@@ -79,9 +79,7 @@ class DetLinear(nn.Linear):
         layer = cls(
             module.in_features,
             module.out_features,
-            module.bias is not None,
-            "meta",
-            module.weight.dtype,
+            device="meta",
             k_segments=k_segments,
             dx_segments=dx_segments,
             join_tokens=join_tokens,

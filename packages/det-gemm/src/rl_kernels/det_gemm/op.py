@@ -45,16 +45,16 @@ FAKES: dict[str, Callable[..., Any]] = {
 }
 
 
-def describe(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, **_: object) -> Call:
-    """Describe a product to the dispatcher: K, N, whether there is a bias, and how ``b[K, N]`` is stored."""
+def describe(a: torch.Tensor, b: torch.Tensor, *_: object, **__: object) -> Call:
+    """Describe a product to the dispatcher: K, N, and how ``b[K, N]`` is stored."""
     inner, outer = b.stride()
     layout = "row" if outer == 1 else "column" if inner == 1 else "strided"
-    return Call.of(a, K=b.shape[0], N=b.shape[1], bias=bias is not None, layout=layout)
+    return Call.of(a, K=b.shape[0], N=b.shape[1], layout=layout)
 
 
 def describe_dw(a: torch.Tensor, dc: torch.Tensor) -> Call:
     """Describe a weight gradient by its own K and N; the number of tokens does not matter."""
-    return Call.of(a, K=a.shape[1], N=dc.shape[1], bias=False, layout="row")
+    return Call.of(a, K=a.shape[1], N=dc.shape[1], layout="row")
 
 
 def _limits(call: Call) -> str | None:

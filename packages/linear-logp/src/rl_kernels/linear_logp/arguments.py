@@ -174,7 +174,7 @@ def _prepare(
     _check_options(options, target_ids, hidden.device, dtype)
     if options.known is not None:
         Known.validate(options.known, hidden, target_ids, return_stats=options.return_stats)
-    chosen = choose(OPERATOR, describe(hidden, weight, target_ids, bias, vocab_size=shard.size), options.backend).name
+    chosen = choose(OPERATOR, describe(hidden, weight, vocab_size=shard.size), options.backend).name
     cap = _cap(options, dtype)
     scale = _scale(options, cap, target_ids.numel(), dtype)
     ready = Ready(chosen)

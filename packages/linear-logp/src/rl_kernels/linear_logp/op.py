@@ -108,14 +108,13 @@ FAKES: dict[str, Callable[..., Any]] = {
 def describe(
     hidden: torch.Tensor,
     lm_head_weight: torch.Tensor,
-    target_ids: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    *_: object,
     vocab_size: int | None = None,
-    **_: object,
+    **__: object,
 ) -> Call:
     """Return what the dispatcher looks at in a call of the public function."""
     vocab = lm_head_weight.shape[0] if vocab_size is None else vocab_size
-    return Call.of(hidden, D=hidden.shape[-1], V=vocab, bias=bias is not None)
+    return Call.of(hidden, D=hidden.shape[-1], V=vocab)
 
 
 PER_CHUNK = 8

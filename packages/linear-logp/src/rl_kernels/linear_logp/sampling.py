@@ -133,7 +133,7 @@ def _prepare(
     ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     checked(hidden, lm_head_weight, ids, bias, None, Options())
     check.backend_name(backend)
-    chosen = choose(OPERATOR, describe(hidden, lm_head_weight, ids, bias), backend).name
+    chosen = choose(OPERATOR, describe(hidden, lm_head_weight), backend).name
     return ops["forward"].ready(*_inputs(hidden, lm_head_weight, bias), chosen)
 
 

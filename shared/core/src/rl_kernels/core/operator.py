@@ -61,7 +61,7 @@ class Call:
         device: device of all tensors of the call.
         dtype: dtype of the operands.
         arch: ``cpu``, ``sm90``, ``gfx942``, ...
-        traits: sizes other than row counts (``V``, ``D``, ``K``), and facts such as ``bias`` or ``layout``.
+        traits: sizes other than row counts (``V``, ``D``, ``K``), and facts such as ``layout``.
     """
 
     device: torch.device

@@ -65,7 +65,7 @@ _CASES = (
     # LM heads as in Gemma 2, Granite and Cohere.
     _case("softcap", (2, 7, 48, 300), {**STATS, "softcap": 30.0, "scale": 8.0}),
     _case("softcap-all", (3, 5, 24, 1025), {**EACH, "softcap": 5.0, "logit_scale": 2.5, "ignore_index": IGNORED}),
-    _case("softcap-small", (1, 5, 24, 67), {**BIASED, "softcap": 4.0, "logit_scale": 3.0, "temperature": 0.7}),
+    _case("softcap-small", (1, 5, 24, 67), {**BIASED, "softcap": 0.75, "logit_scale": 3.0, "temperature": 0.7}),
     _case("softcap-masked", (1, 6, 32, 200), {**BIASED, "softcap": 30.0, "minus_inf": 0.3}),
     _case("logit-scale", (2, 7, 64, 257), {**STATS, "logit_scale": 0.0625}),
     _case(

@@ -67,8 +67,8 @@ def backward(
     """Return (dx ``[N, D]``, dweight ``[D]``, dbias ``[D]``)."""
     dx, terms, upstream = _terms(grad, grad_sum, x, weight, stats, centered, offset)
     zeros = stats.new_zeros(x.shape[1])
-    dweight = _chain(terms, zeros) if needs_weight else zeros[:0]
-    return dx, dweight, _chain(upstream, zeros) if needs_bias else zeros[:0].clone()
+    dweight = _chain(terms, zeros) if needs_weight else stats.new_empty(0)
+    return dx, dweight, _chain(upstream, zeros) if needs_bias else stats.new_empty(0)
 
 
 def backward_into(
@@ -86,7 +86,7 @@ def backward_into(
     dx, terms, upstream = _terms(grad, grad_sum, x, weight, stats, centered, offset)
     main_grad.copy_(_chain(terms, main_grad))
     zeros = stats.new_zeros(x.shape[1])
-    return dx, _chain(upstream, zeros) if needs_bias else zeros[:0]
+    return dx, _chain(upstream, zeros) if needs_bias else stats.new_empty(0)
 
 
 def _terms(

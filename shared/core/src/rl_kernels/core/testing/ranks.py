@@ -36,13 +36,13 @@ def run_ranks(
         RuntimeError: a rank raised, with its traceback, or ended without a result.
         TimeoutError: the processes did not end in time.
     """
-    context = _context()
+    processes_of = context()
     target = inspect.getfile(function), function.__name__
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store")
         outputs = [Path(folder, f"rank{rank}") for rank in range(world)]
         processes = [
-            context.Process(
+            processes_of.Process(
                 target=_run,
                 args=(
                     target,
@@ -69,28 +69,29 @@ def run_ranks(
         return _results(outputs)
 
 
-def _context() -> Any:
+def context() -> Any:
+    """Return the context of ``multiprocessing`` that starts the ranks."""
     import torch
 
     # CUDA does not survive a fork.
     if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", *(name for name in PRELOADED if name in sys.modules)])
-    return context
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["torch", *(name for name in PRELOADED if name in sys.modules)])
+    return server
 
 
 def _results(outputs: list[Path]) -> list[Any]:
     """Return the results, or raise with the error of the rank that failed first: later ranks fail because of it."""
-    for rank, output in enumerate(outputs):
-        if not output.exists():
-            raise RuntimeError(f"rank {rank} ended without a result")
-    results = [pickle.loads(output.read_bytes()) for output in outputs]
-    failed = [rank for rank, (succeeded, _) in enumerate(results) if not succeeded]
+    results = {rank: pickle.loads(output.read_bytes()) for rank, output in enumerate(outputs) if output.exists()}
+    failed = [rank for rank, (succeeded, _) in results.items() if not succeeded]
     if failed:
         first = min(failed, key=lambda rank: outputs[rank].stat().st_mtime_ns)
         raise RuntimeError(f"rank {first} raised:\n{results[first][1]}")
-    return [value for _, value in results]
+    for rank in range(len(outputs)):
+        if rank not in results:
+            raise RuntimeError(f"rank {rank} ended without a result")
+    return [value for _, value in results.values()]
 
 
 def _run(

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from rl_kernels.core import canary
 from rl_kernels.core.contract import DTYPES
@@ -38,6 +39,7 @@ from rl_kernels.lab.check.guard import named
 from rl_kernels.lab.check.mutation import Baseline
 from rl_kernels.lab.check.mutation.controls import CONTROLS
 from rl_kernels.lab.check.relations import RELATIONS, check_relation
+from rl_kernels.lab.check.relations.integration import Promised, RawCalls
 from rl_kernels.lab.check.repeat import differing_runs
 from rl_kernels.lab.check.result import Check, Skip
 from rl_kernels.lab.check.run import Run
@@ -90,6 +92,10 @@ class Conformance:
                 if relation != "parity" or len(_runnable(cls.operator)) > 1
             ]
             metafunc.parametrize(("backend", "relation", "dtype", "case"), names)
+        elif "quick_case" in metafunc.fixturenames:
+            metafunc.parametrize(
+                "quick_case", [case for case in cases if not case.relations], ids=lambda case: case.name
+            )
         elif "large_case" in metafunc.fixturenames:
             params = [
                 pytest.param(name, case, id=f"{name}-{case.name}")
@@ -119,6 +125,26 @@ class Conformance:
         assert checks or reasons
         if not checks:
             pytest.skip("; ".join(reasons))
+
+    def test_fake_kernels_promise_the_results(self, quick_case: Case) -> None:
+        """Rule 9: shapes, strides and dtypes of the raw ops' results, with all options."""
+        for dtype in ("fp32", "bf16"):
+            case_cell = cell(self.operator, quick_case, dtype, "native")
+            with Promised() as raw:
+                run = case_cell.run()
+                run.results(case_cell.upstream(run))
+            assert not raw.differing
+
+    def test_an_error_names_the_wrong_tensor(self, quick_case: Case) -> None:
+        """Rule 1: what is no tensor, or one that is elsewhere, has another dtype or one dim more is refused by name."""
+        function, inputs = function_of(self.operator, quick_case.function), _inputs(self.operator, quick_case)
+        first = next(iter(inspect.signature(self.operator.function(quick_case.function)).parameters))
+        for name, value in [(name, value) for name, value in inputs.items() if isinstance(value, torch.Tensor)]:
+            # The others are compared with the first.
+            others = [] if name == first else [value.to("meta"), value[None]]
+            for wrong in (value.to(torch.complex64), object(), *others):
+                with pytest.raises((TypeError, ValueError), match=f"^{name}: expected"):
+                    function(**{**inputs, name: wrong})
 
     @pytest.mark.gpu
     def test_hundred_runs_beside_another_stream(self, backend: str, large_case: Case) -> None:
@@ -176,6 +202,50 @@ class Conformance:
         (grad,) = torch.autograd.grad(result.double().square().sum(), leaf, create_graph=True)
         with pytest.raises(RuntimeError, match="double backward"):
             grad.double().square().sum().backward()
+
+    def test_forward_mode_of_a_gradient_raises(self) -> None:
+        """Rule 9: so is forward-mode AD through a backward pass, also one that adds to ``main_grad``."""
+        spec = spec_of(self.operator)
+        for name in (spec.differentiable[0], *sorted(spec.main_grad)):
+            case = next(case for case in spec.cases if name in _inputs(self.operator, case))
+            inputs = _inputs(self.operator, case)
+            leaf = inputs[name].requires_grad_()
+            if name in spec.main_grad:
+                leaf.main_grad = torch.zeros(leaf.shape, device=leaf.device)
+            result = next(iter(named(function_of(self.operator, case.function)(**inputs), spec.output).values()))
+            with forward_ad.dual_level():
+                upstream = forward_ad.make_dual(torch.ones_like(result), torch.ones_like(result))
+                with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
+                    torch.autograd.grad(result, leaf, upstream, allow_unused=True)
+
+    def test_nothing_is_done_for_a_gradient_without_grad_mode(self, quick_case: Case) -> None:
+        """Rule 9: under ``no_grad`` the raw ops are those of operands that require no gradient."""
+        spec, function = spec_of(self.operator), function_of(self.operator, quick_case.function)
+        called = []
+        for needs_gradient in (False, True):
+            inputs = _inputs(self.operator, quick_case)
+            for name in spec.differentiable:
+                if name in inputs:
+                    inputs[name].requires_grad_(needs_gradient)
+            with torch.no_grad(), RawCalls() as raw:
+                function(**inputs)
+            called.append([*raw.calls])
+        assert called[0] == called[1]
+
+    def test_main_grad_of_a_weight_whose_gradient_is_not_asked_for(self) -> None:
+        """Rule 9: it stays as it is, whether the weight is frozen or the pass is for another gradient."""
+        spec = spec_of(self.operator)
+        for name in sorted(spec.main_grad):
+            case = next(case for case in spec.cases if name in _inputs(self.operator, case))
+            for is_frozen in (True, False):
+                inputs = _inputs(self.operator, case)
+                other = next(key for key in spec.differentiable if key != name and key in inputs)
+                weight, leaf = inputs[name].requires_grad_(not is_frozen), inputs[other].requires_grad_()
+                weight.main_grad = torch.zeros(weight.shape, device=weight.device)
+                results = named(function_of(self.operator, case.function)(**inputs), spec.output)
+                (grad,) = torch.autograd.grad(next(iter(results.values())).sum(), leaf)
+                assert grad.any()
+                assert not weight.main_grad.any()
 
     def test_import_is_quiet_and_light(self) -> None:
         """Rule 11: importing the package prints nothing and imports no GPU library."""

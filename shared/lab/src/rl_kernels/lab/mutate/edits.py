@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import copy
-import random
+import hashlib
+import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -21,8 +23,11 @@ ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 PAIRS = (("min", "max"), ("minimum", "maximum"), ("amin", "amax"), ("any", "all"), ("zeros", "ones"))
 OTHER_NAME = {name: other for pair in PAIRS for name, other in (pair, pair[::-1])}
 COMMUTATIVE = {"min", "max", "minimum", "maximum"}
-NO_CHANGE = {"strict=False", "strict=True", "check=False"}
-"""Keywords that change no result: defaults, and guards of what is so."""
+NO_CHANGE = {"check=False"}
+"""Keywords that change no result: defaults."""
+SCHEDULES = {"Schedule", "Tile", "KeyTile"}
+OPTIONS = {"num_warps", "num_stages", "strict"}
+"""Calls and keywords of tiles, warps and stages, which change only the speed on a GPU; and a guard of what is so."""
 LEFT_ALONE = (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom, ast.JoinedStr, ast.AnnAssign)
 """Nodes that hold nothing a call computes: messages, imports and types."""
 
@@ -59,10 +64,21 @@ def edits_of(source: str) -> list[Edit]:
 
 
 def drawn(sources: Mapping[str, str], seed: int) -> Iterator[tuple[str, Edit]]:
-    """Yield the edits of the modules in an order that the seed gives, by module name."""
-    every = [(name, edit) for name in sorted(sources) for edit in edits_of(sources[name])]
-    random.Random(seed).shuffle(every)
-    yield from every
+    """Yield the edits of the modules, by module name, in an order that the seed gives.
+
+    The place of an edit depends on the seed, its module, the code of its line and what it changes there: an edit of
+    another line leaves it among those that are drawn.
+    """
+    every = []
+    for name, source in sources.items():
+        lines, occurrences = source.splitlines(), Counter[tuple[str, ...]]()
+        for edit in edits_of(source):
+            form = lines[edit.line - 1].strip(), edit.kind, edit.old, edit.new
+            occurrences[form] += 1
+            text = json.dumps((seed, name, *form, occurrences[form]))
+            every.append((hashlib.sha256(text.encode()).digest(), name, edit))
+    for _, name, edit in sorted(every):
+        yield name, edit
 
 
 def statement_at(source: str, line: int) -> range | None:
@@ -95,8 +111,17 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
         if name in ("annotation", "returns", "decorator_list", "type_params") or _is_of_types(node, name):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and not isinstance(child, LEFT_ALONE):
+            if isinstance(child, ast.AST) and not isinstance(child, LEFT_ALONE) and not _is_skipped(child):
                 yield from _walk(child)
+
+
+def _is_skipped(node: ast.AST) -> bool:
+    """Say whether a node is an overload, which is for type checkers, or a schedule."""
+    if isinstance(node, ast.FunctionDef):
+        return "overload" in map(ast.unparse, node.decorator_list)
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in SCHEDULES
+    return isinstance(node, ast.keyword) and node.arg in OPTIONS
 
 
 def _is_of_types(node: ast.AST, name: str) -> bool:
@@ -144,7 +169,7 @@ def _constants(node: ast.Constant) -> Iterator[tuple[str, ast.expr, str]]:
 def _calls(node: ast.Call) -> Iterator[tuple[str, ast.expr, str]]:
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
     for index, keyword in enumerate(node.keywords):
-        if ast.unparse(keyword) not in NO_CHANGE:
+        if keyword.arg not in OPTIONS and ast.unparse(keyword) not in NO_CHANGE:
             yield "argument", node, _changed(node, keywords=node.keywords[:index] + node.keywords[index + 1 :])
     if len(node.args) > 1 and name not in COMMUTATIVE and ast.dump(node.args[0]) != ast.dump(node.args[1]):
         yield "argument", node, _changed(node, args=[node.args[1], node.args[0], *node.args[2:]])

@@ -17,8 +17,11 @@ from rl_kernels.lab.mutate.session import ARGUMENTS, COLLECTING, Chosen, Ended, 
 
 CAUGHT, TIMEOUT, SURVIVED, INVALID = "caught", "timeout", "survived", "invalid"
 CRASHES = ("TypeError", "NameError", "UnboundLocalError", "SyntaxError", "AttributeError", "ImportError")
-CRASHED = re.compile(rf"\b(?:raised|got) (?:InterpreterError: )?(?:{'|'.join(CRASHES)})\b")
-"""Matches the message of a check whose implementation crashed."""
+_NAMES = f"(?:{'|'.join(CRASHES)})"
+CRASHED = re.compile(
+    rf"\b(?:raised|got) (?:InterpreterError: )?{_NAMES}\b|\Arank \d+ raised:.*^{_NAMES}: ", re.DOTALL | re.MULTILINE
+)
+"""Matches the message of a check whose implementation crashed, or of a rank that did."""
 PASSED, NOTHING_SELECTED = 0, 5
 LEAST = 10.0
 """Seconds of a core that any test may take with a mutant: the first of a process loads what others find loaded."""
@@ -47,23 +50,30 @@ class Verdict(NamedTuple):
     said: str = ""
 
 
-def traced(folder: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> list[TracedTest]:
-    """Run tests once without a mutant, and trace the files of a folder; tests that are skipped or long are left out.
+def traced(
+    folder: Path, arguments: Sequence[str], environment: Mapping[str, str], part: slice = slice(None)
+) -> tuple[list[TracedTest], list[str]]:
+    """Run tests once without a mutant, or a part of them, and trace the files of a folder.
+
+    Tests that are skipped or long, or that fail, are left out.
+
+    Returns:
+        The tests, and what the tests that fail said.
 
     Raises:
-        RuntimeError: a test fails, or pytest does not end.
+        RuntimeError: pytest does not end.
     """
-    ended = forked(partial(_trace, folder, arguments), environment)
+    ended = forked(partial(_trace, folder, arguments, part), environment)
     if ended.report is None:
         raise RuntimeError(f"the process of {' '.join(arguments)} ended with {ended.code}")
-    tests = []
+    tests, failures = [], []
     for name, test in ended.report["tests"].items():
         outcomes = {*test["outcomes"].values()}
         if "failed" in outcomes:
-            raise RuntimeError(f"a test fails without a mutant: {name}: {test['message']}")
-        if outcomes == {"passed"}:
+            failures.append(f"{name}: {test['message']}")
+        elif outcomes == {"passed"}:
             tests.append(TracedTest(name, test["seconds"], test["lines"]))
-    return tests
+    return tests, failures
 
 
 def judged(module: str, edit: Edit | None, tests: Sequence[TracedTest], environment: Mapping[str, str]) -> Verdict:
@@ -87,8 +97,8 @@ def judged(module: str, edit: Edit | None, tests: Sequence[TracedTest], environm
     return Verdict(SURVIVED)
 
 
-def _trace(folder: Path, arguments: Sequence[str], out: Path) -> None:
-    pytest.main([*ARGUMENTS, *arguments], plugins=[Traced(folder, LONG, out)])
+def _trace(folder: Path, arguments: Sequence[str], part: slice, out: Path) -> None:
+    pytest.main([*ARGUMENTS, *arguments], plugins=[Traced(folder, LONG, part, out)])
 
 
 def _run(module: str, edit: Edit | None, limits: Mapping[str, float], environment: Mapping[str, str]) -> Ended:

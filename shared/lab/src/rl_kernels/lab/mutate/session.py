@@ -1,11 +1,12 @@
 """Run pytest in forked processes, which share what this process has imported; nothing is written to the tree.
 
 Import torch and pytest first, but no operator and no Triton: each child imports them anew, Triton after its environment
-is set.
+is set. Ranks that a test starts are forked from it: they have its mutant, and the lines that they execute are its own.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -16,9 +17,9 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.util import Finalize, register_after_fork
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
@@ -90,7 +91,15 @@ class Mutated(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(text, file, "exec"), vars(module))
 
 
-class Chosen:
+class Plugin:
+    """Pytest plugin: ranks are forked from the process that runs a test."""
+
+    def pytest_configure(self) -> None:
+        """Import what starts ranks, now that pytest has loaded its plugins, and replace how."""
+        importlib.import_module("rl_kernels.core.testing.ranks").context = lambda: FORK  # type: ignore[attr-defined]
+
+
+class Chosen(Plugin):
     """Pytest plugin: runs tests in a given order, each with a limit of its CPU time; reports the first failure.
 
     The report has the test that runs, and at the end pytest's exit status and the first failure.
@@ -99,6 +108,12 @@ class Chosen:
     def __init__(self, limits: Mapping[str, float], out: Path) -> None:
         self._limits, self._out = limits, out
         self._failure: dict[str, str] | None = None
+        self._limit = 0.0
+        register_after_fork(self, Chosen.limit_rank)
+
+    def limit_rank(self) -> None:
+        """Limit the time of a process that the test forked; it inherits no limit."""
+        limit_time(self._limit)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Leave the chosen tests, in their order."""
@@ -109,14 +124,17 @@ class Chosen:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Report which test runs, and limit its time."""
         self._out.write_text(json.dumps({"test": item.nodeid}), encoding="utf-8")
-        limit_time(self._limits[item.nodeid])
+        self._limit = self._limits[item.nodeid]
+        limit_time(self._limit)
 
     def pytest_exception_interact(
         self, node: pytest.Item | pytest.Collector, call: pytest.CallInfo[Any], report: Any
     ) -> None:
         """Keep the first failure; any error while a file of tests is imported counts as an ImportError."""
         if self._failure is None and call.excinfo is not None:
-            message = str(call.excinfo.value)[:2000]
+            # Of the traceback of a rank, the end has the error.
+            text = str(call.excinfo.value)
+            message = text if len(text) < 4000 else f"{text[:2000]} ... {text[-2000:]}"
             name = call.excinfo.typename if isinstance(node, pytest.Item) else "ImportError"
             self._failure = {"test": node.nodeid, "type": name, "message": message}
 
@@ -130,14 +148,27 @@ class TooLong(BaseException):
     """Raised in a test that takes too long to be shown to mutants; handlers may turn it into another exception."""
 
 
-class Traced:
-    """Pytest plugin: reports each test's outcome, its CPU time, and which lines of a folder's files it executed."""
+class Traced(Plugin):
+    """Pytest plugin: reports each test's outcome, its CPU time, and which lines of a folder's files it executed.
 
-    def __init__(self, folder: Path, limit: float, out: Path) -> None:
-        self._prefix, self._limit, self._out = f"{folder}/", limit, out
+    ``part`` is a slice of the collected tests: the others are left out.
+    """
+
+    def __init__(self, folder: Path, limit: float, part: slice, out: Path) -> None:
+        self._prefix, self._limit, self._part, self._out = f"{folder}/", limit, part, out
         self._is_too_long = False
         self._lines: dict[str, set[int]] = defaultdict(set)
         self._tests: dict[str, dict[str, Any]] = {}
+        register_after_fork(self, Traced.report_rank)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leave a part of the tests."""
+        items[:] = items[self._part]
+
+    def report_rank(self) -> None:
+        """Report the lines of a process that the test forked, when it ends."""
+        Finalize(self, self._write_lines, exitpriority=0)
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -147,13 +178,23 @@ class Traced:
         test = self._tests[item.nodeid] = {"outcomes": {}}
         signal.signal(signal.SIGPROF, self._stop)
         signal.setitimer(signal.ITIMER_PROF, self._limit)
-        begin = time.process_time()
+        begin = sum(os.times()[:4])
         sys.settrace(self._called)
         yield
         sys.settrace(None)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        test["seconds"] = time.process_time() - begin
+        # With the time of the processes that it forked, and their lines.
+        test["seconds"] = sum(os.times()[:4]) - begin
+        for file in self._out.parent.glob("rank-*.json"):
+            for name, lines in json.loads(file.read_text(encoding="utf-8")).items():
+                self._lines[name].update(lines)
+            file.unlink()
         test["lines"] = {file: sorted(lines) for file, lines in self._lines.items()}
+
+    def _write_lines(self) -> None:
+        sys.settrace(None)
+        lines = {file: [*lines] for file, lines in self._lines.items()}
+        (self._out.parent / f"rank-{os.getpid()}.json").write_text(json.dumps(lines), encoding="utf-8")
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:

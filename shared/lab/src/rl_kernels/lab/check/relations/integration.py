@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rl_kernels.core.testing import Case, Inputs
 from rl_kernels.core.testing.grouped import grouped, own_parameters
@@ -86,6 +87,26 @@ class RawCalls(TorchDispatchMode):
             copies = [arg.detach().clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
             self.calls[str(func)] = (func, tuple(copies))
         return func(*args, **(kwargs or {}))
+
+
+class Promised(TorchDispatchMode):
+    """Compares the results of raw ops that are called inside the block with what their fake kernels promise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.differing: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an op; of one in the namespace of the operators, also its fake kernel."""
+        results = func(*args, **(kwargs or {}))
+        if func.namespace == NAMESPACE:
+            plain = [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]
+            with FakeTensorMode() as mode:
+                promised = func(*(mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in plain))
+            layouts, expected = ([_layout(x) for x in tree_leaves(y) if x is not None] for y in (results, promised))
+            if layouts != expected:
+                self.differing.append(f"{func}: {layouts}, not {expected}")
+        return results
 
 
 def _opcheck(cell: Cell) -> Iterator[Record]:
