@@ -16,10 +16,9 @@ from rl_kernels.core.layout import readable
 from rl_kernels.core.triton_lib.launch import Launch, ceil_div, next_power_of_2
 from rl_kernels.moe.activations import NAMES
 from rl_kernels.moe.backends.triton import rows
-from rl_kernels.moe.backends.triton.grouped import Product, WeightGradient
+from rl_kernels.moe.backends.triton.grouped import GateUp, List, Product, Sort, WeightGradient, schedules_for
 from rl_kernels.moe.backends.triton.routing import route_backward, route_backward_into, route_choose, route_logits
 from rl_kernels.moe.op import gradients
-from rl_kernels.moe.routes import sort_routes
 
 __all__ = [
     "backward",
@@ -41,12 +40,16 @@ BIAS_COLUMNS = 64
 @prepared
 def forward(*arguments: Any) -> Launches:
     """Return the output ``[T, D]``."""
-    run = forward_kept.prepare(*arguments)
-    return lambda *arguments: run(*arguments)[0]
+    return _forward(*arguments, keeps=False)
 
 
 @prepared
-def forward_kept(
+def forward_kept(*arguments: Any) -> Launches:
+    """Return the output, ``z[T k, 2F]`` and the order."""
+    return _forward(*arguments, keeps=True)
+
+
+def _forward(
     hidden: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
@@ -57,27 +60,27 @@ def forward_kept(
     shared: torch.Tensor | None,
     activation: str,
     interleaved: bool,
+    *,
+    keeps: bool,
 ) -> Launches:
-    """Return the output, ``z[T k, 2F]`` and the order."""
     (count, double, width), (routes, slots) = gate_up.shape, (ids.numel(), ids.shape[1])
-    first = Product(gate_up, routes, slots, gathered=True)
-    second = Product(down, routes, slots, scattered=True)
-    activate = _activate(routes, count, double // 2, activation, interleaved)
+    cuts = schedules_for(routes, count, hidden.dtype, hidden.device)
+    sort = Sort(ids, count, cuts.gate_up.rows)
+    first = GateUp(gate_up, routes, slots, cuts.gate_up, NAMES.index(activation), interleaved)
+    second = Product(down, routes, slots, cuts.product, scattered=True)
     combine = _combine(ids, count, width)
 
-    def launch(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def launch(*arguments: Any) -> Any:
         hidden, gate_up, down, ids, weights, gate_up_bias, down_bias, shared = _readable(arguments[:8], but=(1, 2))
-        order = sort_routes(ids, count)
-        z, out = hidden.new_empty((routes, double)), hidden.new_empty(hidden.shape)
-        if not routes:
-            return out, z, order
-        h, y, bounds = hidden.new_empty((routes, double // 2)), hidden.new_empty((routes, width)), order[routes:]
+        out, z = hidden.new_empty(hidden.shape), hidden.new_empty((routes, double)) if keeps else None
         with device_of(hidden):
-            first(hidden, gate_up, gate_up_bias, z, order, bounds)
-            activate(z, h, bounds)
-            second(h, down, down_bias, y, order, bounds)
-            combine(y, ids, weights, shared, out)
-        return out, z, order
+            order, tiles = sort(ids)
+            if routes:
+                h, y = hidden.new_empty((routes, double // 2)), hidden.new_empty((routes, width))
+                first(hidden, gate_up, gate_up_bias, z, h, order, tiles)
+                second(h, down, down_bias, y, order, tiles)
+                combine(y, ids, weights, shared, out)
+        return (out, z, order) if keeps else out
 
     return launch
 
@@ -109,13 +112,15 @@ def backward_into(
 ) -> Launches:
     """Return the same, and add the gradients of gate_up and down to FP32 buffers where they are given."""
     (count, double, width), (routes, slots) = gate_up.shape, (ids.numel(), ids.shape[1])
-    again = Product(gate_up, routes, slots, gathered=True)
-    of_activation = Product(down.mT, routes, slots, gathered=True)
-    of_hidden = Product(gate_up.mT, routes, slots, scattered=True)
+    cuts = schedules_for(routes, count, hidden.dtype, hidden.device)
+    sort, list_tiles = Sort(ids, count, cuts.product.rows), List(routes, count, cuts.product.rows)
+    again = Product(gate_up, routes, slots, cuts.product, gathered=True)
+    of_activation = Product(down.mT, routes, slots, cuts.product, gathered=True)
+    of_hidden = Product(gate_up.mT, routes, slots, cuts.product, scattered=True)
     activate = _activate_backward(routes, slots, count, double // 2, width, activation, interleaved)
     combine = _combine(ids, count, width)
-    of_gate_up = WeightGradient(gate_up, gate_up_grad, slots, right_gathered=True)
-    of_down = WeightGradient(down, down_grad, slots, left_gathered=True)
+    of_gate_up = WeightGradient(gate_up, gate_up_grad, slots, cuts.gradient, right_gathered=True)
+    of_down = WeightGradient(down, down_grad, slots, cuts.gradient, left_gathered=True)
     of_gate_up_bias, of_down_bias = (_bias_gradient(slots, count, size) for size in (double, width))
 
     def launch(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -127,17 +132,21 @@ def backward_into(
         dz, scaled = hidden.new_empty((routes, double)), hidden.new_empty((routes, double // 2))
         with device_of(hidden):
             if order is None:
-                order, z = sort_routes(ids, count), torch.empty_like(dz)
+                order, tiles = sort(ids)
+                z = torch.empty_like(dz)
                 if routes:
-                    again(hidden, gate_up, biases[0], z, order, order[routes:])
-            bounds = order[routes:]
+                    again(hidden, gate_up, biases[0], z, order, tiles)
+                bounds = order[routes:]
+            else:
+                bounds = order[routes:]
+                tiles = list_tiles(bounds)
             if routes:
                 dh = torch.empty_like(scaled, dtype=torch.float32)
-                of_activation(grad, down.mT, None, dh, order, bounds)
+                of_activation(grad, down.mT, None, dh, order, tiles)
                 activate(dh, z, weights, grad, biases[1], dz, scaled, dots, order, bounds)
             if needs[0] and routes:
                 dx = hidden.new_empty((routes, width))
-                of_hidden(dz, gate_up.mT, None, dx, order, bounds)
+                of_hidden(dz, gate_up.mT, None, dx, order, tiles)
                 combine(dx, ids, None, None, dhidden)
             if needs[2] or gate_up_grad is not None:
                 of_gate_up(dz, hidden, dgate_up if gate_up_grad is None else gate_up_grad, order, bounds)
@@ -161,12 +170,6 @@ def _readable(operands: tuple[Any, ...], but: tuple[int, int]) -> list[Any]:
 
 def _width(size: int) -> int:
     return min(next_power_of_2(size), WIDEST)
-
-
-def _activate(routes: int, count: int, inner: int, activation: str, interleaved: bool) -> Launch:
-    width = _width(inner)
-    numbers = (count, inner, NAMES.index(activation), interleaved, width)
-    return Launch(rows.activate, (routes, ceil_div(inner, width)), numbers, num_warps=WARPS)
 
 
 def _activate_backward(
