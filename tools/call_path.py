@@ -35,6 +35,7 @@ BACKENDS = {
     "det_linear": BOTH,
     "det_attention": BOTH,
     "grpo_loss": ("triton",),
+    "experts": ("triton",),
 }
 Call = Callable[[str], torch.Tensor]
 
@@ -47,16 +48,19 @@ def calls() -> dict[str, Call]:
     from rl_kernels.fused_logp import fused_logp
     from rl_kernels.grpo_loss import grpo_loss
     from rl_kernels.linear_logp import linear_logp
+    from rl_kernels.moe import experts
     from rl_kernels.norm import rms_norm
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.ones(shape, dtype=torch.bfloat16, requires_grad=True)
 
     x, weight, scale, bias = drawn(64, 256), drawn(512, 256), drawn(256), drawn(512)
+    weights = drawn(64, 2)
     logits, ids = drawn(64, 1024), torch.zeros(64, dtype=torch.int64)
     q, k, v = drawn(1, 64, 4, 64), drawn(1, 64, 2, 64), drawn(1, 64, 2, 64)
     logp, mask = torch.zeros(8, 16, requires_grad=True), torch.ones(8, 16, dtype=torch.bool)
     rewards = torch.arange(8.0)
+    gate_up, down, routes = drawn(8, 256, 256), drawn(8, 256, 128), torch.arange(128).view(64, 2) % 8
 
     def loss(backend: str) -> torch.Tensor:
         old = logp.detach()
@@ -69,6 +73,7 @@ def calls() -> dict[str, Call]:
         "det_linear": lambda backend: det_linear(x, weight, bias, backend=backend),
         "det_attention": lambda backend: det_attention(q, k, v, causal=True, backend=backend),
         "grpo_loss": loss,
+        "experts": lambda backend: experts(x, gate_up, down, routes, weights, validate=False, backend=backend),
     }
 
 

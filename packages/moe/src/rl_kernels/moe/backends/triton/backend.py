@@ -6,6 +6,7 @@ expert gets: grids follow from T, k and E, and programs without a tile end at on
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -114,7 +115,9 @@ def backward_into(
     (count, double, width), (routes, slots) = gate_up.shape, (ids.numel(), ids.shape[1])
     cuts = schedules_for(routes, count, hidden.dtype, hidden.device)
     sort, list_tiles = Sort(ids, count, cuts.product.rows), List(routes, count, cuts.product.rows)
-    again = Product(gate_up, routes, slots, cuts.product, gathered=True)
+    # Columns as in the forward pass, where one tile has gate and up.
+    columns = cuts.gate_up.columns * (2 if interleaved else 1)
+    again = Product(gate_up, routes, slots, replace(cuts.product, columns=columns), gathered=True)
     of_activation = Product(down.mT, routes, slots, cuts.product, gathered=True)
     of_hidden = Product(gate_up.mT, routes, slots, cuts.product, scattered=True)
     activate = _activate_backward(routes, slots, count, double // 2, width, activation, interleaved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,8 @@ from rl_kernels.moe.op import order_size
 
 ALONE, CHUNK, CHUNKS = 1024, 1024, 128
 """Largest number of routes that one program sorts, and the least and the most that many of them take."""
-LISTING = 8
-"""Programs that list the tiles of routes whose order is known."""
+LISTED = 256
+"""Tiles that a program lists, of routes whose order is known."""
 
 
 class Schedules(NamedTuple):
@@ -49,7 +50,8 @@ def schedules_for(routes: int, experts: int, dtype: torch.dtype, device: torch.d
     if INTERPRETED:
         return Schedules(*[IN_INTERPRETER] * 3)
     if dtype == torch.float32 or not tiles_change_no_bit(device):
-        return Schedules(*[ANYWHERE[dtype]] * 3)
+        cut = ANYWHERE[dtype]
+        return Schedules(replace(cut, columns=cut.columns // 2), cut, cut)
     return next(cuts for most, cuts in TUNED if most is None or routes <= most * experts)
 
 
@@ -91,7 +93,7 @@ class List:
     def __init__(self, routes: int, experts: int, rows: int) -> None:
         self._tiles = tile_count(routes, experts, rows)
         numbers = (experts, self._tiles, rows, next_power_of_2(experts + 2))
-        self._launch = Launch(order.list_tiles, (LISTING,), numbers, num_warps=4)
+        self._launch = Launch(order.list_tiles, (1 + self._tiles // LISTED,), numbers, num_warps=4)
 
     def __call__(self, bounds: torch.Tensor) -> torch.Tensor:
         """Return the tiles."""
@@ -168,17 +170,13 @@ class GateUp:
         self, b: torch.Tensor, routes: int, slots: int, cut: Schedule, activation: int, interleaved: bool
     ) -> None:
         count, double, k = b.shape
-        columns = cut.columns
-        if interleaved and not tiles_change_no_bit(b.device):
-            # Gate and up are one tile then, which has the shape of det_gemm's.
-            columns //= 2
-        self._right = Right(b, cut, 2 * columns if interleaved else columns)
+        self._right = Right(b, cut, 2 * cut.columns if interleaved else cut.columns)
         tiles = tile_count(routes, count, cut.rows)
         numbers = (
             *(count, tiles, double // 2, k, *self._right.strides, activation, interleaved, POINTERS.value),
-            *(self._right.kind, slots, not k % cut.inner, cut.rows, columns, cut.inner),
+            *(self._right.kind, slots, not k % cut.inner, cut.rows, cut.columns, cut.inner),
         )
-        grid = (tiles * ceil_div(double // 2, columns),)
+        grid = (tiles * ceil_div(double // 2, cut.columns),)
         self._launch = Launch(products.gate_up, grid, numbers, num_warps=cut.warps, num_stages=cut.stages)
 
     def __call__(
