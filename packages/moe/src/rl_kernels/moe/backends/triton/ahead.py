@@ -34,8 +34,8 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
         rest = (None, None, activation, True)
         yield partial(backend.backward, hidden, *routes, *biases, *rest, [True] * 6)
         buffers = (torch.empty_like(x, dtype=torch.float32) for x in (gate_up, down))
-        kept = empty(tokens * SLOTS, 2 * INNER, dtype=dtype), empty(order_size(ids, COUNT), dtype=torch.int32)
-        without = (None, None, *kept, activation, False)
+        saved = empty(tokens * SLOTS, 2 * INNER, dtype=dtype), empty(order_size(ids, COUNT), dtype=torch.int32)
+        without = (None, None, *saved, activation, False)
         needs = [True, True, *[False] * 4]
         yield partial(backend.backward_into, hidden, *routes, *without, *buffers, needs)
     for scoring, groups, kept in zip(SCORINGS, (1, 8, 1), (1, 4, 1), strict=True):

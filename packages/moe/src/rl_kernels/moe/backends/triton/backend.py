@@ -89,12 +89,17 @@ def _forward(
 @prepared
 def backward(*arguments: Any) -> Launches:
     """Return the gradients of hidden, weights, gate_up, down, gate_up_bias and down_bias."""
-    run = backward_into.prepare(*arguments[:-1], None, None, arguments[-1])
-    return lambda *arguments: run(*arguments[:-1], None, None, arguments[-1])
+    *rest, needs = arguments
+    return _backward(*rest, None, None, needs)
 
 
 @prepared
-def backward_into(
+def backward_into(*arguments: Any) -> Launches:
+    """Return the same, and add the gradients of gate_up and down to FP32 buffers where they are given."""
+    return _backward(*arguments)
+
+
+def _backward(
     grad: torch.Tensor,
     hidden: torch.Tensor,
     gate_up: torch.Tensor,
@@ -111,7 +116,6 @@ def backward_into(
     down_grad: torch.Tensor | None,
     needs: list[bool],
 ) -> Launches:
-    """Return the same, and add the gradients of gate_up and down to FP32 buffers where they are given."""
     (count, double, width), (routes, slots) = gate_up.shape, (ids.numel(), ids.shape[1])
     cuts = schedules_for(routes, count, hidden.dtype, hidden.device)
     sort, list_tiles = Sort(ids, count, cuts.product.rows), List(routes, count, cuts.product.rows)
@@ -128,10 +132,11 @@ def backward_into(
 
     def launch(*arguments: Any) -> tuple[torch.Tensor, ...]:
         grad, hidden, gate_up, down, ids, weights, *biases, z, order = _readable(arguments[:10], but=(2, 3))
-        gate_up_grad, down_grad, needs = arguments[12:]
+        *buffers, needs = arguments[12:]
+        gate_up_grad, down_grad = buffers or (None, None)
         results = gradients(needs, hidden, weights, gate_up, down, *biases)
         dhidden, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias = results
-        dots = hidden.new_empty(ids.shape, dtype=torch.float32)
+        dots = dweights if needs[1] else hidden.new_empty(ids.shape, dtype=torch.float32)
         dz, scaled = hidden.new_empty((routes, double)), hidden.new_empty((routes, double // 2))
         with device_of(hidden):
             if order is None:
@@ -159,8 +164,6 @@ def backward_into(
                 of_gate_up_bias(dz, None, dgate_up_bias, order, bounds)
             if needs[5]:
                 of_down_bias(grad, weights, ddown_bias, order, bounds)
-        if needs[1]:
-            dweights.copy_(dots)
         return tuple(results)
 
     return launch
@@ -168,7 +171,9 @@ def backward_into(
 
 def _readable(operands: tuple[Any, ...], but: tuple[int, int]) -> list[Any]:
     """Return operands as the kernels read them: contiguous, but for the weights, which are read as they are."""
-    return [x if x is None or place in but else readable(x, x.is_contiguous()) for place, x in enumerate(operands)]
+    return [
+        x if x is None or place in but or x.is_contiguous() else readable(x, False) for place, x in enumerate(operands)
+    ]
 
 
 def _width(size: int) -> int:

@@ -43,7 +43,7 @@ def count(IDS, COUNTS, routes, chunk, E, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["routes", "chunk", "E", "size"])
 def place(IDS, COUNTS, ORDER, TILES, routes, chunk, E, size, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Write the routes in order, where each expert's begin, and the tiles. Grid: chunks; without COUNTS there is one."""
+    """Write the routes in order, the first place of each expert, and the tiles. Grid: chunks; without COUNTS one."""
     e = tl.arange(0, WIDTH)
     here, chunks = tl.program_id(0), tl.num_programs(0)
     before = tl.zeros([WIDTH], tl.int32)
