@@ -6,6 +6,7 @@ expert gets: grids follow from T, k and E, and programs without a tile end at on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -90,7 +91,8 @@ def _forward(
 def backward(*arguments: Any) -> Launches:
     """Return the gradients of hidden, weights, gate_up, down, gate_up_bias and down_bias."""
     *rest, needs = arguments
-    return _backward(*rest, None, None, needs)
+    prepare: Callable[..., Launches] = _backward
+    return prepare(*rest, None, None, needs)
 
 
 @prepared
