@@ -12,7 +12,7 @@ NATIVE = (
 )
 TRITON = (
     Bug("a tile's offset", "first + index * BLOCK, mask", "first + (index + 1) * BLOCK, mask"),
-    Bug("equal routes before are not counted", "following += tl.histogram(expert, WIDTH)", "following += 0"),
+    Bug("equal routes before are not counted", "+ tl.sum(same, 1)", "+ 0 * tl.sum(same, 1)"),
     Bug("up is read in gate's place", "row + more, begin + k", "row, begin + k"),
     Bug("an unknown id without NaN", 'tl.where(expert == E, total, float("nan"))', "total"),
     Bug("weight left out of the gradient", "activated_backward(weight * dh", "activated_backward(dh"),

@@ -23,7 +23,7 @@ BACKEND = "rl_kernels.moe.backends.triton"
 BUGS = (
     Bug("tiles of another height", "Sort(ids, count, cuts.gate_up.rows)", "Sort(ids, count, cuts.gate_up.columns)"),
     Bug("last columns left out", "tiles * ceil_div(double // 2, cut.columns)", "tiles * (double // 2 // cut.columns)"),
-    Bug("last routes are not sorted", "ceil_div(routes, chunk) if", "routes // chunk if"),
+    Bug("last routes are not sorted", "ceil_div(routes, order.BLOCK", "(lambda x, y: x // y)(routes, order.BLOCK"),
     Bug("terms of the next expert", "k * b.stride(2) and not k % cut.inner", "k * b.stride(2)"),
     Bug("weights of routes left out", "of_down_bias(grad, weights,", "of_down_bias(grad, None,"),
     Bug("buffer's strides left out", "if buffer is None else buffer.stride()", "if True else buffer.stride()"),
@@ -39,22 +39,28 @@ def dense(x: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def count(launch: TritonLaunch) -> None:
-    ids, chunk, experts = launch["IDS"].flatten(), launch["chunk"], launch["E"]
+    ids, experts, width = launch["IDS"].flatten(), launch["E"], launch["WIDTH"]
     assert len(ids) == launch["routes"]
-    assert (launch.grid[0] - 1) * chunk < len(ids) <= launch.grid[0] * chunk
     known = torch.where((ids >= 0) & (ids < experts), ids, experts).long()
-    for row, part in zip(dense(launch["COUNTS"], launch.grid[0], launch["WIDTH"]), known.split(chunk), strict=True):
-        row.copy_(torch.bincount(part, minlength=launch["WIDTH"]))
+    counts = [torch.bincount(block, minlength=width) for block in known.split(128)]
+    dense(launch["COUNTS"], launch.grid[0] + 1, width)[:-1] = torch.stack(counts)
+
+
+def add_up(launch: TritonLaunch) -> None:
+    counts = dense(launch["COUNTS"], launch["blocks"] + 1, launch["WIDTH"])
+    assert launch.grid[0] * 8 == launch["WIDTH"]
+    counts[-1] = 0
+    counts.copy_(counts.cumsum(0) - counts)
 
 
 def place(launch: TritonLaunch) -> None:
     ids, experts = launch["IDS"], launch["E"]
     assert ids.is_contiguous()
     assert launch["WIDTH"] >= experts + 2
-    assert launch["chunk"] * launch.grid[0] >= launch["routes"] == ids.numel()
-    assert (launch["COUNTS"] is None) == (launch.grid[0] == 1)
+    assert launch.grid[0] == max(1, -(-ids.numel() // 128))
+    assert launch["routes"] == ids.numel()
     if launch["COUNTS"] is not None:
-        assert dense(launch["COUNTS"], launch.grid[0], launch["WIDTH"]).sum() == ids.numel()
+        assert dense(launch["COUNTS"], launch.grid[0] + 1, launch["WIDTH"])[-1].sum() == ids.numel()
     dense(launch["ORDER"], ids.numel() + experts + 1).copy_(sort_routes(ids, experts))
     write_tiles(launch, launch["ORDER"][ids.numel() :])
 
@@ -187,12 +193,12 @@ def bias_gradient(launch: TritonLaunch) -> None:
         out[expert] = rows.sum(0).to(out.dtype)
 
 
-STAND_INS = {one.__name__: one for one in (count, place, list_tiles, product, gate_up, combine)}
+STAND_INS = {one.__name__: one for one in (count, add_up, place, list_tiles, product, gate_up, combine)}
 STAND_INS |= {"activate_backward": activate_backward_rows, "weight_gradient": weight_gradient}
 STAND_INS |= {"bias_gradient": bias_gradient}
 CALLS = (
     dict(tokens=1, width=64, inner=48, experts=8, slots=4),
-    dict(tokens=700, width=32, inner=40, experts=3, slots=2, layout="transposed", biases=True),
+    dict(tokens=1100, width=32, inner=40, experts=3, slots=2, layout="transposed", biases=True),
     dict(tokens=50, width=128, inner=64, experts=4, slots=3, layout="transposed", interleaved=True),
     dict(tokens=40, width=30, inner=9, experts=2, slots=1, biases=True, activation="gelu_tanh"),
     dict(tokens=300, width=64, inner=130, experts=2, slots=2, interleaved=True, activation="clamped_swiglu"),

@@ -16,8 +16,8 @@ from rl_kernels.core.triton_lib.schedule import ANYWHERE, IN_INTERPRETER, Schedu
 from rl_kernels.moe.backends.triton import order, products
 from rl_kernels.moe.op import order_size
 
-ALONE, CHUNK, CHUNKS = 1024, 1024, 128
-"""Largest number of routes that one program sorts, and the least and the most that many of them take."""
+ALONE = 2048
+"""Largest number of routes that are sorted by one launch."""
 LISTED = 256
 """Tiles that a program lists, of routes whose order is known."""
 
@@ -66,23 +66,23 @@ class Sort:
 
     def __init__(self, ids: torch.Tensor, experts: int, rows: int) -> None:
         routes = ids.numel()
-        width = next_power_of_2(experts + 2)
-        chunk = routes if routes <= ALONE else max(CHUNK, ceil_div(routes, CHUNKS))
-        chunks = ceil_div(routes, chunk) if routes else 1
+        width = next_power_of_2(max(experts + 2, order.COLUMNS.value))
+        blocks = max(1, ceil_div(routes, order.BLOCK_OF_ROUTES.value))
         self._tiles = tile_count(routes, experts, rows)
-        self._sizes, self._counts = order_size(ids, experts), (chunks, width)
-        self._count = Launch(order.count, (chunks,), (routes, chunk, experts, width), num_warps=4)
-        numbers = (routes, chunk, experts, self._tiles, rows, width)
-        self._place = Launch(order.place, (chunks,), numbers, num_warps=4)
+        self._size, self._counts = order_size(ids, experts), (blocks + 1, width) if routes > ALONE else None
+        self._count = Launch(order.count, (blocks,), (routes, experts, width), num_warps=4)
+        self._add_up = Launch(order.add_up, (ceil_div(width, order.COLUMNS.value),), (blocks, width), num_warps=8)
+        self._place = Launch(order.place, (blocks,), (routes, experts, self._tiles, rows, width), num_warps=4)
 
     def __call__(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the order as ``op`` describes it, and the tiles."""
-        routes = ids.new_empty(self._sizes, dtype=torch.int32)
+        routes = ids.new_empty(self._size, dtype=torch.int32)
         tiles = ids.new_empty((3, self._tiles), dtype=torch.int32)
         counts = None
-        if self._counts[0] > 1:
+        if self._counts is not None:
             counts = ids.new_empty(self._counts, dtype=torch.int32)
             self._count(ids, counts)
+            self._add_up(counts)
         self._place(ids, counts, routes, tiles)
         return routes, tiles
 
