@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -36,13 +37,16 @@ class Schedules(NamedTuple):
     gradient: Schedule
 
 
-GRADIENT = Schedule(128, 128, 64, 8, 3)
+FEW, MANY = Schedule(128, 128, 32, 4, 4), Schedule(128, 128, 64, 8, 3)
+"""Schedules of a weight's gradient for experts with few and with many routes."""
 TUNED = (
-    (16, Schedules(Schedule(16, 32, 128, 4, 4), Schedule(16, 64, 128, 4, 4), GRADIENT)),
-    (64, Schedules(Schedule(64, 64, 64, 4, 4), Schedule(64, 128, 64, 4, 4), GRADIENT)),
-    (None, Schedules(Schedule(128, 128, 64, 8, 3), Schedule(128, 128, 64, 8, 3), GRADIENT)),
+    (8, Schedules(Schedule(16, 32, 256, 4, 3), Schedule(16, 64, 128, 2, 4), FEW)),
+    (24, Schedules(Schedule(32, 64, 128, 4, 3), Schedule(32, 64, 128, 4, 4), FEW)),
+    (48, Schedules(Schedule(64, 128, 64, 8, 4), Schedule(64, 128, 64, 4, 3), FEW)),
+    (None, Schedules(Schedule(128, 128, 64, 8, 3), Schedule(128, 128, 64, 8, 3), MANY)),
 )
 """Largest mean number of an expert's routes, and schedules of 16 bits on sm_90, where tiles change no bit."""
+LEAST_INNER, MOST_STAGES = 64, 8
 
 
 def schedules_for(routes: int, experts: int, dtype: torch.dtype, device: torch.device) -> Schedules:
@@ -53,6 +57,14 @@ def schedules_for(routes: int, experts: int, dtype: torch.dtype, device: torch.d
         cut = ANYWHERE[dtype]
         return Schedules(replace(cut, columns=cut.columns // 2), cut, cut)
     return next(cuts for most, cuts in TUNED if most is None or routes <= most * experts)
+
+
+def _dividing(cut: Schedule, k: int) -> Schedule:
+    """Return a schedule whose blocks of K divide it, if blocks of 64 do; no fewer bytes are loaded ahead."""
+    if cut.inner <= LEAST_INNER or k % LEAST_INNER:
+        return cut
+    inner = math.gcd(cut.inner, k)
+    return replace(cut, inner=inner, stages=min(MOST_STAGES, cut.stages * cut.inner // inner))
 
 
 class Sort:
@@ -130,6 +142,7 @@ class Product:
         scattered: bool = False,
     ) -> None:
         count, n, k = b.shape
+        cut = _dividing(cut, k)
         self._left = None if gathered else _dense_box(b, routes, cut)
         self._right = Right(b, cut, cut.columns)
         tiles = tile_count(routes, count, cut.rows)
@@ -170,6 +183,7 @@ class GateUp:
         self, b: torch.Tensor, routes: int, slots: int, cut: Schedule, activation: int, interleaved: bool
     ) -> None:
         count, double, k = b.shape
+        cut = _dividing(cut, k)
         self._right = Right(b, cut, 2 * cut.columns if interleaved else cut.columns)
         tiles = tile_count(routes, count, cut.rows)
         numbers = (
