@@ -1,9 +1,9 @@
 """The order of routes in Triton, by counting, and the tiles of a product of routes.
 
 The routes of a block follow those of all experts before, and of the same expert in the blocks before. Few routes are
-counted by each block itself; else ``count`` counts each block by expert, and ``add_up`` adds the blocks before. Integers
-alone are added, so the order of additions changes nothing. Routes without an expert count as those of expert E, and
-E + 1 stands for places beyond the last route.
+counted by each block itself; else ``count`` counts the routes of each expert in a block, and ``add_up`` adds the blocks
+before. Integers alone are added, so the order of additions changes nothing. Routes without an expert count as those of
+expert E, and E + 1 stands for places beyond the last route.
 """
 
 from __future__ import annotations
