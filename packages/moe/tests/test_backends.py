@@ -17,7 +17,7 @@ TRITON = (
     Bug("an unknown id without NaN", 'tl.where(expert == E, total, float("nan"))', "total"),
     Bug("weight left out of the gradient", "activated_backward(weight * dh", "activated_backward(dh"),
 )
-MODULES = ("order", "rows", "products", "grouped", "backend")
+MODULES = ("order", "rows", "products", "sorting", "grouped", "backend")
 KERNELS = tuple(f"rl_kernels.moe.backends.triton.{name}" for name in MODULES)
 
 

@@ -267,4 +267,4 @@ def test_few_routes_are_sorted_by_one_launch() -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_planted_host_bug_fails(bug: Bug) -> None:
     with pytest.raises((AssertionError, RuntimeError, IndexError)):
-        check_all(partial(planted, [f"{BACKEND}.{name}" for name in ("grouped", "backend")], bug))
+        check_all(partial(planted, [f"{BACKEND}.{name}" for name in ("sorting", "grouped", "backend")], bug))

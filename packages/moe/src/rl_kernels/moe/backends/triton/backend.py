@@ -18,8 +18,10 @@ from rl_kernels.core.layout import readable
 from rl_kernels.core.triton_lib.launch import Launch, ceil_div, next_power_of_2
 from rl_kernels.moe.activations import NAMES
 from rl_kernels.moe.backends.triton import rows
-from rl_kernels.moe.backends.triton.grouped import GateUp, List, Product, Sort, WeightGradient, schedules_for
+from rl_kernels.moe.backends.triton.grouped import GateUp, Product, WeightGradient
 from rl_kernels.moe.backends.triton.routing import route_backward, route_backward_into, route_choose, route_logits
+from rl_kernels.moe.backends.triton.schedule import schedules_for
+from rl_kernels.moe.backends.triton.sorting import List, Sort
 from rl_kernels.moe.op import gradients
 
 __all__ = [
