@@ -11,8 +11,7 @@ NATIVE = (
     Bug("output depends on other tokens", "return z\n", "return z * (1 + 2e-3 * (len(hidden) % 2))\n"),
 )
 TRITON = (
-    Bug("a tile's offset", "first + index * BLOCK, mask", "first + (index + 1) * BLOCK, mask"),
-    Bug("equal routes before are not counted", "+ tl.sum(same, 1)", "+ 0 * tl.sum(same, 1)"),
+    Bug("last route of an expert left out", "first + counts, mask", "first + counts - 1, mask"),
     Bug("up is read in gate's place", "row + more, begin + k", "row, begin + k"),
     Bug("an unknown id without NaN", 'tl.where(expert == E, total, float("nan"))', "total"),
     Bug("weight left out of the gradient", "activated_backward(weight * dh", "activated_backward(dh"),
