@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from rl_kernels.core.constants import STEP
@@ -10,7 +12,7 @@ from rl_kernels.core.triton_lib.gemm_kernels import COLUMNS, POINTERS, ROWS
 from rl_kernels.core.triton_lib.launch import Launch, ceil_div
 from rl_kernels.core.triton_lib.schedule import Schedule
 from rl_kernels.moe.backends.triton import products
-from rl_kernels.moe.backends.triton.schedule import dividing
+from rl_kernels.moe.backends.triton.schedule import LEAST_INNER, dividing
 from rl_kernels.moe.backends.triton.sorting import tile_count
 
 
@@ -37,9 +39,9 @@ class Product:
         scattered: bool = False,
     ) -> None:
         count, n, k = b.shape
-        cut = dividing(cut, k)
+        self._right = Right(b, dividing(cut, k), cut.columns)
+        cut = self._right.cut
         self._left = None if gathered else _dense_box(b, routes, cut)
-        self._right = Right(b, cut, cut.columns)
         tiles = tile_count(routes, count, cut.rows)
         numbers = (
             *(count, tiles, n, k, *self._right.strides, _kind(self._left), self._right.kind, gathered, scattered),
@@ -78,8 +80,8 @@ class GateUp:
         self, b: torch.Tensor, routes: int, slots: int, cut: Schedule, activation: int, interleaved: bool
     ) -> None:
         count, double, k = b.shape
-        cut = dividing(cut, k)
-        self._right = Right(b, cut, 2 * cut.columns if interleaved else cut.columns)
+        self._right = Right(b, dividing(cut, k), 2 * cut.columns if interleaved else cut.columns)
+        cut = self._right.cut
         tiles = tile_count(routes, count, cut.rows)
         numbers = (
             *(count, tiles, double // 2, k, *self._right.strides, activation, interleaved, POINTERS.value),
@@ -108,11 +110,12 @@ class Right:
     Attributes:
         kind: ROWS, COLUMNS or POINTERS.
         strides: strides of b for POINTERS, else 0, which does not specialize the kernel.
+        cut: the schedule; for POINTERS without long blocks of K, whose addresses would not fit into registers.
     """
 
     def __init__(self, b: torch.Tensor, cut: Schedule, columns: int) -> None:
         _, n, k = b.shape
-        self.kind, self.strides, self._box = POINTERS.value, b.stride(), None
+        self.kind, self.strides, self.cut, self._box = POINTERS.value, b.stride(), cut, None
         if b.stride(0) == n * b.stride(1) and described(b.flatten(0, 1)):
             self.kind, self._box = ROWS.value, box_of(b.flatten(0, 1), columns, cut.inner)
         # A block of K must not reach into the next expert, as one of N may.
@@ -120,6 +123,8 @@ class Right:
             self.kind, self._box = COLUMNS.value, box_of(b.mT.flatten(0, 1), cut.inner, columns)
         if self._box is not None:
             self.strides = (0, 0, 0)
+        elif cut.inner > LEAST_INNER:
+            self.cut = replace(cut, inner=LEAST_INNER)
 
     def of(self, b: torch.Tensor) -> object:
         """Return what the kernel takes for b."""
