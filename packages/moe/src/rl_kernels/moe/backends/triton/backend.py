@@ -71,7 +71,7 @@ def _forward(
     cuts = schedules_for(routes, count, hidden.dtype, hidden.device)
     sort = Sort(ids, count, cuts.gate_up.rows)
     first = GateUp(gate_up, routes, slots, cuts.gate_up, NAMES.index(activation), interleaved)
-    second = Product(down, routes, slots, cuts.product, scattered=True)
+    second = Product(down, routes, slots, cuts.down, scattered=True)
     combine = _combine(ids, count, width)
 
     def launch(*arguments: Any) -> Any:
@@ -122,12 +122,12 @@ def _backward(
 ) -> Launches:
     (count, double, width), (routes, slots) = gate_up.shape, (ids.numel(), ids.shape[1])
     cuts = schedules_for(routes, count, hidden.dtype, hidden.device)
-    sort, list_tiles = Sort(ids, count, cuts.product.rows), List(routes, count, cuts.product.rows)
+    sort, list_tiles = Sort(ids, count, cuts.backward.rows), List(routes, count, cuts.backward.rows)
     # Columns as in the forward pass, where one tile has gate and up.
     columns = cuts.gate_up.columns * (2 if interleaved else 1)
-    again = Product(gate_up, routes, slots, replace(cuts.product, columns=columns), gathered=True)
-    of_activation = Product(down.mT, routes, slots, cuts.product, gathered=True)
-    of_hidden = Product(gate_up.mT, routes, slots, cuts.product, scattered=True)
+    again = Product(gate_up, routes, slots, replace(cuts.backward, columns=columns), gathered=True)
+    of_activation = Product(down.mT, routes, slots, cuts.backward, gathered=True)
+    of_hidden = Product(gate_up.mT, routes, slots, cuts.backward, scattered=True)
     activate = _activate_backward(routes, slots, count, double // 2, width, activation, interleaved)
     combine = _combine(ids, count, width)
     of_gate_up = WeightGradient(gate_up, gate_up_grad, slots, cuts.gradient, right_gathered=True)
