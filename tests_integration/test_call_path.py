@@ -20,7 +20,7 @@ KEYWORDS = 16
 """Keyword arguments of a public function; ``linear_logp`` has 12."""
 SPINE = ("core/torchlib/ops.py", "core/torchlib/derivatives.py", "core/triton_lib/launch.py")
 """Files that all operators share, which the page describes."""
-OVER = {("experts", "triton", "backward"): 7, ("linear_logp", "native", "backward"): 7}
+OVER = {("linear_logp", "native", "backward"): 7}
 """Passes with more frames."""
 
 

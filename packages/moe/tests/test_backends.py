@@ -11,11 +11,13 @@ NATIVE = (
     Bug("output depends on other tokens", "return z\n", "return z * (1 + 2e-3 * (len(hidden) % 2))\n"),
 )
 TRITON = (
-    Bug("a tile's offset", "(index - ends + tiles) * BLOCK", "(index - ends + tiles + 1) * BLOCK"),
+    Bug("last route of an expert left out", "first + counts, mask", "first + counts - 1, mask"),
+    Bug("up is read in gate's place", "row + more, begin + k", "row, begin + k"),
     Bug("an unknown id without NaN", 'tl.where(expert == E, total, float("nan"))', "total"),
     Bug("weight left out of the gradient", "activated_backward(weight * dh", "activated_backward(dh"),
 )
-KERNELS = tuple(f"rl_kernels.moe.backends.triton.{name}" for name in ("products", "rows"))
+MODULES = ("order", "rows", "products", "sorting", "grouped", "backend")
+KERNELS = tuple(f"rl_kernels.moe.backends.triton.{name}" for name in MODULES)
 
 
 class TestConformance(Conformance):

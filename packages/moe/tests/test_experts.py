@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from rl_kernels.core.operator import Call
-from rl_kernels.core.testing import Draw
-from rl_kernels.moe import experts
+from rl_kernels.core.testing import Case, Draw
+from rl_kernels.moe import experts, reference
 from rl_kernels.moe.activations import NAMES, activate_backward
 from rl_kernels.moe.op import OPERATOR
+from rl_kernels.moe.spec.cases import SPEC
+from rl_kernels.moe.spec.cases_dimensions import sizes
+from rl_kernels.moe.spec.magnitudes import deviations
 
 pytestmark = pytest.mark.smoke
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,3 +115,23 @@ def test_experts_without_tokens_have_zero_gradients(backend: str) -> None:
     gradients = torch.autograd.grad(experts(**tensors, **options, backend=backend).sum(), leaves)
     assert all(not gradient[1:].any() and gradient[0].any() for gradient in gradients)
     assert len(leaves[0]) > 1
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
+def test_rounded_steps_explain_the_error_of_the_weights_gradient(activation: str) -> None:
+    # At a model's widths, where it is a sum of so many terms that no absolute fence fits.
+    case = Case("wide", sizes(16, 1024, 384, 4, 2), {"activation": activation})
+    call = SPEC.inputs(case, Draw(torch.bfloat16, DEVICE))
+    upstream = Draw(torch.bfloat16, DEVICE, 5).normal(16, 1024)
+
+    def gradient(function: Callable[..., torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        wide = {name: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x for name, x in call.items()}
+        wide["weights"] = call["weights"].to(max(dtype, torch.float32, key=lambda x: x.itemsize)).requires_grad_()
+        return torch.autograd.grad(function(**wide), wide["weights"], upstream.to(dtype))[0].double()
+
+    error = gradient(experts, torch.bfloat16) - gradient(reference.experts, torch.float64)
+    wide = {name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in call.items()}
+    deviation = deviations(case, wide, {"output": upstream.double()})["gradient:weights"]
+    share = error / (deviation * torch.finfo(torch.bfloat16).eps / 12**0.5)
+    assert 0.3 < share.square().mean().sqrt() < 1
+    assert share.abs().max() < 4

@@ -1,6 +1,7 @@
 """Comparisons: two rules of accuracy, bits, spacing."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -123,3 +124,14 @@ def test_bits_report_the_first_element_and_its_distance():
     assert "1 of 4" in found.message
     assert "[1, 0]" in found.message
     assert "1 ULP" in found.message
+
+
+def test_rounded_steps_widen_the_fence_by_six_deviations():
+    deviations = {"out": torch.tensor([0.0, 1.0], dtype=torch.float64)}
+    zeros = {name: torch.zeros(2, dtype=torch.float64) for name in ("out", "other")}
+    spec = SimpleNamespace(magnitudes=lambda *_: zeros, deviations=lambda *_: deviations)
+    found = compare.magnitudes_of(spec, None, {}, {}, torch.bfloat16)
+    assert not found["other"].any()
+    exact = torch.zeros(2, dtype=torch.float64)
+    fence = compare.fence_of(FENCE, exact, compare.ROUNDING * found["out"])
+    assert fence.tolist() == pytest.approx([1e-2, 1e-2 + 6 * 2.0**-8 / math.sqrt(3)])

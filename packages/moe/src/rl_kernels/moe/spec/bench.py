@@ -18,7 +18,6 @@ from rl_kernels.lab.bench.definition import (
     Shape,
     Work,
     forward_and_backward,
-    plain,
 )
 from rl_kernels.moe.spec.cases import ROWS
 from rl_kernels.moe.spec.cases_dimensions import sizes
@@ -111,7 +110,7 @@ BENCH = Benchmark(
     sets=SETS,
     passes=passes,
     peers={
-        "eager": plain(eager, "a loop over the chosen experts, as transformers' eager modules"),
+        "eager": Peer(lambda: eager, note="a loop over the chosen experts, as transformers' eager modules", waits=True),
         "grouped": Peer(grouped, note="torch._grouped_mm, in the steps of transformers' grouped_mm experts"),
         "liger": Peer(liger, "liger-kernel"),
     },

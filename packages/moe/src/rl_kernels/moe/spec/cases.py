@@ -11,7 +11,7 @@ from rl_kernels.core.testing.transforms import as_int32, one_nan, options
 from rl_kernels.moe import reference
 from rl_kernels.moe.spec.cases_dimensions import DIMENSIONS, sizes
 from rl_kernels.moe.spec.illegal import ILLEGAL
-from rl_kernels.moe.spec.magnitudes import magnitudes
+from rl_kernels.moe.spec.magnitudes import deviations, magnitudes
 
 BIASES = {"biases": True}
 GPT_OSS = {**BIASES, "activation": "clamped_swiglu", "interleaved": True, "transposed": True}
@@ -110,6 +110,7 @@ SPEC = Spec(
     classes=dict.fromkeys(("output", *(f"gradient:{name}" for name in DIFFERENTIABLE)), "attention"),
     differentiable=DIFFERENTIABLE,
     magnitudes=magnitudes,
+    deviations=deviations,
     transforms={
         **ROWS.transforms(),
         "dtype of ids": as_int32("ids"),

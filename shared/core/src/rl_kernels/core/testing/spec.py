@@ -131,6 +131,9 @@ class Spec:
         differentiable: arguments that have a gradient.
         magnitudes: ``(case, inputs, upstream) -> result name -> magnitudes``: for each element, the FP64 sum of the
             magnitudes of the terms that it adds up, which bounds its rounding error.
+        deviations: the same arguments -> result name -> standard deviations: for each element of results that add up
+            many terms, that of its error if each intermediate value that the definition rounds to the dtype of the
+            inputs had a relative error of standard deviation 1.
         transforms: name -> layouts that must not change a bit.
         illegal: calls that must raise.
         hygiene: name -> transforms that put garbage where nothing may be read.
@@ -163,6 +166,7 @@ class Spec:
     magnitudes: Callable[[Case, Inputs, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
     transforms: Mapping[str, Transform]
     illegal: Sequence[IllegalCall]
+    deviations: Callable[[Case, Inputs, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] | None = None
     hygiene: Mapping[str, Transform] = field(default_factory=dict)
     empty: Sequence[Case] = ()
     writes: Mapping[str, str] = field(default_factory=dict)

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from rl_kernels.core.contract import Tolerance, contract
+from rl_kernels.core.contract import DTYPES, Tolerance, contract
 from rl_kernels.core.testing import Inputs, RowLayout
 from rl_kernels.core.testing.transforms import Rows
 from rl_kernels.lab.bench.arena import Arena
 from rl_kernels.lab.check.candidate import readable
-from rl_kernels.lab.check.compare import FACTORS, ROUNDING, fence_of, ulp
+from rl_kernels.lab.check.compare import FACTORS, ROUNDING, fence_of, magnitudes_of, ulp
 from rl_kernels.lab.check.guard import Results, named
 
 BLOCK = 2**24
@@ -151,7 +151,8 @@ def _blocks(arena: Arena, layout: RowLayout | None, upstream: Results, block: in
         eager = _run_definition(
             arena, {**plain, **_cast_floats(part, torch.float32)}, _cast_floats(upstream_part, torch.float32)
         )
-        yield position, _run_definition(arena, golden, up), eager, spec.magnitudes(arena.case, golden, up)
+        magnitudes = magnitudes_of(spec, arena.case, golden, up, DTYPES[arena.dtype])
+        yield position, _run_definition(arena, golden, up), eager, magnitudes
 
 
 def _definition_inputs(arena: Arena) -> Inputs:

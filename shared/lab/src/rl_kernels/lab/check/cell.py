@@ -14,7 +14,7 @@ from rl_kernels.core.contract import ALL_DTYPES, Contract, Key, Tolerance, contr
 from rl_kernels.core.operator import Call, Operator
 from rl_kernels.core.testing import Case, Draw, Inputs, Spec, spec_of
 from rl_kernels.lab.check.candidate import Candidate, gold_inputs, readable
-from rl_kernels.lab.check.compare import Comparison
+from rl_kernels.lab.check.compare import Comparison, magnitudes_of
 from rl_kernels.lab.check.guard import Misbehaved, Results
 from rl_kernels.lab.check.ran import Ran
 from rl_kernels.lab.check.result import CaseId, Check, Skip
@@ -184,7 +184,8 @@ class Cell:
 
     def magnitudes(self, upstream: Results) -> Mapping[str, torch.Tensor]:
         """Return result name -> sums of the terms' magnitudes."""
-        return self.spec.magnitudes(self.case, gold_inputs(self.spec, self.inputs), upstream)
+        inputs, dtype = gold_inputs(self.spec, self.inputs), ALL_DTYPES[self.dtype_name]
+        return magnitudes_of(self.spec, self.case, inputs, upstream, dtype)
 
     def _define(self, inputs: Inputs) -> Run:
         reference = self.spec.references[self.case.function]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import nan
 
 import torch
 
 from rl_kernels.core.contract import Tolerance
-from rl_kernels.core.testing import bits_of
+from rl_kernels.core.testing import Case, Inputs, Spec, bits_of
 
 FACTORS = {"forward": 2.0, "gradient": 3.0}
 """Largest error of a candidate, in errors of plain eager PyTorch (the relative rule)."""
 ROUNDING = 4 * 2.0**-24
 """Allowed error of a sum by FP32 rounding, as a share of the sum of its terms' magnitudes."""
+DEVIATIONS = 6
+"""Allowed error of a result by its rounded intermediate values, in standard deviations; one in 5e8 is larger."""
 ROUNDING_FP64 = 64 * 2.0**-53
 """``ROUNDING`` of FP64 results. The gold is rounded too then: it sums thousands of terms in another order."""
 
@@ -124,6 +128,22 @@ def accuracy(
         message = f"L2 error {error.norm():.3g} over {budget:.3g} (relative rule)"
         return Comparison(False, *numbers, message, worst, share=share)
     return Comparison(True, *numbers, worst=worst, share=share)
+
+
+def magnitudes_of(
+    spec: Spec, case: Case, inputs: Inputs, upstream: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Return result name -> sums of the terms' magnitudes, larger where rounded intermediate values count.
+
+    Half of what ``ROUNDING`` makes of it is in the fence; a value rounded to ``dtype`` has a relative error of standard
+    deviation ``eps / sqrt(12)`` at most.
+    """
+    magnitudes = dict(spec.magnitudes(case, inputs, upstream))
+    if spec.deviations is not None:
+        scale = 2 * DEVIATIONS * torch.finfo(dtype).eps / math.sqrt(12) / ROUNDING
+        for name, deviation in spec.deviations(case, inputs, upstream).items():
+            magnitudes[name] = magnitudes[name] + scale * deviation
+    return magnitudes
 
 
 def fence_of(tolerance: Tolerance, gold: torch.Tensor, slack: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from rl_kernels.core.triton_lib.ahead import empty
 from rl_kernels.moe.activations import NAMES
 from rl_kernels.moe.backends.triton import backend
 from rl_kernels.moe.choice import SCORINGS
+from rl_kernels.moe.op import order_size
 
 COUNT, WIDTH, INNER, SLOTS = 128, 2048, 768, 8
 """Experts, D, F and slots of Qwen3-30B-A3B."""
@@ -29,10 +30,12 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
         hidden, ids = empty(tokens, WIDTH, dtype=dtype), empty(tokens, SLOTS, dtype=torch.int32)
         routes = hidden, gate_up, down, ids, empty(tokens, SLOTS)
         yield partial(backend.forward_kept, *routes, *biases, hidden, activation, False)
+        yield partial(backend.forward, *routes, None, None, None, activation, True)
         rest = (None, None, activation, True)
         yield partial(backend.backward, hidden, *routes, *biases, *rest, [True] * 6)
         buffers = (torch.empty_like(x, dtype=torch.float32) for x in (gate_up, down))
-        without = (None, None, None, None, activation, False)
+        saved = empty(tokens * SLOTS, 2 * INNER, dtype=dtype), empty(order_size(ids, COUNT), dtype=torch.int32)
+        without = (None, None, *saved, activation, False)
         needs = [True, True, *[False] * 4]
         yield partial(backend.backward_into, hidden, *routes, *without, *buffers, needs)
     for scoring, groups, kept in zip(SCORINGS, (1, 8, 1), (1, 4, 1), strict=True):

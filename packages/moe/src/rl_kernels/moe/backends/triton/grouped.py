@@ -1,39 +1,19 @@
-"""Host code of the products of ``products``: how operands are read, tiles, and grids."""
+"""Host code of the products of ``products``: how operands are read, and grids."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
 from rl_kernels.core.constants import STEP
-from rl_kernels.core.operator import tiles_change_no_bit
 from rl_kernels.core.triton_lib.gemm import Box, box_of, described
 from rl_kernels.core.triton_lib.gemm_kernels import COLUMNS, POINTERS, ROWS
-from rl_kernels.core.triton_lib.launch import INTERPRETED, Launch, ceil_div, next_power_of_2
-from rl_kernels.core.triton_lib.schedule import ANYWHERE, IN_INTERPRETER, Schedule
+from rl_kernels.core.triton_lib.launch import Launch, ceil_div
+from rl_kernels.core.triton_lib.schedule import Schedule
 from rl_kernels.moe.backends.triton import products
-
-FEW, MANY = 16, 64
-"""Mean numbers of an expert's routes up to which tiles are low, and of medium height."""
-LOW, MEDIUM, HIGH = Schedule(16, 64, 128, 4, 4), Schedule(64, 128, 64, 4, 4), Schedule(128, 128, 64, 8, 3)
-"""Schedules of 16-bit products on sm_90, where tiles change no bit of core's product; not tuned yet."""
-GRADIENT = Schedule(128, 128, 64, 8, 3)
-
-
-def schedule_for(routes: int, experts: int, dtype: torch.dtype, device: torch.device) -> Schedule:
-    """Return the schedule of a product; on architectures other than sm_90 it depends on the dtype alone."""
-    if INTERPRETED:
-        return IN_INTERPRETER
-    if dtype == torch.float32 or not tiles_change_no_bit(device):
-        return ANYWHERE[dtype]
-    mean = routes / experts
-    return LOW if mean <= FEW else MEDIUM if mean <= MANY else HIGH
-
-
-def gradient_schedule(dtype: torch.dtype, device: torch.device) -> Schedule:
-    """Return the schedule of the gradient of a weight."""
-    if INTERPRETED:
-        return IN_INTERPRETER
-    return ANYWHERE[dtype] if dtype == torch.float32 or not tiles_change_no_bit(device) else GRADIENT
+from rl_kernels.moe.backends.triton.schedule import LEAST_INNER, dividing
+from rl_kernels.moe.backends.triton.sorting import tile_count
 
 
 class Product:
@@ -43,6 +23,7 @@ class Product:
         b: ``[E, N, K]``, any strides.
         routes: number of routes.
         slots: routes of a token.
+        cut: the schedule.
         gathered: rows of ``a`` are tokens, else they are in the order of routes.
         scattered: rows of the result are routes, else they are in the order of routes.
     """
@@ -52,26 +33,22 @@ class Product:
         b: torch.Tensor,
         routes: int,
         slots: int,
+        cut: Schedule,
         *,
         gathered: bool = False,
         scattered: bool = False,
     ) -> None:
         count, n, k = b.shape
-        cut = schedule_for(routes, count, b.dtype, b.device)
-        self._kind, self._box = _operand(b, cut)
-        # Strides that are passed as 0 do not specialize the kernel.
-        strides = (0, 0, 0) if self._box is not None else b.stride()
-        tiles = routes // cut.rows + min(routes, count)
-        self._launch = Launch(
-            products.product,
-            (tiles * ceil_div(n, cut.columns),),
-            (
-                *(count, n, k, slots, *strides),
-                *(self._kind, gathered, scattered, next_power_of_2(count), cut.rows, cut.columns, cut.inner),
-            ),
-            num_warps=cut.warps,
-            num_stages=cut.stages,
+        self._right = Right(b, dividing(cut, k), cut.columns)
+        cut = self._right.cut
+        self._left = None if gathered else _dense_box(b, routes, cut)
+        tiles = tile_count(routes, count, cut.rows)
+        numbers = (
+            *(count, tiles, n, k, *self._right.strides, _kind(self._left), self._right.kind, gathered, scattered),
+            *(slots, not k % cut.inner, cut.rows, cut.columns, cut.inner),
         )
+        grid = (tiles * ceil_div(n, cut.columns),)
+        self._launch = Launch(products.product, grid, numbers, num_warps=cut.warps, num_stages=cut.stages)
 
     def __call__(
         self,
@@ -80,23 +57,90 @@ class Product:
         bias: torch.Tensor | None,
         out: torch.Tensor,
         routes: torch.Tensor,
-        bounds: torch.Tensor,
+        tiles: torch.Tensor,
     ) -> None:
         """Launch it: ``a[M, K]`` in the dtype of b, ``bias[E, N]`` or None and ``out[T k, N]`` are contiguous."""
+        left = a if self._left is None else self._left.of(a)
+        self._launch(left, self._right.of(b), bias, out, routes, tiles)
+
+
+class GateUp:
+    """Write ``hidden[token] @ b[e]^T + bias[e]`` for all routes, and its activation; see ``Product``.
+
+    Args:
+        b: ``[E, 2F, D]``, any strides.
+        routes: number of routes.
+        slots: routes of a token.
+        cut: the schedule.
+        activation: number of the activation.
+        interleaved: whether rows of gate and up alternate.
+    """
+
+    def __init__(
+        self, b: torch.Tensor, routes: int, slots: int, cut: Schedule, activation: int, interleaved: bool
+    ) -> None:
+        count, double, k = b.shape
+        self._right = Right(b, dividing(cut, k), 2 * cut.columns if interleaved else cut.columns)
+        cut = self._right.cut
+        tiles = tile_count(routes, count, cut.rows)
+        numbers = (
+            *(count, tiles, double // 2, k, *self._right.strides, activation, interleaved, POINTERS.value),
+            *(self._right.kind, slots, not k % cut.inner, cut.rows, cut.columns, cut.inner),
+        )
+        grid = (tiles * ceil_div(double // 2, cut.columns),)
+        self._launch = Launch(products.gate_up, grid, numbers, num_warps=cut.warps, num_stages=cut.stages)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None,
+        z: torch.Tensor | None,
+        h: torch.Tensor,
+        routes: torch.Tensor,
+        tiles: torch.Tensor,
+    ) -> None:
+        """Launch it: ``hidden[T, D]``, ``bias[E, 2F]``, ``z[T k, 2F]`` and ``h[T k, F]`` are contiguous."""
+        self._launch(hidden, self._right.of(b), bias, z, h, routes, tiles)
+
+
+class Right:
+    """How tiles of ``b[E, N, K]`` are read: through a descriptor of all experts' rows, or by pointers.
+
+    Attributes:
+        kind: ROWS, COLUMNS or POINTERS.
+        strides: strides of b for POINTERS, else 0, which does not specialize the kernel.
+        cut: the schedule; for POINTERS without long blocks of K, whose addresses would not fit into registers.
+    """
+
+    def __init__(self, b: torch.Tensor, cut: Schedule, columns: int) -> None:
+        _, n, k = b.shape
+        self.kind, self.strides, self.cut, self._box = POINTERS.value, b.stride(), cut, None
+        if b.stride(0) == n * b.stride(1) and described(b.flatten(0, 1)):
+            self.kind, self._box = ROWS.value, box_of(b.flatten(0, 1), columns, cut.inner)
+        # A block of K must not reach into the next expert, as one of N may.
+        elif b.stride(0) == k * b.stride(2) and not k % cut.inner and described(b.mT.flatten(0, 1)):
+            self.kind, self._box = COLUMNS.value, box_of(b.mT.flatten(0, 1), cut.inner, columns)
         if self._box is not None:
-            b = self._box.of((b if self._kind == ROWS.value else b.mT).flatten(0, 1))
-        self._launch(a, b, bias, out, routes, bounds)
+            self.strides = (0, 0, 0)
+        elif cut.inner > LEAST_INNER:
+            self.cut = replace(cut, inner=LEAST_INNER)
+
+    def of(self, b: torch.Tensor) -> object:
+        """Return what the kernel takes for b."""
+        if self._box is None:
+            return b
+        return self._box.of(b if self.kind == ROWS.value else b.mT)
 
 
-def _operand(b: torch.Tensor, cut: Schedule) -> tuple[int, Box | None]:
-    """Return how tiles of ``b[E, N, K]`` are read: through a descriptor of all experts' rows, or by pointers."""
-    _, n, k = b.shape
-    if b.stride(0) == n * b.stride(1) and described(b.flatten(0, 1)):
-        return ROWS.value, box_of(b.flatten(0, 1), cut.columns, cut.inner)
-    # A block of K must not reach into the next expert, as one of N may.
-    if b.stride(0) == k * b.stride(2) and not k % cut.inner and described(b.mT.flatten(0, 1)):
-        return COLUMNS.value, box_of(b.mT.flatten(0, 1), cut.inner, cut.columns)
-    return POINTERS.value, None
+def _dense_box(b: torch.Tensor, routes: int, cut: Schedule) -> Box | None:
+    """Return the box of a contiguous left operand ``[routes, K]`` of b, or None if no descriptor can describe it."""
+    k = b.shape[2]
+    return Box([routes, k], [k, 1], [cut.rows, cut.inner]) if described(b.new_empty((2, k))) else None
+
+
+def _kind(box: Box | None) -> int:
+    return POINTERS.value if box is None else ROWS.value
 
 
 class WeightGradient:
@@ -109,6 +153,7 @@ class WeightGradient:
         buffer: FP32 ``[E, N, K]``, any strides: the chain continues in it. None: ``out`` is contiguous, in the dtype of
             the weight.
         slots: routes of a token.
+        cut: the schedule.
         left_gathered: rows of the left operand are tokens, else they are in the order of routes.
         right_gathered: the same for the right operand.
     """
@@ -118,24 +163,20 @@ class WeightGradient:
         weight: torch.Tensor,
         buffer: torch.Tensor | None,
         slots: int,
+        cut: Schedule,
         *,
         left_gathered: bool = False,
         right_gathered: bool = False,
     ) -> None:
         count, n, k = weight.shape
-        cut = gradient_schedule(weight.dtype, weight.device)
         strides = (n * k, k, 1) if buffer is None else buffer.stride()
         inner = STEP if weight.dtype == torch.float32 else cut.inner
-        self._launch = Launch(
-            products.weight_gradient,
-            (count * ceil_div(n, cut.rows) * ceil_div(k, cut.columns),),
-            (
-                *(n, k, slots, *strides, left_gathered, right_gathered, buffer is not None),
-                *(cut.rows, cut.columns, inner),
-            ),
-            num_warps=cut.warps,
-            num_stages=cut.stages,
+        numbers = (
+            *(n, k, *strides, left_gathered, right_gathered, buffer is not None, slots),
+            *(cut.rows, cut.columns, inner),
         )
+        grid = (count * ceil_div(n, cut.rows) * ceil_div(k, cut.columns),)
+        self._launch = Launch(products.weight_gradient, grid, numbers, num_warps=cut.warps, num_stages=cut.stages)
 
     def __call__(
         self,

@@ -85,19 +85,6 @@ def columns_of(first, F, INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr):
     return c, gate, up, c < F
 
 
-@triton.jit(do_not_specialize=["E"])
-def activate(Z, H, BOUNDS, E, F, KIND: tl.constexpr, INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr):
-    """Write the activation of a row of Z ``[T k, 2F]`` to H ``[T k, F]``. Grid: rows, blocks of columns."""
-    row = tl.program_id(0)
-    if row >= tl.load(BOUNDS + E):
-        return
-    c, gate, up, inside = columns_of(tl.program_id(1) * WIDTH, F, INTERLEAVED, WIDTH)
-    place = row.to(tl.int64) * F
-    g = tl.load(Z + 2 * place + gate, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(Z + 2 * place + up, mask=inside, other=0.0).to(tl.float32)
-    tl.store(H + place + c, activated(g, u, Z, KIND).to(H.dtype.element_ty), mask=inside)
-
-
 @triton.jit(do_not_specialize=["E", "slots"])
 def activate_backward(
     DH, Z, WEIGHTS, GRAD, BIAS, DZ, SCALED, DOTS, ROUTES, BOUNDS, E, F, D, slots, KIND: tl.constexpr,
@@ -155,7 +142,7 @@ def combine(
     c = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = c < D
     total = tl.zeros([WIDTH], tl.float32)
-    for slot in range(SLOTS):
+    for slot in tl.static_range(SLOTS):
         # A block of equal ids: Triton 3.9's interpreter takes no mask made with a scalar.
         expert = tl.zeros([WIDTH], tl.int64) + tl.load(IDS + token * SLOTS + slot)
         is_here = (expert >= 0) & (expert < E)
