@@ -43,7 +43,7 @@ class Meter:
     """Seconds of a trainer's parts, step by step, and counts of tokens."""
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer, self._latest = trainer, torch.empty(0)
+        self.trainer, self._latest = trainer, torch.empty(0)
         self.seconds: dict[str, list[float]] = {name: [] for name in PARTS}
         self.tokens = self.differ = 0
         generation, score, loss = (
@@ -81,7 +81,7 @@ class Meter:
 
     def results(self) -> dict[str, Any]:
         """Return seconds, counts and memory so far."""
-        peak = torch.cuda.max_memory_allocated() / 2**20 if self._trainer.model.device.type == "cuda" else None
+        peak = torch.cuda.max_memory_allocated() / 2**20 if self.trainer.model.device.type == "cuda" else None
         return {"seconds": self.seconds, "tokens": self.tokens, "differ": self.differ, "peak_mib": peak}
 
     def _timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,7 +94,7 @@ class Meter:
         return timed
 
     def _now(self) -> float:
-        if self._trainer.model.device.type == "cuda":
+        if self.trainer.model.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
@@ -107,7 +107,7 @@ def train(way: str, args: argparse.Namespace, calls: Any) -> None:
     with tempfile.TemporaryDirectory() as name:
         os.environ["VLLM_CACHE_ROOT"] = str(Path(name) / "cache")
         meter = Meter(trainer_with_engine(way, args, Path(name)))
-        trainer = meter._trainer
+        trainer = meter.trainer
         trainer.add_callback(turns(meter, calls))
         trainer.train()
     calls.send((meter.results(), True))
