@@ -75,7 +75,8 @@ def place(IDS, COUNTS, ORDER, TILES, routes, E, size, BLOCK: tl.constexpr, WIDTH
         before = tl.load(COUNTS + here * WIDTH + e)
         counts = tl.load(COUNTS + tl.num_programs(0) * WIDTH + e)
     first = tl.cumsum(counts, 0) - counts
-    tl.store(ORDER + routes + e, first, mask=(e <= E) & (here == 0))
+    if here == 0:
+        tl.store(ORDER + routes + e, first, mask=e <= E)
     parts = tl.minimum(tl.num_programs(0), LISTING)
     if here < parts:
         write_tiles(TILES, first, counts, size, E, here, parts, BLOCK, WIDTH)
