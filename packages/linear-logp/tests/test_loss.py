@@ -139,16 +139,16 @@ def test_chunks_change_no_bit_of_any_backend(backend: str) -> None:
 def test_one_gradient_of_chunks_alone_is_that_of_all(frozen: str) -> None:
     whole, alone = (Batch({}, torch.float32, "cpu", packed=True) for _ in range(2))
     getattr(alone, frozen).requires_grad_(False)
-    wanted = dict(zip(("loss", "hidden", "weight"), whole.together(50), strict=True))
-    del wanted[frozen]
-    assert all(map(torch.equal, alone.together(50), wanted.values()))
+    expected = dict(zip(("loss", "hidden", "weight"), whole.together(50), strict=True))
+    del expected[frozen]
+    assert all(map(torch.equal, alone.together(50), expected.values()))
 
 
 def test_no_gradient_of_chunks_is_computed_without_grad_mode() -> None:
     batch = Batch({}, torch.float32, "cpu", packed=True)
-    given = batch.hidden, batch.weight, batch.ids, batch.losses
+    arguments = batch.hidden, batch.weight, batch.ids, batch.losses
     with torch.no_grad(), RawCalls() as raw:
-        linear_logp_loss(*given, chunk_tokens=50, cu_seqlens=batch.offsets)
+        linear_logp_loss(*arguments, chunk_tokens=50, cu_seqlens=batch.offsets)
     assert raw.calls
     assert not any("backward" in name for name in raw.calls)
 

@@ -77,8 +77,8 @@ def test_kept_logits_fill_their_limit() -> None:
 
 def test_the_default_workspace_holds_dz_of_a_round_of_tiles() -> None:
     for (rows, size), dtype in product(((100, 64), (20000, 4096)), (torch.bfloat16, torch.float32)):
-        found = _default_workspace(torch.empty(rows, size, dtype=dtype, device="meta"))
-        assert found == max(4 * rows * size + min(rows, 16384) * 33792 * dtype.itemsize, 256 << 20)
+        result = _default_workspace(torch.empty(rows, size, dtype=dtype, device="meta"))
+        assert result == max(4 * rows * size + min(rows, 16384) * 33792 * dtype.itemsize, 256 << 20)
 
 
 class Summed(Steps):

@@ -104,10 +104,10 @@ def test_recorded_ids_give_the_same_bits(backend: str, form: str) -> None:
     hidden, weight, options = operands(form)
     chosen = route(hidden, weight, TOP_K, **options, backend=backend)
     for ids in (chosen.ids, chosen.ids.long().flip(1).contiguous().flip(1)):
-        found = route(hidden, weight, TOP_K, ids=ids, **options, backend=backend)
-        assert all(map(torch.equal, found, chosen))
+        result = route(hidden, weight, TOP_K, ids=ids, **options, backend=backend)
+        assert all(map(torch.equal, result, chosen))
         # The caller may write to either.
-        assert found.ids.data_ptr() != ids.data_ptr()
+        assert result.ids.data_ptr() != ids.data_ptr()
 
 
 @each_backend
