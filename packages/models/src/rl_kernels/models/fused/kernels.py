@@ -171,3 +171,24 @@ def store_rows(
     value = tl.load(VALUE + row * value_row + head * value_head + column, mask=inside)
     tl.store(CACHE + place, key, mask=inside)
     tl.store(CACHE + place + SIZE * WIDTH, value, mask=inside)
+
+
+@triton.jit
+def score_tokens(
+    LOGITS, NORM, IDS, LOGPS, RANKS, row_stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Write the log-prob of each row's token, if there is NORM, and how many logits are not below its. Grid: rows."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(IDS + row).to(tl.int64)
+    logits = LOGITS + row * row_stride
+    chosen = tl.load(logits + token, mask=(token >= 0) & (token < VOCAB), other=float("nan"))
+    if NORM is not None:
+        logp = chosen - tl.load(NORM + 2 * row) - tl.load(NORM + 2 * row + 1)
+        # Not a minimum, which may drop NaN.
+        tl.store(LOGPS + row, tl.where(logp > 0, 0.0, logp))
+    counts = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, VOCAB, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        inside = at < VOCAB
+        counts += (inside & (tl.load(logits + at, mask=inside, other=0.0) >= chosen)).to(tl.int32)
+    tl.store(RANKS + row, tl.sum(counts).to(tl.int64))

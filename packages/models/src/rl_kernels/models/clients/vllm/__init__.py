@@ -5,9 +5,8 @@ vLLM loads this package by itself (entry point group ``vllm.general_plugins``). 
 default), its norms on ``rms_norm``, its linear layers on ``det_linear``, rotary embedding and gates on the functions
 that ``invariant(model)`` uses, and logits and the log-probability of a sampled token come from ``linear_logits``. A
 model of transformers under ``invariant`` with ``head_logp`` then computes the same bits for the same tokens. Chunked
-prefill, prefix caching and CUDA graphs stay on. The plugin selects the first of vLLM's two model runners, which was
-timed, unless ``VLLM_USE_V2_MODEL_RUNNER`` is set. ``refusals`` raises an error that names an option that is not
-covered.
+prefill, prefix caching and CUDA graphs stay on, with both of vLLM's model runners. ``refusals`` raises an error that
+names an option that is not covered.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import sys
 
 __all__ = ["enable", "register"]
 
-VARIABLE, RUNNER = "RL_KERNELS_VLLM", "VLLM_USE_V2_MODEL_RUNNER"
+VARIABLE = "RL_KERNELS_VLLM"
 
 
 def enable() -> None:
@@ -45,8 +44,6 @@ def register() -> None:
     if value not in ("", "0", "1"):
         raise ValueError(f"{VARIABLE}: expected 0 or 1, got {value!r}")
     if value == "1":
-        # The first runner is the one that was timed; vLLM's default for these models is the second.
-        os.environ.setdefault(RUNNER, "0")
         from rl_kernels.models.clients.vllm import attention, layers, logprobs, refusals
 
         attention.install()

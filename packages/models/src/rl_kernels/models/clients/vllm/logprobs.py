@@ -1,13 +1,14 @@
 """Logits and the log-probabilities of sampled tokens from one reading of the head, by ``linear_logits``.
 
 vLLM computes logits of the sampled rows, samples, and then calls for log-probabilities of the sampled tokens. The
-logits of the first of these are stored until the last one.
+logits of the first of these are stored until the last one. Where only the sampled token's log-probability is asked for,
+it and its rank are one launch, with both of vLLM's model runners; other tokens keep vLLM's own numbers. With a soft cap
+of the logits, ``linear_logp`` reads the head once more for the sampled tokens, since its kernels compute the cap.
 
 The first runner would compute the log-probabilities of the whole vocabulary before it samples. It gets a copy of the
 logits in their place, since vLLM changes logits in place, and the log-softmax is computed only for requests that name
-other tokens than the sampled one; these keep vLLM's own numbers. Processed log-probabilities are computed as raw ones:
-for all requests that ``refusals`` accepts, they are the same. With a soft cap of the logits, ``linear_logp`` reads the
-head once more for the sampled tokens, since its kernels compute the cap.
+other tokens. Processed log-probabilities are computed as raw ones: for all requests that ``refusals`` accepts, they are
+the same.
 """
 
 from __future__ import annotations
@@ -19,16 +20,13 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.sample.ops.logprobs import batched_count_greater_than
 from vllm.v1.sample.sampler import Sampler
-from vllm.v1.worker.gpu.sample import sampler as second_runner
 
 from rl_kernels.linear_logp import LinearLogits, linear_logits, linear_logp
 from rl_kernels.models.clients.vllm.refusals import PROCESSED, check, refuse
-from rl_kernels.models.clients.vllm.versions import TOP_TOKENS
+from rl_kernels.models.clients.vllm.versions import SECOND_RUNNER, TOP_TOKENS
+from rl_kernels.models.fused.scores import score_tokens
 
-FEW = 512
-"""Most rows whose ranks PyTorch's ops count; for more, vLLM's compiled count takes no memory, but host time."""
 _steps = threading.local()
 """Has ``last``: the logits of a thread's engine, until its log-probabilities are computed."""
 
@@ -80,6 +78,8 @@ class Logits(LogitsProcessor):
         skip_gather: bool = False,
     ) -> torch.Tensor | None:
         """Return the logits ``[N, V]`` of the rows ``hidden_states[N, D]``, FP32; there is one rank to gather from."""
+        # Two steps' logits would be in memory at once.
+        _steps.last = None
         vocab = self.org_vocab_size
         bias = None if embedding_bias is None else embedding_bias[:vocab]
         _steps.last = _head_logits(hidden_states, lm_head.weight[:vocab], bias, self.soft_cap)
@@ -108,16 +108,13 @@ def scores(token_ids: torch.Tensor) -> torch.Tensor:
     return _last(len(token_ids)).logp(token_ids, validate=False)
 
 
-def _ranks(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return the number of logits ``[N, V]`` of each row that are at least the chosen logit ``[N, 1]``."""
-    if len(logits) <= FEW:
-        # PyTorch would cast a sum of bools to 8 bytes each; it adds BF16 in FP32, which is exact here.
-        return (logits >= chosen).to(torch.bfloat16).sum(-1, dtype=torch.float32).long()
-    for x in (logits, chosen):
-        # As in vLLM: one program for all numbers of rows.
-        torch._dynamo.decorators.mark_unbacked(x, 0)
-    ranks: torch.Tensor = batched_count_greater_than(logits, chosen)
-    return ranks
+def _own(last: LinearLogits | CappedLogits, token_ids: torch.Tensor, dtype: torch.dtype) -> LogprobsTensors:
+    """Return the log-probability of a token for each row and its rank, with the ids in a dtype."""
+    norm = last.norm if isinstance(last, LinearLogits) else None
+    logps, ranks = score_tokens(last.logits, norm, token_ids)
+    if logps is None:
+        logps = last.logp(token_ids, validate=False)
+    return LogprobsTensors(token_ids.to(dtype)[:, None], logps[:, None], ranks)
 
 
 def _with_scores(result: Any, token_ids: torch.Tensor) -> Any:
@@ -145,15 +142,10 @@ def _over_vocabulary(logprobs: torch.Tensor) -> torch.Tensor:
 
 def _gathered(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
     """Return the log-probabilities of each row's token and of its most probable tokens, and the token's rank."""
-    last, ids = _last(len(token_ids)), token_ids[:, None]
-    chosen = last.logits.gather(1, ids)
-    ranks = _ranks(last.logits, chosen)
+    result = own = _own(_last(len(token_ids)), token_ids, torch.int32)
     if num_logprobs:
         result = _with_scores(_originals["gathered"](_over_vocabulary(logprobs), num_logprobs, token_ids), token_ids)
-        result = result._replace(selected_token_ranks=ranks)
-    else:
-        own = last.logp_of(chosen) if isinstance(last, LinearLogits) else last.logp(token_ids, validate=False)[:, None]
-        result = LogprobsTensors(ids.to(torch.int32), own, ranks)
+        result = result._replace(selected_token_ranks=own.selected_token_ranks)
     # Not read again; logits of a long prompt are large.
     _steps.last = None
     return result
@@ -168,18 +160,28 @@ def _named_tokens(
 
 
 def _top_tokens(
-    logits: torch.Tensor, num_logprobs: int, sampled_token_ids: torch.Tensor, *args: Any, **options: Any
+    logits: torch.Tensor,
+    num_logprobs: int,
+    sampled_token_ids: torch.Tensor,
+    cu_num_logits: Any = None,
+    *args: Any,
+    **options: Any,
 ) -> Any:
     """Return the result of the second runner's function, with our log-probabilities of the sampled tokens."""
-    result = _originals["top_tokens"](logits, num_logprobs, sampled_token_ids, *args, **options)
-    return _with_scores(result, sampled_token_ids)
+    if num_logprobs or cu_num_logits is not None or args or options.get("max_per_req_token_ids"):
+        result = _originals["top_tokens"](logits, num_logprobs, sampled_token_ids, cu_num_logits, *args, **options)
+        result = _with_scores(result, sampled_token_ids)
+    else:
+        result = _own(_last(len(sampled_token_ids)), sampled_token_ids, torch.int64)
+    _steps.last = None
+    return result
 
 
 _sampler_init: Any = Sampler.__init__
 _originals: dict[str, Any] = {
     "gathered": Sampler.gather_logprobs,
     "named_tokens": Sampler.gather_specific_token_logprobs,
-    "top_tokens": getattr(second_runner, TOP_TOKENS),
+    "top_tokens": getattr(SECOND_RUNNER[0], TOP_TOKENS),
 }
 """vLLM's own functions, by the names of their replacements."""
 
@@ -191,4 +193,5 @@ def install() -> None:
     Sampler.compute_logprobs = staticmethod(_copied)
     Sampler.gather_logprobs = staticmethod(_gathered)
     Sampler.gather_specific_token_logprobs = _named_tokens
-    setattr(second_runner, TOP_TOKENS, _top_tokens)
+    for module in SECOND_RUNNER:
+        setattr(module, TOP_TOKENS, _top_tokens)

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf
-from vllm.v1.worker.gpu.sample import sampler as second_runner
+from vllm.v1.worker.gpu.sample import prompt_logprob, sampler
 
-TOP_TOKENS = next(name for name in ("compute_topk_scores", "compute_topk_logprobs") if hasattr(second_runner, name))
-"""The second runner's function that returns log-probs; vLLM 0.24 has the second name."""
+SECOND_RUNNER = sampler, prompt_logprob
+"""The modules of the second runner that compute log-probs: of sampled tokens, and of prompts."""
+TOP_TOKENS = next(name for name in ("compute_topk_scores", "compute_topk_logprobs") if hasattr(sampler, name))
+"""Their function that does so; vLLM 0.24 has the second name."""
 PAGES_OF = 16
 """The number of keys of a page is a multiple of this."""
 

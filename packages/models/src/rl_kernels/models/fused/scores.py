@@ -1,0 +1,48 @@
+"""Log-probabilities and ranks of sampled tokens, in one launch."""
+
+from __future__ import annotations
+
+import torch
+
+from rl_kernels.core.gpu import device_of
+from rl_kernels.core.triton_lib.launch import launch
+from rl_kernels.models.fused.conditions import fits
+
+BLOCK = 8192
+
+
+def score_tokens(
+    logits: torch.Tensor, norm: torch.Tensor | None, token_ids: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return the log-probability ``[N]`` of a token for each row, and its rank ``[N]``, int64.
+
+    Args:
+        logits: ``[N, V]``, FP32; may have padded rows.
+        norm: ``[N, 2]``, FP32, contiguous, as ``LinearLogits`` has it: log-probabilities then have the bits of its
+            ``logp``. None: they are None.
+        token_ids: ``[N]``, int64 or int32. An id outside of ``[0, V)`` has the log-probability NaN and no rank.
+
+    The rank is the number of logits of the row that are at least the token's, so it is 1 for the largest.
+    """
+    if fits(logits) and logits.stride(-1) == 1:
+        from rl_kernels.models.fused import kernels
+
+        rows, vocab = logits.shape
+        logps = None if norm is None else norm.new_empty(rows)
+        ranks = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        numbers = (logits.stride(0), vocab, BLOCK)
+        with device_of(logits):
+            launch(
+                kernels.score_tokens,
+                (rows,),
+                *(logits, norm, token_ids.contiguous(), logps, ranks),
+                numbers=numbers,
+                num_warps=8,
+            )
+        return logps, ranks
+    within = token_ids.long().clamp(0, logits.shape[-1] - 1)
+    chosen = logits.gather(1, within[:, None]).masked_fill_((within != token_ids)[:, None], torch.nan)
+    ranks = (logits >= chosen).sum(-1)
+    if norm is None:
+        return None, ranks
+    return (chosen - norm[:, :1]).sub_(norm[:, 1:]).clamp_(max=0)[:, 0], ranks
