@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,32 +74,49 @@ def distribution(folder: Path, name: str, group: str, value: str) -> None:
     (made / "entry_points.txt").write_text(f"[{group}]\n{name} = {value}\n", encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Return a function that asks the script, which waits for requests, with more environment variables."""
-    folder = tmp_path_factory.mktemp("vllm")
+@contextmanager
+def script(folder: Path, **environment: str) -> Iterator[Any]:
+    """Yield a function that asks the script, which waits for requests, with more environment variables."""
     (folder / "plain_platform.py").write_text(PLATFORM, encoding="utf-8")
     distribution(folder, "plain", "vllm.platform_plugins", "plain_platform:named")
     own = {
         **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
         **{"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1"},
         **{"VLLM_CACHE_ROOT": str(folder / "cache"), "RL_KERNELS_VLLM": "1"},
+        **environment,
     }
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     own["PYTHONPATH"] = os.pathsep.join(paths)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, str(SCRIPT)], env={**os.environ, **own}, **pipes) as script:
+    with subprocess.Popen([sys.executable, str(SCRIPT)], env={**os.environ, **own}, **pipes) as process:
 
         def on(model: str, dtype: str = "bfloat16", *options: str, **environment: str) -> Done:
             (folder / "config.json").write_text(json.dumps({**SIZES, **MODELS[model]}), encoding="utf-8")
             request = {"folder": str(folder), "dtype": dtype, "options": options, "environment": environment}
-            print(json.dumps(request), file=script.stdin, flush=True)
+            print(json.dumps(request), file=process.stdin, flush=True)
             # vLLM may print lines of its own.
-            answers = iter(script.stdout.readline, "")
+            answers = iter(process.stdout.readline, "")
             return Done(**json.loads(next(line for line in answers if line.startswith('{"status"'))))
 
         yield on
-        script.stdin.close()
+        process.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Return a function that asks vLLM's first model runner."""
+    with script(tmp_path_factory.mktemp("vllm")) as ask:
+        yield ask
+
+
+@pytest.fixture(scope="module")
+def run_second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Return a function that asks vLLM's second model runner; Triton interprets its kernels."""
+    pytest.importorskip("triton")
+    # With an empty list of GPUs vLLM uses Triton although it has no driver.
+    own = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with script(tmp_path_factory.mktemp("vllm"), **own) as ask:
+        yield ask
 
 
 @pytest.mark.parametrize(
@@ -109,13 +127,34 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         ("gemma2", "bfloat16", ("--compiled",)),
         ("qwen3", "bfloat16", ("--masked",)),
         ("gemma2", "bfloat16", ("--masked",)),
+        ("llama", "bfloat16", ("--prompts",)),
     ],
 )
 def test_rollout_has_the_bits_of_training(run: Any, model: str, dtype: str, options: tuple[str, ...]) -> None:
-    done = run(model, dtype, *options)
+    check(run(model, dtype, *options), options)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "options"),
+    [
+        ("llama", "bfloat16", ("--prompts",)),
+        ("qwen3", "float16", ("--processed",)),
+        ("gemma2", "bfloat16", ("--masked",)),
+    ],
+)
+def test_the_second_runners_rollout_has_them_too(
+    run_second: Any, model: str, dtype: str, options: tuple[str, ...]
+) -> None:
+    done = run_second(model, dtype, *options)
+    check(done, options)
+    assert "Using V2 Model Runner" in done.out
+
+
+def check(done: Done, options: tuple[str, ...]) -> None:
+    """Check that no log-prob under `invariant` differs."""
     assert done.status == 0, done.err
     counts = json.loads(done.out.splitlines()[-1])
-    assert counts["tokens"] == 48
+    assert counts["tokens"] == 48 + ("--prompts" in options) * 111
     assert counts["invariant"] == 0
     # The stock model has others, so that the count can fail.
     assert counts["stock"] > 0

@@ -246,3 +246,37 @@ def test_a_whole_step_of_the_sampler(
     found = made(logits, metadata).logprobs_tensors
     wanted = exact.gather(1, found.logprob_token_ids.long())
     torch.testing.assert_close(found.logprobs, wanted, rtol=0, atol=1e-6)
+
+
+def test_the_second_runner_gets_the_sampled_tokens_from_our_statistics(
+    installed: Any, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.gpu.sample import sampler
+
+    # No kernel of vLLM runs: they need a GPU.
+    monkeypatch.setitem(installed._originals, "top_tokens", None)
+    ids, logits, expected = stepped(installed, monkeypatch, cap)
+    ranks = (logits >= logits.gather(1, ids[:, None])).sum(-1)
+    options = {"logprob_token_ids_state": object(), "expanded_idx_mapping": torch.arange(5)}
+    found = getattr(sampler, installed.TOP_TOKENS)(logits, 0, ids, None, max_per_req_token_ids=0, **options)
+    assert isinstance(found, LogprobsTensors)
+    assert torch.equal(found.logprobs, expected[:, None])
+    assert torch.equal(found.logprob_token_ids, ids[:, None])
+    assert torch.equal(found.selected_token_ranks, ranks)
+    with pytest.raises(RuntimeError, match="the last logits are none"):
+        installed.scores(ids)
+
+
+def test_prompts_of_the_second_runner_get_our_numbers(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu.sample import prompt_logprob
+
+    from rl_kernels.linear_logp import linear_logp
+
+    made = processor_of(installed, monkeypatch, 96, 90)
+    # Two chunks of vLLM, and an id that nothing has written yet.
+    hidden, head, ids = torch.randn(1030, 16), SimpleNamespace(weight=torch.randn(96, 16)), torch.randint(90, (1030,))
+    ids[-1] = -1
+    found = prompt_logprob.compute_prompt_logprobs_with_chunking(ids, hidden, lambda x: made.forward(head, x), 0)
+    assert torch.equal(found[1][:-1, 0], linear_logp(hidden[:-1], head.weight[:90], ids[:-1]))
+    assert torch.equal(found[0][:, 0], ids)

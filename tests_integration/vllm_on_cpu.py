@@ -127,9 +127,10 @@ def sampled(folder: str, trainer: Any, chosen: list[str]) -> list[tuple[list[int
     if "--masked" in chosen:
         engine.apply_model(mask_logits)
     # Some with the most probable tokens too, often the sampled one among them.
-    options = [
-        SamplingParams(max_tokens=ANSWER, logprobs=count, ignore_eos=True, detokenize=False) for count in (0, 5, 0, 3)
-    ]
+    how = {"max_tokens": ANSWER, "ignore_eos": True, "detokenize": False}
+    if "--prompts" in chosen:
+        how["prompt_logprobs"] = 0
+    options = [SamplingParams(logprobs=count, **how) for count in (0, 5, 0, 3)]
     if "--processed" in chosen:
         with pytest.raises(ValueError, match=r"temperature: expected 1\.0"):
             engine.generate({"prompt_token_ids": [5]}, SamplingParams(temperature=0.5, logprobs=0))
@@ -139,7 +140,12 @@ def sampled(folder: str, trainer: Any, chosen: list[str]) -> list[tuple[list[int
         tokens = list(request.outputs[0].token_ids)
         logprobs = [of[token].logprob for of, token in zip(request.outputs[0].logprobs, tokens, strict=True)]
         assert "--masked" not in chosen or max(tokens) < MASKED_FROM
-        found.append((list(request.prompt_token_ids), tokens, logprobs))
+        prompt = list(request.prompt_token_ids)
+        if "--prompts" in chosen:
+            # As if all but the first token had been sampled.
+            prompt, tokens = prompt[:1], prompt[1:] + tokens
+            logprobs = [of[token].logprob for of, token in zip(request.prompt_logprobs[1:], tokens)] + logprobs
+        found.append((prompt, tokens, logprobs))
     return found
 
 
