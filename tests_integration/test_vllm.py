@@ -114,7 +114,7 @@ def run_second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Return a function that asks vLLM's second model runner; Triton interprets its kernels."""
     pytest.importorskip("triton")
     # With an empty list of GPUs vLLM uses Triton although it has no driver.
-    own = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    own = {"VLLM_USE_V2_MODEL_RUNNER": "1", "CUDA_VISIBLE_DEVICES": ""}
     with script(tmp_path_factory.mktemp("vllm"), **own) as ask:
         yield ask
 

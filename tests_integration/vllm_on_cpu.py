@@ -70,6 +70,11 @@ def stand_in() -> None:
     for schema, function in LIBRARY.items():
         library.define(schema)
         library.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+    if os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1":
+        # The second runner's own kernels are interpreted; ours read the variable when they are imported.
+        import rl_kernels.core.triton_lib.launch  # noqa: F401
+
+        os.environ["TRITON_INTERPRET"] = "1"
     from vllm.model_executor.models import registry
     from vllm.v1.worker import block_table
 
