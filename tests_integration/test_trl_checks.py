@@ -244,3 +244,9 @@ def test_all_models_are_made_invariant_or_none(trainer_of: Made, tmp_path: Path)
     with pytest.raises(ValueError, match=r"^model: left alone, and may depend on the batch: other"):
         trl_client.use_in(trainer, invariant=True)
     assert norm_of(trainer) == "LlamaRMSNorm"
+
+
+def test_the_asynchronous_trainer_is_refused_by_name() -> None:
+    asynchronous = pytest.importorskip("trl.experimental.async_grpo").AsyncGRPOTrainer
+    with pytest.raises(TypeError, match=r"^trainer: expected the GRPOTrainer of TRL .*, this AsyncGRPOTrainer has no _"):
+        trl_client.use_in(object.__new__(asynchronous))

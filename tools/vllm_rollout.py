@@ -150,7 +150,7 @@ def parser() -> Parser:
     for name, default in numbers.items():
         flag = "--" + name.replace("_", "-")
         cli.add_argument(flag, type=count(1), default=default, metavar="N", help=f"default: {default}")
-    cli.add_argument("--runner", type=int, choices=(1, 2), default=1, help="vLLM's model runner; default: 1")
+    cli.add_argument("--runner", type=int, choices=(1, 2), default=2, help="vLLM's model runner; default: 2")
     cli.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="default: all")
     cli.add_argument("--parts", nargs="+", choices=("bits", "speed"), default=["bits", "speed"], help="default: both")
     cli.add_argument("--sequences", nargs="+", type=count(1), default=[1, 16, 64, 256], metavar="N", help="to time")
