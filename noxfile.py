@@ -170,7 +170,8 @@ def verl(session: nox.Session) -> None:
 def vllm(session: nox.Session) -> None:
     """Run vLLM's engine with the plugin on the CPU, alone and in TRL; compare its log-probs with those of training."""
     install_models(session)
-    session.install(*VLLM, "trl==1.16.0", "peft==0.21.2")
+    # vLLM's second model runner needs Triton, here its interpreter.
+    session.install(*VLLM, "trl==1.16.0", "peft==0.21.2", "triton==3.7.1")
     session.install("--no-deps", "vllm==0.32.0")
     session.install(*PINNED, "pytest-xdist")
     names = ("vllm", "vllm_logprobs", "vllm_seams", "trl_vllm")

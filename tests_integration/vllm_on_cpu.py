@@ -148,8 +148,9 @@ def sampled(folder: str, trainer: Any, chosen: list[str]) -> list[tuple[list[int
         prompt = list(request.prompt_token_ids)
         if "--prompts" in chosen:
             # As if all but the first token had been sampled.
+            later = zip(request.prompt_logprobs[1:], prompt[1:], strict=True)
+            logprobs = [*(of[token].logprob for of, token in later), *logprobs]
             prompt, tokens = prompt[:1], prompt[1:] + tokens
-            logprobs = [of[token].logprob for of, token in zip(request.prompt_logprobs[1:], tokens)] + logprobs
         found.append((prompt, tokens, logprobs))
     return found
 

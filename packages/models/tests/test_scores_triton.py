@@ -17,7 +17,8 @@ def step(triton_on):
     made.logits[2, 7] = made.logits[2, 3]
     wide = torch.full((5, 101), torch.inf, device=triton_on)
     wide[:, :90] = made.logits
-    return made._replace(logits=wide[:, :90]), torch.tensor([0, 89, 3, int(made.logits[3].argmax()), 5], device=triton_on)
+    ids = torch.tensor([0, 89, 3, int(made.logits[3].argmax()), 5], device=triton_on)
+    return made._replace(logits=wide[:, :90]), ids
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
