@@ -82,7 +82,9 @@ class Meter:
     def results(self) -> dict[str, Any]:
         """Return seconds, counts and memory so far."""
         peak = torch.cuda.max_memory_allocated() / 2**20 if self.trainer.model.device.type == "cuda" else None
-        return {"seconds": self.seconds, "tokens": self.tokens, "differ": self.differ, "peak_mib": peak}
+        runner = 1 + self.trainer.vllm_generation.llm.llm_engine.vllm_config.use_v2_model_runner
+        counts = {"tokens": self.tokens, "differ": self.differ}
+        return {"seconds": self.seconds, **counts, "peak_mib": peak, "runner": runner}
 
     def _timed(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:

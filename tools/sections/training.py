@@ -78,6 +78,7 @@ def trl_with_vllm(document: Results) -> str:
         rows.append([f"{label}, ms", *(shares if part == "step" else map(digits, medians))])
     if all(way["peak_mib"] for way in ways.values()):
         rows.append(["peak memory, MiB", *(f"{way['peak_mib']:,.0f}" for way in ways.values())])
+    rows.append(["vLLM's model runner", *(str(way["runner"]) for way in ways.values())])
     rows.append(["steps", *(str(len(way["seconds"]["step"])) for way in ways.values())])
     rows.append(["tokens that differ", *(of(way["differ"], way["tokens"]) for way in ways.values())])
     sizes = f"A Llama of {settings['layers']} layers, hidden {settings['hidden']}, vocabulary {settings['vocab']}"
