@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 pytest.importorskip("trl")
+pytest.importorskip("triton")
 
 from test_vllm import PLATFORM, distribution
 
@@ -44,7 +45,9 @@ def rows_of(folder: Path) -> dict[str, Any]:
     distribution(folder, "plain", "vllm.platform_plugins", "plain_platform:named")
     own = {
         **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
-        **{"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1"},
+        # The runner that a GPU has by default; with an empty list of GPUs vLLM uses Triton although it has no driver.
+        **{"VLLM_USE_V2_MODEL_RUNNER": "1", "CUDA_VISIBLE_DEVICES": ""},
+        **{"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1"},
         **{"VLLM_CACHE_ROOT": str(folder / "cache"), "RL_KERNELS_VLLM": "1"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
         "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]),
