@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from sections.text import filled, of
+from sections.training import WARMUP
 
 from rl_kernels.lab.bench.record import OURS, Document
 from rl_kernels.lab.bench.report import as_table, digits
 
 STEP, CALLS, TRL = "h200-model-step.json", "h200-client-calls.json", "h200-trl-step.json"
-FLASH = "h200-attention-client-calls.json"
+FLASH, ENGINE = "h200-attention-client-calls.json", "h200-trl-with-vllm.json"
 MODEL = {
     "forward + backward 4x2048": "forward and backward, 4x2048 tokens",
     "decode, 64 sequences, 2048 keys, CUDA graph": "decode a token for 64 sequences, 2048 keys, in a CUDA graph",
@@ -33,6 +35,7 @@ def front_table(results: Path, packages: Mapping[str, Mapping[str, Document]]) -
         *_products(results / CALLS),
         *_attention(results / FLASH),
         *_trl(results / TRL),
+        *_trl_with_vllm(results / ENGINE),
     ]
     head = ("BF16, one H200", "what people use", "rl-kernels", "ratio")
     return filled([as_table([head, *rows])] if rows else [])
@@ -101,6 +104,19 @@ def _trl(file: Path) -> Iterator[Row]:
         differing[1],
         "",
     )
+
+
+def _trl_with_vllm(file: Path) -> Iterator[Row]:
+    document = _read(file)
+    if not document:
+        return
+    stock, ours = (document["ways"][name] for name in ("stock", OURS))
+    label = f"TRL with vLLM in its process, {document['settings']['layers']} layers"
+    for part, text in {"rollout": "sampling", "step": "whole step"}.items():
+        times = [1e3 * statistics.median(way["seconds"][part][WARMUP:]) for way in (stock, ours)]
+        yield _beside(f"{label}: {text}", "TRL", *times)
+    theirs, differing = (of(way["differ"], way["tokens"]) for way in (stock, ours))
+    yield ("its tokens whose log-prob in training differs from vLLM's", f"TRL: {theirs}", differing, "")
 
 
 def _beside(label: str, name: str, theirs: float, ours: float) -> Row:
