@@ -208,19 +208,25 @@ def test_a_request_that_failed_is_told() -> None:
     assert not config.return_logprobs
 
 
-def engine_of(backend: str | None, dtype: torch.dtype) -> SimpleNamespace:
+PLUGIN = {"rl_kernels": True}
+"""What the plugin adds to the configuration of an engine."""
+
+
+def engine_of(added: dict[str, bool], dtype: torch.dtype) -> SimpleNamespace:
     """Return what a trainer holds of an engine in its process."""
-    config = SimpleNamespace(
-        model_config=SimpleNamespace(dtype=dtype),
-        attention_config=SimpleNamespace(backend=backend and SimpleNamespace(name=backend)),
-    )
+    config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype), additional_config=added)
     return SimpleNamespace(llm=SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config)))
+
+
+def server_of(added: dict[str, bool]) -> SimpleNamespace:
+    """Return what a trainer holds of an engine in a server."""
+    told = {"model_config": {"dtype": "torch.bfloat16"}, "additional_config": added}
+    return SimpleNamespace(vllm_client=SimpleNamespace(get_server_info=lambda: told))
 
 
 def test_an_engine_that_does_not_match_training_is_refused(trainer_of: Made, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
-    trainer.use_vllm, trainer.vllm_generation = True, engine_of("CUSTOM", torch.float32)
-    server = SimpleNamespace(get_server_info=lambda: {"model_config": {"dtype": "torch.bfloat16"}})
+    trainer.use_vllm, trainer.vllm_generation = True, engine_of(PLUGIN, torch.float32)
     remedy = r"dtype: expected bfloat16 .*; call use_in\(\.\.\., compute_dtype=torch\.bfloat16\)"
     settings: list[tuple[Any, str, Any, str]] = [
         (trainer.args, "cast_lm_head_to_fp32", True, "cast_lm_head_to_fp32: expected False"),
@@ -229,10 +235,11 @@ def test_an_engine_that_does_not_match_training_is_refused(trainer_of: Made, tmp
         (trainer.args, "generation_kwargs", {"presence_penalty": 1.0}, r"presence_penalty: expected 0\.0"),
         (trainer.args, "vllm_structured_outputs_regex", "a*", "structured_outputs: expected None"),
         (trainer.model, "peft_config", {}, "peft_config: expected LoRA layers"),
-        (trainer, "vllm_generation", engine_of(None, torch.float32), "RL_KERNELS_VLLM: expected 1"),
-        (trainer, "vllm_generation", engine_of("CUSTOM", torch.bfloat16), remedy),
-        (trainer, "vllm_generation", SimpleNamespace(vllm_client=server), remedy),
-        (trainer, "vllm_generation", engine_of("CUSTOM", torch.float16), "dtype: expected float16 as in vLLM's engine"),
+        (trainer, "vllm_generation", engine_of({}, torch.float32), "RL_KERNELS_VLLM: expected 1 before the trainer is"),
+        (trainer, "vllm_generation", engine_of(PLUGIN, torch.bfloat16), remedy),
+        (trainer, "vllm_generation", server_of({}), "RL_KERNELS_VLLM: expected 1 where the server starts"),
+        (trainer, "vllm_generation", server_of(PLUGIN), remedy),
+        (trainer, "vllm_generation", engine_of(PLUGIN, torch.float16), "dtype: expected float16 as in vLLM's engine"),
         (trainer.accelerator.state, "_mixed_precision", "bf16", r"bf16, fp16: expected passes in float32 .* bfloat16"),
     ]
     for owner, name, value, message in settings:

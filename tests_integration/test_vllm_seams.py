@@ -116,3 +116,21 @@ def test_a_cache_of_vllm_is_seen_as_pages() -> None:
     assert seen.is_contiguous()
     assert seen.shape == shape
     assert torch.equal(seen.flatten().view(torch.int8), raw)
+
+
+def test_the_configuration_of_an_engine_says_that_the_plugin_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import fields
+
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from rl_kernels.models.clients.vllm import attention
+    from rl_kernels.models.clients.vllm.requests import MARK
+
+    assert "additional_config" in {field.name for field in fields(VllmConfig)}
+    # A configuration of vLLM's own needs a device.
+    monkeypatch.setattr(attention, "_original_create_engine_config", lambda args: args.additional_config)
+    monkeypatch.setattr(attention, "check", lambda config: None)
+    theirs = {"mine": 3}
+    assert attention._create_engine_config(EngineArgs(model="any", additional_config=theirs)) == {"mine": 3, MARK: True}
+    assert theirs == {"mine": 3}

@@ -30,13 +30,13 @@ def refusals(trainer: Any) -> None:
     """Print the errors for settings of a trainer with FP32 weights and an engine in BF16."""
     from rl_kernels.models.clients import trl
 
-    config = trainer.vllm_generation.llm.llm_engine.vllm_config.attention_config
+    config = trainer.vllm_generation.llm.llm_engine.vllm_config
     cases: dict[str, tuple[Any, str, Any]] = {
         "TRL's defaults: FP32 weights": (trainer, "temperature", 1.0),
         "temperature=0.7": (trainer, "temperature", 0.7),
         "top_p=0.9": (trainer, "top_p", 0.9),
         "top_k=5": (trainer, "top_k", 5),
-        "RL_KERNELS_VLLM forgotten": (config, "backend", None),
+        "RL_KERNELS_VLLM forgotten": (config, "additional_config", {}),
     }
     for name, (owner, attribute, value) in cases.items():
         before = getattr(owner, attribute)

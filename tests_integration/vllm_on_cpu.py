@@ -125,6 +125,8 @@ def sampled(folder: str, trainer: Any, chosen: list[str]) -> list[tuple[list[int
         logprobs_mode="processed_logprobs" if "--processed" in chosen else "raw_logprobs",
         **how,
     )
+    # What a trainer looks for.
+    assert engine.llm_engine.vllm_config.additional_config == {"rl_kernels": True}
     # As trainers push them: a head that is tied to the embedding once.
     pushed = dict(trainer.named_parameters())
     engine.apply_model(lambda model: model.load_weights(iter(pushed.items())))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rl_kernels.models.clients.vllm import VARIABLE
-from rl_kernels.models.clients.vllm.requests import PLAIN
+from rl_kernels.models.clients.vllm.requests import MARK, PLAIN
 from rl_kernels.models.merged_adapters import check_adapters
 
 SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -13,7 +13,7 @@ SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def check_engine(trainer: Any, dtype: Any) -> None:
-    """Refuse an engine or requests whose log-probs differ from training; of a server only the dtype is checked.
+    """Refuse an engine, in this process or a server's, or requests, whose log-probs differ from training.
 
     Args:
         trainer: GRPOTrainer with ``use_vllm``.
@@ -35,14 +35,15 @@ def check_engine(trainer: Any, dtype: Any) -> None:
     generation: Any = getattr(trainer, "vllm_generation", None)
     engine = getattr(generation, "llm", None)
     if engine is not None:
-        config = engine.llm_engine.vllm_config
-        engine_dtype = config.model_config.dtype
-        if getattr(config.attention_config.backend, "name", None) != "CUSTOM":
-            raise ValueError(f"{VARIABLE}: expected 1 before the trainer is made, vLLM runs without the plugin")
+        config, place = engine.llm_engine.vllm_config, "before the trainer is made"
+        engine_dtype, own = config.model_config.dtype, config.additional_config
     elif getattr(generation, "vllm_client", None) is not None:
-        engine_dtype = generation.vllm_client.get_server_info()["model_config"]["dtype"]
+        info, place = generation.vllm_client.get_server_info(), "where the server starts"
+        engine_dtype, own = info["model_config"]["dtype"], info["additional_config"]
     else:
         return
+    if MARK not in own:
+        raise ValueError(f"{VARIABLE}: expected 1 {place}, vLLM runs without the plugin")
     _check_dtype(trainer, *(str(each).removeprefix("torch.") for each in (engine_dtype, dtype)))
 
 

@@ -20,6 +20,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from rl_kernels.attention import det_attention
 from rl_kernels.models.clients.vllm.refusals import check
+from rl_kernels.models.clients.vllm.requests import MARK
 from rl_kernels.models.clients.vllm.versions import PagedBackend, pages
 from rl_kernels.models.fused.cache import store
 
@@ -166,6 +167,7 @@ _original_create_engine_config: Any = EngineArgs.create_engine_config
 def _create_engine_config(self: Any, *args: Any, **options: Any) -> Any:
     if self.attention_backend in (None, "auto") and self.attention_config.backend is None:
         self.attention_backend = AttentionBackendEnum.CUSTOM
+    self.additional_config = {**self.additional_config, MARK: True}
     config = _original_create_engine_config(self, *args, **options)
     check(config)
     return config

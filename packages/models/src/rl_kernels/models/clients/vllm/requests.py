@@ -1,7 +1,9 @@
-"""Options of a request that leave processed log-probs equal to the model's. Does not import vLLM."""
+"""Options of a request that leave processed log-probs equal to the model's, and a mark. Does not import vLLM."""
 
 from __future__ import annotations
 
+MARK = "rl_kernels"
+"""Key of ``additional_config`` in the configuration of an engine with the plugin; a server shows it to its clients."""
 PROCESSED = "processed_logprobs"
 """Mode of log-probs of the distribution that is sampled from, after temperature and masks; trainers use it."""
 PLAIN: dict[str, tuple[object, ...]] = {
