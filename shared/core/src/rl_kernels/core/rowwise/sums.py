@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from rl_kernels.core.constants import FAN, SEGMENT
 from rl_kernels.core.rowwise.operands import pad_to
-from rl_kernels.core.verified import on_one_thread, without_modes
+from rl_kernels.core.torchlib.observed import without_modes
+from rl_kernels.core.verified import on_one_thread
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
