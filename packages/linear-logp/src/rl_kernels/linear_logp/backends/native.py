@@ -123,7 +123,7 @@ def _walk(block: Inputs, chosen: torch.Tensor, *, entropy: bool) -> Iterator[Sof
         if kept is not None:
             kept.copy_(x)
         chosen += select(logits, block.target_ids, block.start + columns.start)
-        yield softmax_state(x, scale, entropy=entropy)
+        yield softmax_state(x, scale, entropy=entropy, out=x)
 
 
 def _merged(states: Iterable[SoftmaxState], scale: torch.Tensor | None) -> SoftmaxState:
