@@ -1,7 +1,8 @@
 """Products of a CPU's library on blocks of rows of fixed heights, planned once for each kind of operands.
 
-A plan says how the operands are packed, and how each block is multiplied: whole, in tiles of one small shape, or in
-FP64, as ``verified`` finds by a trial of that kind of block. All ways give a row the same bits in every block.
+A plan says how the operands are packed, and how each block is multiplied: whole, in parts of its columns, in tiles of
+one small shape, or in FP64, as ``verified`` finds by a trial of that kind of block. All ways give a row the same bits
+in every block.
 """
 
 from __future__ import annotations
