@@ -1,3 +1,4 @@
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -227,3 +228,17 @@ def test_per_row():
     assert torch.equal(per_row(torch.tensor(2.0), like), torch.full((3, 1), 2.0))
     elsewhere = per_row(torch.tensor(2.0), like.to("meta"))
     assert (elsewhere.shape, elsewhere.device.type, elsewhere.dtype) == ((3, 1), "meta", torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_written_gradient_is_the_chain_from_zero_in_each_call_and_thread(dtype):
+    draw = Draw(dtype)
+    cases = [(draw.normal(40, k), draw.normal(40, n)) for k, n in ((70, 90), (64, 64), (3, 200), (0, 5), (2100, 64))]
+
+    def written(case):
+        a, dc = case
+        return products.write_dw(a, dc, torch.full((a.shape[1], dc.shape[1]), torch.nan, dtype=dtype))
+
+    with ThreadPoolExecutor(3) as pool:
+        for (a, dc), found in zip(cases * 9, pool.map(written, cases * 9), strict=True):
+            assert same_bits(found, weight_gradient(a, dc).to(dtype))

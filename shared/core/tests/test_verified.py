@@ -1,10 +1,13 @@
 """Libraries that do not keep a row's bits are found out, and products keep them all the same."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from rl_kernels.core import fp64, products, verified
 from rl_kernels.core.calls import forget
+from rl_kernels.core.parts import Parts
 from rl_kernels.core.rowwise.operands import pad_to
 from rl_kernels.core.testing import Draw, bits_of
 from rl_kernels.core.verified import Way
@@ -164,6 +167,51 @@ def test_few_rows_are_one_block_as_low_as_the_library_keeps_their_bits(plant, ke
         heights.clear()
         assert torch.equal(products.matmul(a[:count], b), whole[:count])
         assert heights == [lowest if keeps else max(lowest, 8)]
+
+
+def in_other_parts(product, block, right):
+    return halves(pad_to(block, 0, product.batch[1]), right)[: product.result[0]]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_few_rows_have_their_bits_where_the_columns_are_cut_into_parts(plant, torch_threads, keeps, transposed):
+    draw, counts, true_multiply = Draw(torch.float32), [], Parts.multiply
+    a, b = draw.normal(600, 576), draw.normal(576, 192)
+    b = b.t().contiguous().t() if transposed else b
+
+    def multiply(product, block, right):
+        counts.append(product.result[0])
+        return (true_multiply if keeps else in_other_parts)(product, block, right)
+
+    plant(lambda block, right: None)
+    with torch_threads(1), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Parts, "multiply", multiply)
+        whole = products.matmul(a, b)
+        assert not counts
+    with torch_threads(2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Parts, "multiply", multiply)
+        for count in (1, 2, 3, 4, 5, 9, 512, 516, 600):
+            products.matmul(a[:count], b)
+            counts.clear()
+            assert torch.equal(products.matmul(a[:count], b), whole[:count])
+            out = torch.full((count, 200), torch.nan)
+            products.matmul(a[:count], b, out=out[:, :192])
+            assert torch.equal(out[:, :192], whole[:count])
+            few = count in (1, 2, 3, 4, 516)
+            assert counts == [count % 512] * 2 * (keeps and few and torch.backends.mkl.is_available())
+        others = a[:2].clone()
+        others[1] = torch.nan
+        assert torch.equal(products.matmul(others, b)[:1], whole[:1])
+
+
+def test_few_rows_have_their_bits_in_several_threads_of_python(torch_threads):
+    draw = Draw(torch.float32)
+    a, b = draw.normal(64, 576), draw.normal(576, 192)
+    with torch_threads(2), ThreadPoolExecutor(4) as pool:
+        # Each thread of Python has a number of threads of its own.
+        rows = pool.map(lambda row: torch.set_num_threads(2) or products.matmul(row, b), a.split(1) * 20)
+        assert torch.equal(torch.cat(list(rows)), products.matmul(a, b).repeat(20, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,7 +14,8 @@ import torch
 
 from rl_kernels.core import fp64, verified
 from rl_kernels.core.blocks import tiles
-from rl_kernels.core.verified import TILE_COLUMNS, TILE_ROWS, Settings, Way, normal, tile_of, without_modes
+from rl_kernels.core.torchlib.observed import without_modes
+from rl_kernels.core.verified import TILE_COLUMNS, TILE_ROWS, Settings, Way, normal, tile_of
 
 
 class Kind(NamedTuple):

@@ -1,7 +1,8 @@
 """Products of a CPU's library on blocks of rows of fixed heights, planned once for each kind of operands.
 
-A plan says how the operands are packed, and how each block is multiplied: whole, in tiles of one small shape, or in
-FP64, as ``verified`` finds by a trial of that kind of block. All ways give a row the same bits in every block.
+A plan says how the operands are packed, and how each block is multiplied: whole, in parts of its columns, in tiles of
+one small shape, or in FP64, as ``verified`` finds by a trial of that kind of block. All ways give a row the same bits
+in every block.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ import torch
 
 from rl_kernels.core import fp64, verified
 from rl_kernels.core.constants import STEP
+from rl_kernels.core.parts import Parts
 from rl_kernels.core.rowwise.operands import pad_to
+from rl_kernels.core.torchlib.observed import without_modes
 from rl_kernels.core.verified import HEIGHTS, TILE_COLUMNS, TILE_ROWS, Kind, Settings, Way
 
 CALL = 12
 """Cost of a call of the library, in rows of a block; measured for K x N of 576x192 to 1536x576."""
 FEW = (1, 4)
 """Rows of lower blocks, for products whose bits they keep."""
+PARTED_ROWS, PART_COLUMNS, PART_TERMS = 16, 64, 1 << 14
+"""MKL multiplies few rows on one thread. So the columns of blocks of at most so many rows are cut into a part for each
+thread, of at least so many columns, if the right operand has at least so many numbers for each row of the block."""
 WIDTH = 4096
 """Largest number of columns of a block: bounds the memory of a trial, and of a piece of a 16-bit operand in FP32."""
 MANY, PAIRS = 256, 8
@@ -57,12 +63,30 @@ class _Step(NamedTuple):
         return (product if product.shape[1] == width else product[:, :width]).narrow_copy(0, 0, count)
 
 
+class _PartedStep(NamedTuple):
+    """The product of a block whose columns are cut into parts.
+
+    Attributes:
+        rows: of the left operand; None for all.
+        parts: the batch of products.
+    """
+
+    rows: slice | None
+    parts: Parts
+
+    def run(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """Return the product of all rows, or write it to its rows of ``out``."""
+        rows, parts = self
+        product = parts.multiply(left if rows is None else left[rows], right)
+        return product if out is None else (out if rows is None else out[rows]).copy_(product)
+
+
 class _Piece(NamedTuple):
     """Columns of the right operand (None for all), whether they are packed, and the blocks that they multiply."""
 
     columns: slice | None
     is_packed: bool
-    steps: list[_Step]
+    steps: list[_Step | _PartedStep]
 
 
 class Plan:
@@ -99,19 +123,35 @@ class Plan:
         return result if out is None else out
 
 
-def _steps(count: int, width: int, layout: tuple[Any, ...]) -> list[_Step]:
+def _steps(count: int, width: int, layout: tuple[Any, ...]) -> list[_Step | _PartedStep]:
     """Return the products of ``count`` rows by ``width`` columns; ``layout`` is a ``Kind`` without its height."""
-    steps, first = [], 0
+    steps, first = list[_Step | _PartedStep](), 0
     for height in heights(count):
         end = min(first + height, count)
         for few in FEW:
-            if end - first <= few < height and verified.way_of(Kind(few, *layout)) is Way.WHOLE:
+            if end - first <= few < height and verified.way_of(_in_parts(Kind(few, *layout))) is Way.WHOLE:
                 height = few
                 break
         rows = None if end - first == count else slice(first, end)
-        steps.append(_step(rows, end - first, width, Kind(height, *layout)))
+        steps.append(_step(rows, end - first, width, _in_parts(Kind(height, *layout))))
         first = end
     return steps
+
+
+def _in_parts(kind: Kind) -> Kind:
+    """Return the kind with its columns cut into parts, if that is faster and keeps a row's bits, or else as it is."""
+    columns = kind.columns
+    if (
+        kind.dtype != torch.float32
+        or kind.height > PARTED_ROWS
+        or kind.inner * columns < kind.height * PART_TERMS
+        or not torch.backends.mkl.is_available()
+    ):
+        return kind
+    most = min(kind.settings.threads, columns // PART_COLUMNS)
+    parts = max((parts for parts in range(2, most + 1) if columns % parts == 0), default=1)
+    parted = kind._replace(parts=parts)
+    return parted if parts > 1 and verified.way_of(parted) is Way.WHOLE else kind
 
 
 def heights(count: int) -> list[int]:
@@ -130,7 +170,9 @@ def _cheapest(count: int) -> tuple[int, list[int]]:
     return min((CALL + covering, [covering]), (CALL + below + cost, [below, *rest]))
 
 
-def _step(rows: slice | None, count: int, width: int, kind: Kind) -> _Step:
+def _step(rows: slice | None, count: int, width: int, kind: Kind) -> _Step | _PartedStep:
+    if kind.parts > 1:
+        return _PartedStep(rows, verified.parts_of(kind, count))
     way, missing = verified.way_of(kind), kind.height - count
     is_whole = way is Way.WHOLE and not missing and width == kind.columns
     zeros = _zeros(missing, kind.inner, kind.dtype) if missing else None
@@ -139,7 +181,7 @@ def _step(rows: slice | None, count: int, width: int, kind: Kind) -> _Step:
 
 @functools.lru_cache(256)
 def _zeros(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    with verified.without_modes():
+    with without_modes():
         return torch.zeros((rows, columns), dtype=dtype, device="cpu")
 
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 import enum
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rl_kernels.core.constants import STEP
 from rl_kernels.core.layout import ALLOCATED
+from rl_kernels.core.parts import Parts
+from rl_kernels.core.torchlib.observed import without_modes
 
 T = TypeVar("T")
 HEIGHTS = (512, 256, 128, 64, 32, 16, 8)
@@ -56,6 +56,7 @@ class Kind(NamedTuple):
         transposed: whether the right operand is stored column by column.
         offset: bytes from the last aligned address to the right operand.
         settings: settings of PyTorch that are in effect.
+        parts: number of parts into which the columns are cut, to be multiplied at once.
     """
 
     height: int
@@ -65,6 +66,7 @@ class Kind(NamedTuple):
     transposed: bool
     offset: int
     settings: Settings
+    parts: int = 1
 
 
 _settings = functools.cache(Settings)
@@ -105,6 +107,11 @@ def library(block: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None =
     return torch.mm(block, right, out=out)
 
 
+def parts_of(kind: Kind, count: int) -> Parts:
+    """Return the product of this kind, of which the first ``count`` rows are the result."""
+    return Parts.of((kind.height, kind.inner, kind.columns), kind.parts, count, transposed=kind.transposed)
+
+
 def offset_of(x: torch.Tensor) -> int:
     """Return the bytes from the last aligned address to the first element."""
     return x.data_ptr() % ALLOCATED
@@ -125,13 +132,6 @@ def way_of(kind: Kind) -> Way:
             way = Way.FP64 if tile is None else Way.WHOLE if _block_matches_tile(kind, tile) else Way.TILES
         _ways[kind] = way
     return way
-
-
-@contextmanager
-def without_modes() -> Iterator[None]:
-    """Run a trial outside inference mode, without gradients, and without modes that watch or replace PyTorch's ops."""
-    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-        yield
 
 
 def counts() -> Counter[Way]:
@@ -180,6 +180,11 @@ def _block_matches_tile(kind: Kind, tile: _Tile) -> bool:
     right = right.t() if kind.transposed else right
     right.copy_(tile.columns[column].t())
     expected = tile.product[row][:, column]
+    if kind.parts > 1:
+        parts = parts_of(kind, kind.height)
+        product = parts.multiply(block, right)
+        block[::2] = torch.nan
+        return torch.equal(product, expected) and torch.equal(parts.multiply(block, right)[1::2], expected[1::2])
     if not torch.equal(library(block, right), expected):
         return False
     # Again into a part of a wider result, beside rows of NaN.

@@ -50,14 +50,7 @@ def _shaped(out: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
 def weight_gradient(a: torch.Tensor, dc: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """Return ``a[M, K]^T @ dc[M, N]`` in ``out_dtype``."""
     left, right = flat_rows(a), flat_rows(dc)
-    out = a.new_empty((left.shape[1], right.shape[1]), dtype=out_dtype)
-    if out_dtype == torch.float32:
-        return products.chain_dw(left, right, out.zero_())
-    for first in range(0, len(out), products.SLAB):
-        part = slice(first, first + products.SLAB)
-        total = torch.zeros_like(out[part], dtype=torch.float32)
-        out[part] = products.chain_dw(left[:, part], right, total)
-    return out
+    return products.write_dw(left, right, a.new_empty((left.shape[1], right.shape[1]), dtype=out_dtype))
 
 
 def weight_gradient_into(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> None:

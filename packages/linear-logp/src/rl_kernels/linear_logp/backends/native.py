@@ -123,7 +123,7 @@ def _walk(block: Inputs, chosen: torch.Tensor, *, entropy: bool) -> Iterator[Sof
         if kept is not None:
             kept.copy_(x)
         chosen += select(logits, block.target_ids, block.start + columns.start)
-        yield softmax_state(x, scale, entropy=entropy)
+        yield softmax_state(x, scale, entropy=entropy, out=x)
 
 
 def _merged(states: Iterable[SoftmaxState], scale: torch.Tensor | None) -> SoftmaxState:
@@ -186,7 +186,7 @@ class Steps(loop.Steps):
 
     def dweight(self, dz: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor, *, continues: bool) -> Product:
         """Write ``dz^T @ hidden`` to ``out``, or add it if ``continues``."""
-        return products.chain_dw if continues else _chain
+        return products.chain_dw if continues else products.write_dw
 
 
 def _dlogits(columns: slice, block: Inputs, dbias: torch.Tensor | None, dz: torch.Tensor) -> None:
@@ -216,9 +216,3 @@ def _product(dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
 
 def _added_product(dz: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     out += products.matmul(dz, weight)
-
-
-def _chain(dz: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor) -> None:
-    total = out.new_zeros(out.shape, dtype=compute_dtype(out.dtype))
-    products.chain_dw(dz, hidden, total)
-    out.copy_(total)

@@ -43,11 +43,16 @@ class Statistics(NamedTuple):
         return divide(chosen - self.norm[:, 0], temperature).sub_(self.norm[:, 1])
 
 
-def softmax_state(x: torch.Tensor, temperature: torch.Tensor | None, *, entropy: bool) -> SoftmaxState:
-    """Return the state of ``x[N, n]``, n >= 1, with ``temperature`` from ``per_row``; a -inf entry adds nothing."""
+def softmax_state(
+    x: torch.Tensor, temperature: torch.Tensor | None, *, entropy: bool, out: torch.Tensor | None = None
+) -> SoftmaxState:
+    """Return the state of ``x[N, n]``, n >= 1, with ``temperature`` from ``per_row``; a -inf entry adds nothing.
+
+    ``out`` is room for numbers of the size of ``x``, maybe ``x`` itself.
+    """
     top = x.amax(-1)
     # Subtract before scaling: exact for the values that matter, however large they are. -inf less itself would be NaN.
-    shifted = divide(x - top.clamp(min=torch.finfo(x.dtype).min)[:, None], temperature)
+    shifted = divide(torch.sub(x, top.clamp(min=torch.finfo(x.dtype).min)[:, None], out=out), temperature)
     if not entropy:
         return SoftmaxState(top, row_sum(shifted.exp_()), None)
     power = shifted.exp()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch._C import (
     _parse_dispatch_key,
 )
 from torch._C._autograd import _profiler_enabled
+from torch.utils._python_dispatch import _disable_current_modes
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype, list})
 """Types of arguments that the dispatcher passes on unchanged; none of our lists holds tensors."""
@@ -55,3 +58,10 @@ def is_traced() -> bool:
 def values_hidden(value: torch.Tensor) -> bool:
     """Say whether a tensor's values cannot be read now: under torch.compile, or while a CUDA graph is captured."""
     return torch.compiler.is_compiling() or (value.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Run a block outside inference mode, without gradients, and without modes that watch or replace PyTorch's ops."""
+    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+        yield
