@@ -44,8 +44,8 @@ NOT_DRAWN = ("__init__", "reference", "canary", "ahead")
 NOT_SHOWN = ("bench", "far", "gpu")
 """Parts of the names of files whose tests are about benchmarks, or need much memory or a GPU."""
 LEFT_OUT = ("planted", "bug", "control", "inductor", "-parity-")
-LONG, PARTS = "test_backends.py", 6
-"""Files whose tests take long, and the parts in which they run."""
+LONG, PARTS = "test_backends.py", {"interpreted": 16, "plain": 6}
+"""Files whose tests take long, and the parts in which they run in each environment."""
 TRITON = ".backends.triton"
 BITS = ("launches", "repeatability", "invariance")
 """Tests of bits, which Triton's interpreter computes in another order than a GPU, and of launches, which it has not."""
@@ -97,9 +97,9 @@ def files_of(package: str) -> list[Path]:
     return [file for file in files if not any(word in file.name for word in NOT_SHOWN)]
 
 
-def parts_of(file: Path) -> int:
+def parts_of(file: Path, environment: str) -> int:
     """Return the number of parts in which the tests of a file run."""
-    return PARTS if file.name == LONG else 1
+    return PARTS[environment] if file.name == LONG else 1
 
 
 @cache
@@ -111,7 +111,7 @@ def tests_in(file: Path, environment: str, part: int) -> list[TracedTest]:
     kept = KEPT / f"{package.name}-{file.stem}-{environment}-{part}-{digest.hexdigest()[:16]}.json"
     if not kept.exists():
         tests, failures = traced(
-            package / "src", [str(file), "-k", chosen], variables, slice(part, None, parts_of(file))
+            package / "src", [str(file), "-k", chosen], variables, slice(part, None, parts_of(file, environment))
         )
         for failure in failures:
             print(f"left out, because it fails without a mutant: {failure}", flush=True)
@@ -128,7 +128,7 @@ def tests_of(package: str, environment: str) -> list[TracedTest]:
     return [
         test
         for file in files_of(package)
-        for part in range(parts_of(file))
+        for part in range(parts_of(file, environment))
         for test in tests_in(file, environment, part)
     ]
 
@@ -205,10 +205,10 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 (file, environment, part)
                 for package, environment in parts
                 for file in files_of(package)
-                for part in range(parts_of(file))
+                for part in range(parts_of(file, environment))
             ]
             # The longest first, so that at the end none runs alone.
-            files.sort(key=lambda one: (one[0].name != LONG, -one[0].stat().st_size))
+            files.sort(key=lambda one: (one[0].name != LONG, one[1] == "plain", -one[0].stat().st_size))
             for done in [pool.submit(first_pass, *part) for part in files]:
                 done.result()
             judgments = judge_all(pool, args)
