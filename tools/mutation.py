@@ -44,8 +44,11 @@ NOT_DRAWN = ("__init__", "reference", "canary", "ahead")
 NOT_SHOWN = ("bench", "far", "gpu")
 """Parts of the names of files whose tests are about benchmarks, or need much memory or a GPU."""
 LEFT_OUT = ("planted", "bug", "control", "inductor", "-parity-")
-LONG, PARTS = "test_backends.py", {"interpreted": 16, "plain": 6}
-"""Files whose tests take long, and the parts in which they run in each environment."""
+PARTS = {
+    **{("test_backends.py", "interpreted"): 16, ("test_ranks.py", "interpreted"): 8},
+    **{("test_backends.py", "plain"): 6},
+}
+"""Files whose tests take long in an environment, and the parts in which they run."""
 TRITON = ".backends.triton"
 BITS = ("launches", "repeatability", "invariance")
 """Tests of bits, which Triton's interpreter computes in another order than a GPU, and of launches, which it has not."""
@@ -99,7 +102,7 @@ def files_of(package: str) -> list[Path]:
 
 def parts_of(file: Path, environment: str) -> int:
     """Return the number of parts in which the tests of a file run."""
-    return PARTS[environment] if file.name == LONG else 1
+    return PARTS.get((file.name, environment), 1)
 
 
 @cache
@@ -208,7 +211,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 for part in range(parts_of(file, environment))
             ]
             # The longest first, so that at the end none runs alone.
-            files.sort(key=lambda one: (one[0].name != LONG, one[1] == "plain", -one[0].stat().st_size))
+            files.sort(key=lambda one: (-parts_of(*one[:2]), -one[0].stat().st_size))
             for done in [pool.submit(first_pass, *part) for part in files]:
                 done.result()
             judgments = judge_all(pool, args)
