@@ -47,6 +47,8 @@ class Conformance(Rules):
     """Calls that fill a GPU, one for each way a backend may split its work; by default the operator's plainest case."""
     planted: ClassVar[Sequence[Mutants]] = ()
     """Bugs in its backends that the quick cases must catch."""
+    smoke: ClassVar[Sequence[str]] = ()
+    """Cases whose accuracy and gradients in FP32, and of the first the invariance too, are quick tests."""
 
     @classmethod
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
@@ -56,7 +58,11 @@ class Conformance(Rules):
         if "relation" in metafunc.fixturenames:
             starts = {bad.case or cases[0].name for bad in spec.illegal}
             names = [
-                pytest.param(backend, relation, dtype, case, id=f"{backend}-{relation}-{dtype}-{case.name}")
+                pytest.param(
+                    *(backend, relation, dtype, case),
+                    id=f"{backend}-{relation}-{dtype}-{case.name}",
+                    marks=[pytest.mark.smoke] * cls._is_smoke(backend, relation, dtype, case),
+                )
                 for backend in runnable(cls.operator)
                 for dtype, relations in CHECKED.items()
                 if not (_runs_interpreted(backend) and dtype == "bf16")
@@ -92,6 +98,14 @@ class Conformance(Rules):
         elif "control" in metafunc.fixturenames:
             controls = [(relation, name) for relation, names in CONTROLS.items() for name in names]
             metafunc.parametrize(("catching", "control"), controls if _backends_with_all_promises(cls.operator) else [])
+
+    @classmethod
+    def _is_smoke(cls, backend: str, relation: str, dtype: str, case: Case) -> bool:
+        if (backend, dtype) != ("native", "fp32") or case.name not in cls.smoke:
+            return False
+        return relation in ("accuracy", "gradients", "robustness") or (
+            relation == "invariance" and case.name == cls.smoke[0]
+        )
 
     def test_relation(self, backend: str, relation: str, dtype: str, case: Case) -> None:
         """Rules 3 to 9 and the tolerance contract."""
