@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+from rl_kernels.core import dispatch
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.dispatch import BackendUnavailable, record_dispatch, use_backend
-from rl_kernels.core.operator import Operator, arch_of
+from rl_kernels.core.operator import Call, Operator, arch_of
 from rl_kernels.core.registry import kernel_registry
 from rl_kernels.core.testing import Case, Draw, Inputs, Spec, function_of, spec_of
 from rl_kernels.core.testing.grouped import flat
@@ -171,6 +172,19 @@ class Rules:
             # A definition with **kwargs names only the options that it reads itself.
             assert [name for name in expected if name in names] == names
             assert len(names) < len(parameters) or names == expected
+
+    def test_a_call_is_described_as_explain_describes_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Rule 7 and 10: the choice sees what ``describe`` returns for the same arguments, and nothing else."""
+        spec, choose, seen = spec_of(self.operator), dispatch._automatic, list[Call]()
+        monkeypatch.setattr(dispatch, "_automatic", lambda operator, call: seen.append(call) or choose(operator, call))
+        for case in spec.cases:
+            if case.suite == "quick" and not case.function and not case.relations and fits(case):
+                inputs = inputs_of(self.operator, case)
+                seen.clear()
+                with record_dispatch():
+                    function_of(self.operator)(**inputs)
+                assert seen
+                assert {*map(repr, seen)} == {repr(self.operator.describe(**inputs))}, case.name
 
     def test_forcing_and_record(self) -> None:
         """Rule 10: an explicit backend runs or raises; the backend that ran is recorded."""
