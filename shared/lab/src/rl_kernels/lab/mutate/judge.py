@@ -27,7 +27,7 @@ CRASHED = re.compile(
 PASSED, NOTHING_SELECTED = 0, 5
 LEAST = 10.0
 """Seconds of a core that any test may take with a mutant: the first of a process loads what others find loaded."""
-LONG = 10.0
+LONG = 60.0
 """Tests that take more seconds of a core than this, with the trace, are not shown to mutants."""
 
 
@@ -41,7 +41,7 @@ class TracedTest(NamedTuple):
     @property
     def limit(self) -> float:
         """Seconds of CPU time that it may take with a mutant."""
-        return LEAST + 5 * self.seconds
+        return LEAST + 2 * self.seconds
 
 
 class Verdict(NamedTuple):
