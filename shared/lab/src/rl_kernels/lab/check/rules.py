@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from rl_kernels.core import dispatch
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.dispatch import BackendUnavailable, record_dispatch, use_backend
-from rl_kernels.core.operator import Call, Operator, arch_of
+from rl_kernels.core.operator import Backend, Call, Operator, arch_of
 from rl_kernels.core.registry import kernel_registry
 from rl_kernels.core.testing import Case, Draw, Inputs, Spec, function_of, spec_of
 from rl_kernels.core.testing.grouped import flat
@@ -176,7 +176,12 @@ class Rules:
     def test_a_call_is_described_as_explain_describes_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Rule 7 and 10: the choice sees what ``describe`` returns for the same arguments, and nothing else."""
         spec, choose, seen = spec_of(self.operator), dispatch._automatic, list[Call]()
-        monkeypatch.setattr(dispatch, "_automatic", lambda operator, call: seen.append(call) or choose(operator, call))
+
+        def noted(operator: Operator, call: Call) -> Backend:
+            seen.append(call)
+            return choose(operator, call)
+
+        monkeypatch.setattr(dispatch, "_automatic", noted)
         for case in spec.cases:
             if case.suite == "quick" and not case.function and not case.relations and fits(case):
                 inputs = inputs_of(self.operator, case)
