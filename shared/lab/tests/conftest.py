@@ -20,7 +20,7 @@ from rl_kernels.lab.check.cell import Cell, Setting
 from rl_kernels.lab.check.isolation import remote
 from rl_kernels.lab.check.relations import check_relation, determinism
 from rl_kernels.lab.check.result import Check
-from rl_kernels.lab.rows import RowLayout
+from rl_kernels.lab.check.rows import RowLayout
 
 WORKER = "rl_kernels.lab.check.isolation.worker"
 START = f"""

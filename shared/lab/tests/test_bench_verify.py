@@ -11,7 +11,7 @@ from rl_kernels.core.testing import Case, Spec
 from rl_kernels.lab.bench.arena import Arena, DeviceDraw
 from rl_kernels.lab.bench.verify import Wrong, call, verify
 from rl_kernels.lab.check import compare
-from rl_kernels.lab.rows import RowLayout
+from rl_kernels.lab.check.rows import RowLayout
 
 LAYOUT = RowLayout({"x": 1, "shift": 0}, frozenset({"output", "gradient:x"}))
 

@@ -15,7 +15,7 @@ from rl_kernels.lab.check.candidate import Candidate
 from rl_kernels.lab.check.cell import Cell, Setting
 from rl_kernels.lab.check.relations import RELATIONS, check_relation
 from rl_kernels.lab.check.result import Check, Skip
-from rl_kernels.lab.rows import RowLayout
+from rl_kernels.lab.check.rows import RowLayout
 
 
 def softplus_sum(x, *, scale=1.0):

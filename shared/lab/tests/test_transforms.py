@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rl_kernels.core.testing import IGNORED, Case, Draw, bits_of
-from rl_kernels.lab.rows import RowLayout
-from rl_kernels.lab.transforms import STORAGE, options
+from rl_kernels.lab.check.rows import RowLayout
+from rl_kernels.lab.check.transforms import STORAGE, options
 
 CASE = Case("plain", {"rows": 6, "size": 5})
 LAYOUT = RowLayout(

@@ -22,7 +22,7 @@ from rl_kernels.lab.bench.definition import (
     plain,
 )
 from rl_kernels.lab.bench.peers import no_split_k, tf32
-from rl_kernels.lab.rows import RowLayout
+from rl_kernels.lab.check.rows import RowLayout
 
 WEIGHTS = ((4096, 4096), (12288, 4096), (4096, 12288), (24576, 4096), (4096, 14336))
 """N and K of the table of goals; SHARD is the skinny one."""

@@ -12,7 +12,7 @@ from rl_kernels.core.testing import Case, Draw, Inputs, Spec, Variant
 from rl_kernels.det_gemm import reference
 from rl_kernels.det_gemm.spec.cases_dimensions import DIMENSIONS, with_values
 from rl_kernels.det_gemm.spec.illegal import ILLEGAL
-from rl_kernels.lab.rows import RowLayout
+from rl_kernels.lab.check.rows import RowLayout
 
 LINEAR, DW = "det_linear", "det_gemm_dw"
 CUT_OFF = 2.0**-23 / 2.0**-22

@@ -8,7 +8,7 @@ import torch
 
 from rl_kernels.core.testing import IllegalCall, Inputs, edited, given
 from rl_kernels.core.testing.spec import Change
-from rl_kernels.lab.illegal import Row, illegal_backends, with_main_grad
+from rl_kernels.lab.check.illegal import Row, illegal_backends, with_main_grad
 
 
 def _other_dtype(x: torch.Tensor) -> torch.Tensor:

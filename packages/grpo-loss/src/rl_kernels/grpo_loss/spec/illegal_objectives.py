@@ -9,7 +9,7 @@ import torch
 
 from rl_kernels.core.testing import given
 from rl_kernels.core.testing.spec import Change, Inputs
-from rl_kernels.lab.illegal import Row
+from rl_kernels.lab.check.illegal import Row
 
 
 def _value(match: str, **options: Any) -> Row:

@@ -8,7 +8,7 @@ import torch
 
 from rl_kernels.core.testing import IllegalCall, edited, given
 from rl_kernels.core.testing.spec import Change
-from rl_kernels.lab.illegal import (
+from rl_kernels.lab.check.illegal import (
     Row,
     illegal_backends,
     illegal_ids,

@@ -15,7 +15,7 @@ import torch
 
 from rl_kernels.core.operator import Operator
 from rl_kernels.core.testing import Case, Inputs
-from rl_kernels.lab.rows import RowLayout
+from rl_kernels.lab.check.rows import RowLayout
 
 FORWARD, BOTH = "forward", "forward + backward"
 GOALS, SMALL, HOST = "goals", "small", "host"

@@ -20,7 +20,7 @@ from rl_kernels.lab.bench.arena import Arena
 from rl_kernels.lab.check.candidate import readable
 from rl_kernels.lab.check.compare import FACTORS, ROUNDING, fence_of, magnitudes_of, ulp
 from rl_kernels.lab.check.guard import Results, named
-from rl_kernels.lab.rows import RowLayout, Rows
+from rl_kernels.lab.check.rows import RowLayout, Rows
 
 BLOCK = 2**24
 """Elements of the widest tensor of a block: 128 MiB in FP64. A definition holds some twenty such tensors."""

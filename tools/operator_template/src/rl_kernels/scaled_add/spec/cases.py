@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from rl_kernels.core.testing import Case, Draw, Inputs, Spec
-from rl_kernels.lab.rows import RowLayout
+from rl_kernels.lab.check.rows import RowLayout
 from rl_kernels.scaled_add import reference
 from rl_kernels.scaled_add.spec.cases_dimensions import DIMENSIONS
 from rl_kernels.scaled_add.spec.illegal import ILLEGAL

@@ -19,7 +19,7 @@ from rl_kernels.lab.check.relations.determinism import unchanged_by
 from rl_kernels.lab.check.relations.lifetimes import PASSED, first_difference, lifetimes
 from rl_kernels.lab.check.result import Record
 from rl_kernels.lab.check.surroundings import Surroundings
-from rl_kernels.lab.transforms import STORAGE
+from rl_kernels.lab.check.transforms import STORAGE
 
 
 def hygiene(cell: Cell) -> Iterator[Record]:
