@@ -8,7 +8,7 @@ and backends out. Mutants that crash are drawn again; known equivalents are left
 mutants run once more without one; a test that fails without a mutant is an error. A record is continued; with
 ``--again`` its survivors are judged again.
 
-``python tools/mutation.py --seed 1 --count 300 --json tools/results/mutation.json``; ``nox -s mutation`` runs it.
+``python tools/mutation.py --seed 2 --count 300 --json tools/results/mutation.json``; ``nox -s mutation`` runs it.
 Exit status 1 if fewer than 95 % are caught.
 """
 
@@ -306,7 +306,7 @@ def write(path: Path, head: Mapping[str, Any], judgments: Sequence[dict[str, Any
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
     cli = argparse.ArgumentParser(description="Draw mutants of the operators, and count those that the tests catch.")
-    cli.add_argument("--seed", type=int, default=1, help="which mutants are drawn (default: 1)")
+    cli.add_argument("--seed", type=int, default=2, help="which mutants are drawn (default: 2, that of the record)")
     cli.add_argument("--count", type=int, default=300, help="how many, those that crash not counted (default: 300)")
     cli.add_argument("--package", nargs="+", choices=OPERATORS, default=OPERATORS, metavar="NAME", help="default: all")
     cli.add_argument("--without-triton", dest="triton", action="store_false", help="leave out the Triton backends")
