@@ -75,7 +75,10 @@ NVRTC = ("cuda-bindings", "nvidia-cuda-nvrtc")
 # kernels differ by the dtype of an instruction, and take at most two registers more or less. Triton launches and
 # compiles the same for sm_80, sm_86 and sm_89, of which the last has the least memory. `-- --arch all` compiles all.
 ALL_BUT_FP16 = ("--arch", "all", "--dtype", "bf16", "fp32")
-ONLY_FP16 = ("--arch", "all", "--dtype", "fp16", "--op", "fused_logp", "--op", "linear_logp")
+ONLY_FP16 = [
+    ("--arch", "all", "--dtype", "fp16", "--op", name, "--package", f"rl_kernels.{name}.backends.{backend}")
+    for name, backend in {"fused_logp": "cuda", "linear_logp": "cuda_sm90"}.items()
+]
 TRITON_TARGETS = ("--arch", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 
 # The interpreter of Triton 3.6 needs an older NumPy than the other sessions.
@@ -200,7 +203,7 @@ def kernels(session: nox.Session) -> None:
     session.install(*PINNED, *NVRTC, TRITON["3.6"][0])
     kept = session.create_tmp()
     env = {"RL_KERNELS_CACHE": kept, "TRITON_CACHE_DIR": kept}
-    for options in [session.posargs] if session.posargs else [ALL_BUT_FP16, ONLY_FP16]:
+    for options in [session.posargs] if session.posargs else [ALL_BUT_FP16, *ONLY_FP16]:
         session.run("rl-kernels", "compile", *options, env=env)
     session.run("rl-kernels", "compile", "--backend", "triton", *(session.posargs or TRITON_TARGETS), env=env)
     session.run("python", "-m", "pytest", "-q", "shared/lab/tests/test_compile_triton.py")

@@ -37,8 +37,9 @@ from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.dispatch import BackendUnavailable
 from rl_kernels.core.operator import Operator
 from rl_kernels.core.registry import kernel_registry
-from rl_kernels.core.testing import STORAGE, Case, Draw, Inputs, Spec, Transform, Variant, function_of, spec_of
+from rl_kernels.core.testing import Case, Draw, Inputs, Spec, Transform, Variant, function_of, spec_of
 from rl_kernels.lab.check.guard import named
+from rl_kernels.lab.check.transforms import STORAGE
 
 ERRORS = r"ERROR SUMMARY: (\d+) error"
 TOOLS = {"memcheck": ERRORS, "racecheck": r"RACECHECK SUMMARY: (\d+) hazard", "initcheck": ERRORS}

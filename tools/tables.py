@@ -21,7 +21,7 @@ from sections import demo, hardware, mismatch, models, operators, products, rank
 from sections.front import front_table
 from sections.text import filled, picture
 
-from rl_kernels.demo import plot
+from rl_kernels.demo import report
 from rl_kernels.lab.bench.record import read
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,7 +101,7 @@ def pages(root: Path) -> dict[str, dict[str, str]]:
 def pictures(root: Path) -> Iterator[tuple[Path, Callable[[Path], None]]]:
     """Yield each committed picture, with what draws it."""
     for file in (root / RESULTS).glob("*-demo.json"):
-        yield root / "docs" / f"{file.stem}.svg", partial(plot.draw, load(file))
+        yield root / "docs" / f"{file.stem}.svg", partial(report.draw, load(file))
     for file in (root / RESULTS).glob("mismatch.json"):
         yield root / "docs/mismatch.svg", partial(mismatch.draw, load(file))
 

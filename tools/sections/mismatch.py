@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from sections.text import ran_on
 
-from rl_kernels.demo import plot as panels
-from rl_kernels.demo.plot import BLUE, GREEN, ORANGE, RED, Line
+from rl_kernels.demo import report as panels
+from rl_kernels.demo.report import BLUE, GREEN, ORANGE, RED, Line
 from rl_kernels.lab.bench.plot import save
 from rl_kernels.lab.bench.report import as_table
 

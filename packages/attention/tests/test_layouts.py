@@ -2,14 +2,16 @@
 
 import importlib
 import random
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
 
-from rl_kernels.attention import det_attention
+from rl_kernels.attention import det_attention, reference
 from rl_kernels.attention.op import OPERATOR
 from rl_kernels.core.calls import forget
-from rl_kernels.core.testing import Case
+from rl_kernels.core.testing import Case, Draw
 from rl_kernels.lab.check import compare
 from rl_kernels.lab.check.conformance import cell, device
 from rl_kernels.lab.check.relations import check_relation
@@ -128,3 +130,49 @@ def gradients(q, k, v, where):
     return torch.autograd.grad(
         out, leaves, torch.linspace(-1, 1, out.numel(), device=out.device).to(out.dtype).view_as(out)
     )
+
+
+@pytest.fixture(params=["native", "triton", "triton-pointers"])
+def backend(request, monkeypatch):
+    """Return a backend; Triton's interpreter takes descriptors wherever it can, and in the last way pointers."""
+    name, _, has_pointers = request.param.partition("-")
+    if OPERATOR.backend(name).why_not(OPERATOR.describe(torch.zeros(1, 1, 1, 8, device=device()))):
+        pytest.skip("needs a GPU, or Triton's interpreter")
+    if has_pointers:
+        plan = importlib.import_module("rl_kernels.attention.backends.triton.plan")
+        monkeypatch.setattr(plan, "INTERPRETED", False)
+        monkeypatch.setattr(plan, "SMALL", 1 << 62)
+    forget()
+    yield name
+    forget()
+
+
+def test_windows_over_packed_sequences(backend):
+    """Windows that begin anywhere in a block of keys, rows of several tiles, one of the sequences behind."""
+    draw = Draw(torch.float32, device(), seed=5)
+    q, k, v, upstream = (draw.normal(105, heads, 8) for heads in (4, 2, 2, 4))
+    bounds = torch.tensor([0, 5, 105], device=device())
+    call = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "causal": True}
+    for left in (14, 94):
+        found = []
+        for function in (reference.det_attention, partial(det_attention, backend=backend)):
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            out = function(*leaves, **call, window=(left, 0))
+            found.append([out.detach(), *torch.autograd.grad(out, leaves, upstream)])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=f"window {left}")
+
+
+def test_one_page_and_entries_that_are_not_in_use(backend):
+    draw = Draw(torch.float32, device(), seed=6)
+    for size, pages in product((16, 48, 128), (1, 3)):
+        q, k, v = draw.normal(2, 3, 4, 8), draw.normal(pages, size, 2, 8), draw.normal(pages, size, 2, 8)
+        table, used = torch.tensor([[pages - 1, 7], [0, -1]], device=device()), torch.tensor([9, 4], device=device())
+        call = {"seqused_k": used, "causal": True, "backend": backend}
+        with pytest.raises(ValueError, match="block_table: expected values"):
+            det_attention(q, k, v, block_table=table + 1, **call)
+        found = det_attention(q, k, v, block_table=table, **call)
+        for b, (page, count) in enumerate(zip(table[:, 0], used, strict=True)):
+            keys = (x[page, None, :count] for x in (k, v))
+            alone = reference.det_attention(q[b : b + 1], *keys, causal=True)
+            torch.testing.assert_close(found[b : b + 1], alone, rtol=1e-4, atol=1e-5)

@@ -171,3 +171,25 @@ def test_effective_samples_are_0_where_all_ratios_underflow(backend: str) -> Non
     _, metrics = api.grpo_loss_from_advantages(*arguments, return_metrics=True, backend=backend)
     assert metrics[METRICS.index("effective_samples")] == 0
     assert metrics.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nonfinite_tokens_are_counted(backend: str) -> None:
+    call = _call("grpo", "token", {}, on_policy=False)
+    for name, value in (("current_logps", math.nan), ("old_logps", -math.inf)):
+        _, metrics = grpo_loss_from_advantages(
+            **_with(_with(call, name, PLACE, value), name, (2, 1), value), return_metrics=True, backend=backend
+        )
+        assert metrics[METRICS.index("nonfinite")] == 2
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "vespo"])
+def test_log_ratios_at_their_bounds(loss_type: str) -> None:
+    """The sum of a sequence's log-ratios, and a token's, are bounded by 20."""
+    for shift in (-45.0, -30.0, -19.0, 19.0, 25.0, 45.0):
+        call = _call(loss_type, "token", {}, on_policy=False)
+        call["old_logps"] = call["current_logps"] - shift / 5
+        call["old_logps"][2, 2] += shift
+        expected = reference.grpo_loss_from_advantages(**call)
+        found = grpo_loss_from_advantages(**call, backend="native")
+        torch.testing.assert_close(found.loss.double(), expected.loss.double(), rtol=1e-4, atol=1e-6)

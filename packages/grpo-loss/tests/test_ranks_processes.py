@@ -21,6 +21,7 @@ from rl_kernels.grpo_loss import (
     grpo_loss,
     grpo_loss_from_advantages,
 )
+from rl_kernels.grpo_loss.ranks import shared_groups
 
 BATCH, LENGTH, RANKS = 8, 13, 2
 CUTS = ((4, 4), (3, 5), (0, 8))
@@ -174,3 +175,13 @@ def test_process_group_is_checked() -> None:
         grpo_loss(**call, process_group=3)
     with pytest.raises(TypeError, match="process_group: expected a ProcessGroup or a DeviceMesh"):
         group_advantages(call["rewards"], samples_per_prompt=4, process_group="dp")
+
+
+def test_ranks_compare_the_bits_of_tensors() -> None:
+    def form(boundaries: Any) -> Any:
+        return shared_groups((None, boundaries))["group_boundaries"]
+
+    one = torch.tensor([0.5, 3.0])
+    for other in (one.nextafter(one + 1), one.double(), one[None], one.flip(0), one.tolist()):
+        assert form(other) != form(one)
+    assert form(one.clone()) == form(one) == str(form(one))

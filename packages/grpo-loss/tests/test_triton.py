@@ -206,6 +206,15 @@ def test_sequences_around_the_largest_number_of_lanes(loss_type: str, length: in
     _close(_results(call), _results(call, "native"))
 
 
+def test_the_largest_and_the_least_ratio_of_a_lane() -> None:
+    """Tokens 0 and 1024, 1 and 1025 have a lane in common."""
+    call = _objective("grpo", 1030, rollout_ratio=None)
+    for place, ratio in {0: 3.0, 1024: 2.5, 1: 0.2, 1025: 0.25}.items():
+        call["old_logps"][0, place] = call["current_logps"].detach()[0, place] - torch.tensor(ratio).log()
+        call["completion_mask"][0, place] = True
+    _close(_results(call), _results(call, "native"))
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_more_than_2_to_the_31_tokens() -> None:

@@ -76,6 +76,7 @@ PLANTED = (
 class TestConformance(Conformance):
     operator = OPERATOR
     planted = PLANTED
+    smoke = ("bias", "plain")
     large = (
         Case("few-rows", {"batch": 1, "seq": 129, "hidden": 2048, "vocab": 32768}, {"return_stats": True}),
         Case(

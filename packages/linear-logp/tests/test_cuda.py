@@ -146,3 +146,13 @@ def test_pieces_and_blocks_of_rows_change_no_bit(hopper, monkeypatch):
     monkeypatch.setattr(backward, "LEAST_HEIGHT", 128)
     forget()
     assert same(both(BACKEND, hidden, weight, ids.int(), bias, memory=Memory(1), **options), expected)
+
+
+def test_only_rows_that_tma_cannot_read_are_copied():
+    x = torch.randn(6, 64).bfloat16()
+    for fits in (x, x[2:], x[:, 8:56]):
+        assert cuda_tiles.copyable(fits) is fits
+    for other in (x[:, 1:], x[:, :60].clone(), x[:, ::2], x.t(), x[:1].expand(6, 64)):
+        copied = cuda_tiles.copyable(other)
+        assert torch.equal(copied, other)
+        assert copied.data_ptr() != other.data_ptr()

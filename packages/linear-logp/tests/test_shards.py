@@ -17,6 +17,7 @@ from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.linear_logp import vocab_shards
 from rl_kernels.linear_logp.op import OPERATOR, describe, ops
 from rl_kernels.linear_logp.spec import virtual
+from rl_kernels.linear_logp.vocabulary import has_empty_segments
 
 MODULES = tuple(f"rl_kernels.linear_logp.{name}" for name in ("inputs", "backward", "backends.native"))
 BUGS = (
@@ -180,8 +181,9 @@ def test_planted_bug_fails_in_a_virtual_group(bug: Bug) -> None:
 
 
 def test_shards_are_whole_segments() -> None:
-    for vocab in (1, 1023, 1024, 1025, 8192, 8193, 32000, 128256, 151936):
+    for vocab in (1, 1023, 1024, 1025, 7168, 8192, 8193, 32000, 128256, 151936):
         segments = vocab_shards(vocab, 8)
+        assert has_empty_segments(vocab) == any(start == stop for start, stop in segments)
         for ranks in RANKS:
             shards = vocab_shards(vocab, ranks)
             assert shards[0][0] == 0

@@ -112,3 +112,19 @@ def test_capped_logits_and_their_slope(cap: float, scale: float) -> None:
     t = (x.double() * scale / cap).tanh()
     torch.testing.assert_close(capped.double(), cap * t, rtol=5e-7, atol=0, equal_nan=True)
     torch.testing.assert_close(slope.double(), scale * (1 - t.square()), rtol=0, atol=5e-7 * scale, equal_nan=True)
+
+
+def test_some_logits_kept_and_ids_out_of_range() -> None:
+    """The last columns of the logits are kept, the first are formed again; an unchecked id spoils its row alone."""
+    draw = Draw(torch.float32, DEVICE, seed=9)
+    hidden, weight, ids = draw.normal(64, 8), draw.normal(5000, 8), draw.ids(5000, 64)
+    found = []
+    for saved_mib in (0, 1):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        logp = linear_logp(*leaves, ids, backend="triton", memory=Memory(saved_mib=saved_mib))
+        found.append([logp.detach(), *torch.autograd.grad(logp.square().sum(), leaves)])
+    for kept, formed in zip(*found, strict=True):
+        torch.testing.assert_close(kept, formed)
+    ids[3], ids[40] = 5000, -1
+    logp = linear_logp(hidden, weight, ids, backend="triton", validate=False)
+    assert logp.isnan().nonzero().flatten().tolist() == [3, 40]

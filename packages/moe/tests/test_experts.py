@@ -135,3 +135,20 @@ def test_rounded_steps_explain_the_error_of_the_weights_gradient(activation: str
     share = error / (deviation * torch.finfo(torch.bfloat16).eps / 12**0.5)
     assert 0.3 < share.square().mean().sqrt() < 1
     assert share.abs().max() < 4
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
+def test_backends_agree_on_blocks_of_k_and_on_each_activation(activation: str) -> None:
+    """70 and 66 terms are more than a block of K has."""
+    draw, found = Draw(torch.float32, DEVICE, seed=3), []
+    hidden, ids = draw.normal(4, 70), torch.tensor([[0, 1], [1, 1], [1, 0], [0, 0]], device=DEVICE)
+    weights = draw.uniform(0.2, 0.8, 4, 2)
+    gate_up, down = draw.normal(2, 132, 70, scale=70**-0.5), draw.normal(2, 70, 66, scale=66**-0.5)
+    upstream = draw.normal(4, 70)
+    for backend in BACKENDS:
+        leaves = [x.clone().requires_grad_() for x in (hidden, gate_up, down, weights)]
+        out = experts(*leaves[:3], ids, leaves[3], activation=activation, backend=backend)
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, upstream)])
+    for values in zip(*found, strict=True):
+        for other in values[1:]:
+            torch.testing.assert_close(other, values[0], rtol=1e-4, atol=1e-5)

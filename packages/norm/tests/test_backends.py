@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from rl_kernels.core.testing import Case, Draw, far, spec_of
+from rl_kernels.core.testing import Case, Draw, far
 from rl_kernels.core.testing.planted import Bug, Mutants, planted
 from rl_kernels.lab.check.conformance import Conformance
 from rl_kernels.norm import layer_norm, reference, rms_norm
@@ -53,18 +53,12 @@ PLANTED = (
 class TestConformance(Conformance):
     operator = OPERATOR
     planted = PLANTED
+    smoke = ("plain", "layer-residual")
     large = (
         Case("many-rows", {"batch": 4100, "hidden": 4096}, {"residual": True}),
         Case("many-heads", {"batch": 70000, "hidden": 128}),
         Case("layer", {"batch": 2050, "hidden": 5120}, {"bias": True}, "layer_norm"),
     )
-
-    @pytest.mark.smoke
-    def test_plain_case(self):
-        for name in ("plain", "layer-residual"):
-            for relation in ("accuracy", "gradients", "invariance"):
-                self.test_relation("native", relation, "fp32", spec_of(OPERATOR).case(name))
-        self.test_relation("native", "robustness", "fp32", spec_of(OPERATOR).case("plain"))
 
 
 def drawn(rows, width, dtype=torch.float32, device="cpu"):

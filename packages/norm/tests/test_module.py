@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -44,3 +46,9 @@ def test_several_dims_are_refused(made: type[nn.Module]) -> None:
     for shape in ((3, 16), 2.0, True):
         with pytest.raises(TypeError, match="normalized_shape"):
             made(shape)
+
+
+def test_defaults_are_pytorch_s() -> None:
+    for ours, theirs in ((RMSNorm, nn.RMSNorm), (LayerNorm, nn.LayerNorm)):
+        for parameter in inspect.signature(theirs).parameters.values():
+            assert inspect.signature(ours).parameters[parameter.name].default == parameter.default

@@ -14,12 +14,13 @@ import torch
 
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.registry import GROUP, KernelRegistry
-from rl_kernels.core.testing import Case, RowLayout, Spec
+from rl_kernels.core.testing import Case, Spec
 from rl_kernels.lab.check.candidate import Candidate
 from rl_kernels.lab.check.cell import Cell, Setting
 from rl_kernels.lab.check.isolation import remote
 from rl_kernels.lab.check.relations import check_relation, determinism
 from rl_kernels.lab.check.result import Check
+from rl_kernels.lab.check.rows import RowLayout
 
 WORKER = "rl_kernels.lab.check.isolation.worker"
 START = f"""

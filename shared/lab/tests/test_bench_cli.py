@@ -11,11 +11,12 @@ import torch
 
 from rl_kernels.core.dispatch import choose
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
-from rl_kernels.core.testing import Case, RowLayout
+from rl_kernels.core.testing import Case
 from rl_kernels.lab.bench import cli, runner
 from rl_kernels.lab.bench.definition import GOALS, SMALL, Benchmark, Peer, Shape, Work, forward_and_backward, plain
 from rl_kernels.lab.bench.measure import EVENTS, GRAPH, Clock, Measurement
 from rl_kernels.lab.bench.record import read
+from rl_kernels.lab.check.rows import RowLayout
 
 
 def double(x, *, backend=None):

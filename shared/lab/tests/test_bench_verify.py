@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from rl_kernels.core.contract import contract
-from rl_kernels.core.testing import Case, RowLayout, Spec
+from rl_kernels.core.testing import Case, Spec
 from rl_kernels.lab.bench.arena import Arena, DeviceDraw
 from rl_kernels.lab.bench.verify import Wrong, call, verify
 from rl_kernels.lab.check import compare
+from rl_kernels.lab.check.rows import RowLayout
 
 LAYOUT = RowLayout({"x": 1, "shift": 0}, frozenset({"output", "gradient:x"}))
 

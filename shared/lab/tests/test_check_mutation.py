@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
-from rl_kernels.core.testing import Case, IllegalCall, RowLayout, Spec, edited
+from rl_kernels.core.testing import Case, IllegalCall, Spec, edited
 from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.lab.check.candidate import backend_candidate
 from rl_kernels.lab.check.cell import Cell, Setting
 from rl_kernels.lab.check.mutation import Baseline
 from rl_kernels.lab.check.mutation.controls import CONTROLS
+from rl_kernels.lab.check.rows import RowLayout
 
 SOURCES = {
     "__init__": """

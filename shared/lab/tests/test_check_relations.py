@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from rl_kernels.core.dispatch import BackendUnavailable
-from rl_kernels.core.testing import Case, IllegalCall, RowLayout, Spec
+from rl_kernels.core.testing import Case, IllegalCall, Spec
 from rl_kernels.lab.check.candidate import Candidate
 from rl_kernels.lab.check.cell import Cell, Setting
 from rl_kernels.lab.check.relations import RELATIONS, check_relation
 from rl_kernels.lab.check.result import Check, Skip
+from rl_kernels.lab.check.rows import RowLayout
 
 
 def softplus_sum(x, *, scale=1.0):

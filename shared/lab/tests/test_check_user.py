@@ -10,8 +10,9 @@ import pytest
 
 from rl_kernels.core.loading import load
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
-from rl_kernels.core.testing import Case, IllegalCall, RowLayout, Spec
+from rl_kernels.core.testing import Case, IllegalCall, Spec
 from rl_kernels.lab.check import cli
+from rl_kernels.lab.check.rows import RowLayout
 
 
 def scaled(x, y, *, scale=1.0, backend=None):

@@ -111,6 +111,23 @@ def test_the_statement_at_a_line(line, lines):
     assert statement_at(STATEMENTS, line) == lines
 
 
+@pytest.mark.parametrize("error", ["TypeError", "AttributeError"])
+@pytest.mark.parametrize(
+    ("message", "crashed"),
+    [
+        ("raised {}: not a tensor", True),
+        ("logp: got InterpreterError: {}('not a tensor')", True),
+        ("{}('not a tensor')", True),
+        ("""InterpreterError("{}('not a tensor')")""", True),
+        ("rank 1 raised:\nTraceback\n{}: not a tensor", True),
+        ("expected a {}", False),
+        ("InterpreterError('ValueError(0)')", False),
+    ],
+)
+def test_the_message_of_a_crash(error, message, crashed):
+    assert bool(judge.CRASHED.search(message.format(error))) == crashed
+
+
 @pytest.fixture
 def toy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

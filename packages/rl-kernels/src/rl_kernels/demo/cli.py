@@ -14,7 +14,7 @@ import torch
 
 from rl_kernels.core import BackendUnavailable
 from rl_kernels.core.command import Parser, count, location, table, write_json
-from rl_kernels.demo import parallel, plot, report
+from rl_kernels.demo import parallel, report
 from rl_kernels.demo.task import CPU, GPU, Settings
 from rl_kernels.demo.train import Record, Trainer
 from rl_kernels.demo.ways import Ours, Stock
@@ -33,8 +33,9 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser("rl-kernels demo", DESCRIPTION)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to train (%(default)s)")
     parser.add_argument("--out", type=location, default="rl-kernels-demo", help="folder to write to (%(default)s)")
-    over_ranks = "over the ranks of torchrun, on the CPU: tensor or data parallelism"
-    parser.add_argument("--parallel", choices=tuple(parallel.RANKS), help=over_ranks)
+    parser.add_argument(
+        "--parallel", choices=tuple(parallel.RANKS), help="cut by tensors or data over torchrun's ranks"
+    )
     default = f"of training ({CPU.steps}, on a GPU {GPU.steps}, with --parallel {parallel.STEPS})"
     parser.add_argument("--steps", type=count(1, 31), help=default)
     parser.add_argument("--seed", type=count(0, 63), default=CPU.seed, help="of weights and draws (%(default)s)")
@@ -78,10 +79,7 @@ def unusable(arguments: argparse.Namespace) -> str | None:
 
 
 def run(settings: Settings, device: str, out: Path) -> Record:
-    """Train, compare, print, and write ``curves.png`` and ``run.json`` into ``out``; return the verdict.
-
-    A Llama is trained twice, by ours and in stock PyTorch; the small policy once, and compared further at the end.
-    """
+    """Train, a Llama in stock PyTorch too; write ``curves.png`` and ``run.json`` into ``out``; return the verdict."""
     start, runs, backends = time.perf_counter(), dict[str, list[Record]](), dict[str, dict[str, str]]()
     for way in (Ours, Stock) if settings.llama else (Ours,):
         trainer = Trainer(settings, way, device, watched=[way("FP32")] if settings.llama else WATCHED)
@@ -97,7 +95,7 @@ def run(settings: Settings, device: str, out: Path) -> Record:
     document: Record = {"model": {"parameters": parameters}, "environment": machine, "settings": asdict(settings)}
     document |= {"backends": backends, "verdict": verdict, "comparison": cases, "runs": runs}
     write_json(out / "run.json", document)
-    plot.draw(document, out / "curves.png")
+    report.draw(document, out / "curves.png")
     twice = ("the same run twice", *runs, report.QUOTIENT)
     print(table(twice, report.side_by_side(runs)) if settings.llama else report.comparison(cases))
     print(f"\n{text}")

@@ -31,8 +31,7 @@ def trained(settings: Settings, way: str, parts: int, group: ProcessGroup | None
     """
 
     def cut(policy: Policy) -> None:
-        """Cut attention by heads, other layers by columns and rows; without a group of ranks, only their sums."""
-        # Four segments of a sum: the narrowest layer has 64 inputs, 16 for each.
+        # Attention by heads, other layers by columns and rows; without a group, only the sums, in 4 segments.
         ranks = Ranks(group if way == "tp" else None, 4, cuts_tokens=False)
         for name, layer in policy.blocks.named_modules():
             if isinstance(layer, torch.nn.Linear):
@@ -61,8 +60,8 @@ def run(settings: Settings, way: str) -> bool:
     # Under tensor parallelism all ranks score the same tokens.
     (tokens, mismatches, _), differing = gathered[:parts].sum(0).tolist(), int(gathered[0, 2])
     if is_first:
-        first, last = history[0]["reward"], history[-1]["reward"]
         print(f"GRPO over {size} ranks, {way}, gloo, and the same in one process")
+        first, last = history[0]["reward"], history[-1]["reward"]
         print(f"reward: {first:.3f} in the first step, {last:.3f} in the last of {len(history)}")
         print(f"log-probs of rollout and training: {mismatches} of {tokens:,} differ in any bit")
         total = sum(value.numel() for value in weights.values())

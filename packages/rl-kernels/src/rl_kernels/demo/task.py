@@ -57,8 +57,8 @@ class Settings:
 
 CPU = Settings()
 GPU = replace(CPU, steps=200, prompts=64, shortest=4, longest=8, learning_rate=1.5e-4, warmup_steps=20, beta=0.0)
+# A Llama of 104 million parameters, whose width the learning rate suits.
 GPU = replace(GPU, llama=True, dtype="BF16", width=768, feed_forward=3072, layers=12, heads=12)
-"""A Llama of 104 million parameters, whose width the learning rate suits."""
 
 
 def draw_prompt(source: random.Random, settings: Settings) -> str:

@@ -63,8 +63,7 @@ class Trainer:
         self.settings, self.own, self.device = settings, way(settings.dtype), torch.device(device)
         self.parts, self.group, self.draws = parts, group, random.Random(settings.seed)
         self.watched, self.sampler, self.clips = watched, rollout or self.own, cut is None
-        all_numerics = {self.own, self.sampler, *watched}
-        self.models = {numerics: make(settings, self.device, numerics.dtype) for numerics in all_numerics}
+        self.models = {each: make(settings, self.device, each.dtype) for each in {self.own, self.sampler, *watched}}
         self.model = self.models[self.own]
         if cut is not None:
             cut(self.model)
@@ -73,8 +72,8 @@ class Trainer:
         self.reference = copy.deepcopy(self.model).requires_grad_(False) if settings.beta else None
         # BF16 is too coarse for small updates: AdamW takes its steps on FP32 copies of the weights.
         self.masters = [nn.Parameter(weight.detach().float()) for weight in self.model.parameters()]
-        fused = self.device.type == "cuda"
-        self.optimizer = torch.optim.AdamW(self.masters, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
+        on_gpu = self.device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(self.masters, betas=(0.9, 0.95), weight_decay=0.0, fused=on_gpu)
         self.backends: dict[str, dict[str, str]] = {}  # numerics -> operator -> the backend that ran it
         self.answers: list[tuple[str, str, float]] = []  # prompt, answer and reward of all that the last step sampled
 
@@ -118,8 +117,7 @@ class Trainer:
         prompts = [prompt for prompt in drawn for _ in range(settings.samples_per_prompt)]
         generator = torch.Generator(self.device).manual_seed(self.draws.getrandbits(63))
         size = settings.prompts * settings.samples_per_prompt
-        first = 0 if self.group is None else group_rank(self.group) * size
-        mine = slice(None) if self.group is None else slice(first, first + size)
+        mine = slice(None) if self.group is None else slice(first := group_rank(self.group) * size, first + size)
         return sample(self.loaded(self.sampler), prompts, self.sampler, settings, generator, mine)
 
     @torch.no_grad()
@@ -130,10 +128,7 @@ class Trainer:
 
     @torch.no_grad()
     def compare(self, numerics: Stock, batch: Batch, stride: int | None = None) -> Record:
-        """Decode a rollout's tokens again with the current weights, and compare with one training pass over all tokens.
-
-        With a stride, only every ``stride``-th sequence is decoded, and alone.
-        """
+        """Decode a rollout again, or with a stride some rows, each alone; compare with one training pass over all."""
         model, rows = self.loaded(numerics), slice(None, None, stride)
         parts = [slice(row, row + 1) for row in range(0, len(batch.answers), stride)] if stride else [rows]
         decoded = torch.cat([decoded_logps(model, batch.rows(part), numerics, self.settings) for part in parts])
@@ -174,6 +169,5 @@ class Trainer:
             nn.utils.clip_grad_norm_(self.masters, 1.0)
         self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.step()
-        with torch.no_grad():
-            self.own.load(self.model, self.masters)
+        self.loaded(self.own)
         self.optimizer.zero_grad()

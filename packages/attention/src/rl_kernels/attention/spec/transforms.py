@@ -10,7 +10,8 @@ import torch
 
 from rl_kernels.attention.reference import queries_of
 from rl_kernels.attention.spec.places import OF_KEYS, Piece, cache, integers, packed, paged, pieces_of, places_of
-from rl_kernels.core.testing import Case, Draw, Inputs, Transform, Variant, as_int32, options
+from rl_kernels.core.testing import Case, Draw, Inputs, Transform, Variant
+from rl_kernels.lab.check.transforms import as_int32, options
 
 LAYOUT_ARGUMENTS = frozenset(
     {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from rl_kernels.core.testing import Case, RowLayout
+from rl_kernels.core.testing import Case
 from rl_kernels.det_gemm.spec.cases import COLUMNS, DW, LINEAR, ROWS
 from rl_kernels.lab.bench.definition import (
     GOALS,
@@ -22,6 +22,7 @@ from rl_kernels.lab.bench.definition import (
     plain,
 )
 from rl_kernels.lab.bench.peers import no_split_k, tf32
+from rl_kernels.lab.check.rows import RowLayout
 
 WEIGHTS = ((4096, 4096), (12288, 4096), (4096, 12288), (24576, 4096), (4096, 14336))
 """N and K of the table of goals; SHARD is the skinny one."""

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from rl_kernels.core.constants import STEP
-from rl_kernels.core.testing import Case, Draw, Inputs, RowLayout, Spec, Variant
+from rl_kernels.core.testing import Case, Draw, Inputs, Spec, Variant
 from rl_kernels.det_gemm import reference
 from rl_kernels.det_gemm.spec.cases_dimensions import DIMENSIONS, with_values
 from rl_kernels.det_gemm.spec.illegal import ILLEGAL
+from rl_kernels.lab.check.rows import RowLayout
 
 LINEAR, DW = "det_linear", "det_gemm_dw"
 CUT_OFF = 2.0**-23 / 2.0**-22

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from rl_kernels.core.testing import IllegalCall, Inputs, edited, given, illegal_backends, with_main_grad
-from rl_kernels.core.testing.illegal import Row
+from rl_kernels.core.testing import IllegalCall, Inputs, edited, given
 from rl_kernels.core.testing.spec import Change
+from rl_kernels.lab.check.illegal import Row, illegal_backends, with_main_grad
 
 
 def _other_dtype(x: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from rl_kernels.core.testing import IllegalCall, Inputs, edited, given
-from rl_kernels.core.testing.illegal import Row, illegal_backends, illegal_ids, illegal_temperatures
 from rl_kernels.core.testing.spec import Change
+from rl_kernels.lab.check.illegal import Row, illegal_backends, illegal_ids, illegal_temperatures
 
 
 def _two_rows(make: Callable[[torch.Tensor], Inputs]) -> Change:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from rl_kernels.core.testing import IllegalCall, edited, given
-from rl_kernels.core.testing.illegal import Row, illegal_backends, illegal_numbers
 from rl_kernels.core.testing.spec import Change, Inputs
 from rl_kernels.grpo_loss.spec import illegal_objectives
+from rl_kernels.lab.check.illegal import Row, illegal_backends, illegal_numbers
 
 
 def _tensor(name: str, *, optional: bool = False, dtype: torch.dtype = torch.int64) -> list[Row]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from rl_kernels.core.testing import given
-from rl_kernels.core.testing.illegal import Row
 from rl_kernels.core.testing.spec import Change, Inputs
+from rl_kernels.lab.check.illegal import Row
 
 
 def _value(match: str, **options: Any) -> Row:

@@ -8,8 +8,9 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from rl_kernels.core.testing import Case, Draw, Inputs, Variant, options
+from rl_kernels.core.testing import Case, Draw, Inputs, Variant
 from rl_kernels.grpo_loss.spec.magnitudes import GRADIENT
+from rl_kernels.lab.check.transforms import options
 
 TOKENS = ("current_logps", "old_logps", "ref_logps", "advantages", "completion_mask", "rollout_ratio", "entropy")
 SEQUENCES = ("rewards", "advantages", "rollout_ratio")

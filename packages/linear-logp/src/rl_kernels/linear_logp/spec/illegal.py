@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from rl_kernels.core.testing import IllegalCall, edited, given
-from rl_kernels.core.testing.illegal import (
+from rl_kernels.core.testing.spec import Change
+from rl_kernels.lab.check.illegal import (
     Row,
     illegal_backends,
     illegal_ids,
@@ -15,7 +16,6 @@ from rl_kernels.core.testing.illegal import (
     illegal_temperatures,
     with_main_grad,
 )
-from rl_kernels.core.testing.spec import Change
 
 WEIGHT, MAIN_GRAD = "lm_head_weight", "lm_head_weight.main_grad"
 

@@ -7,18 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from rl_kernels.core.testing import (
-    IGNORED,
-    Case,
-    Draw,
-    Inputs,
-    RowLayout,
-    Variant,
-    as_int32,
-    bad_ids,
-    options,
-    temperature_as_tensor,
-)
+from rl_kernels.core.testing import IGNORED, Case, Draw, Inputs, Variant
+from rl_kernels.lab.check.rows import RowLayout
+from rl_kernels.lab.check.transforms import as_int32, bad_ids, options, temperature_as_tensor
 
 ROWS = RowLayout(
     arguments={"hidden": 1, "target_ids": 0, "temperature": 0},

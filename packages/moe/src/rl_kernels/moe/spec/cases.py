@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from rl_kernels.core.testing import Case, Draw, Inputs, RowLayout, Spec, Variant
-from rl_kernels.core.testing.transforms import as_int32, one_nan, options
+from rl_kernels.core.testing import Case, Draw, Inputs, Spec, Variant
+from rl_kernels.lab.check.rows import RowLayout
+from rl_kernels.lab.check.transforms import as_int32, one_nan, options
 from rl_kernels.moe import reference
 from rl_kernels.moe.spec.cases_dimensions import DIMENSIONS, sizes
 from rl_kernels.moe.spec.illegal import ILLEGAL

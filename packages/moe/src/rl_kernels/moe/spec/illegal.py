@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rl_kernels.core.testing import IllegalCall, edited, given, illegal_backends, with_main_grad
+from rl_kernels.core.testing import IllegalCall, edited, given
+from rl_kernels.lab.check.illegal import illegal_backends, with_main_grad
 
 
 def _other_dtype(x: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from rl_kernels.core.testing import Case, Draw, Inputs, RowLayout, Variant
+from rl_kernels.core.testing import Case, Draw, Inputs, Variant
+from rl_kernels.lab.check.rows import RowLayout
 
 STEP, STEP_OF_NARROW, NARROW = 16, 128, 512
 """Rows of a step, or a multiple of them, in the sums of weight and bias; the second for up to NARROW columns."""

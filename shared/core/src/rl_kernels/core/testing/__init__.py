@@ -2,7 +2,6 @@
 
 from rl_kernels.core.testing.batch import RLBatch, make_synthetic_rl_kernel_batch
 from rl_kernels.core.testing.draw import Draw
-from rl_kernels.core.testing.illegal import illegal_backends, illegal_ids, illegal_temperatures, with_main_grad
 from rl_kernels.core.testing.layouts import Chunks, Layout, Packed, chunk, pack, pad, permute
 from rl_kernels.core.testing.references import (
     INTEGERS,
@@ -16,6 +15,7 @@ from rl_kernels.core.testing.references import (
     selected_logprobs,
 )
 from rl_kernels.core.testing.spec import (
+    IGNORED,
     Case,
     IllegalCall,
     Inputs,
@@ -28,20 +28,11 @@ from rl_kernels.core.testing.spec import (
     spec_of,
 )
 from rl_kernels.core.testing.state import poisoned_empty, torch_threads
-from rl_kernels.core.testing.storage import STORAGE, far, with_layout
-from rl_kernels.core.testing.transforms import (
-    IGNORED,
-    RowLayout,
-    as_int32,
-    bad_ids,
-    options,
-    temperature_as_tensor,
-)
+from rl_kernels.core.testing.storage import far, with_layout
 
 __all__ = [
     "IGNORED",
     "INTEGERS",
-    "STORAGE",
     "Case",
     "Chunks",
     "Draw",
@@ -51,12 +42,9 @@ __all__ = [
     "Layout",
     "Packed",
     "RLBatch",
-    "RowLayout",
     "Spec",
     "Transform",
     "Variant",
-    "as_int32",
-    "bad_ids",
     "bits_of",
     "chunk",
     "drift",
@@ -64,13 +52,9 @@ __all__ = [
     "far",
     "function_of",
     "given",
-    "illegal_backends",
-    "illegal_ids",
-    "illegal_temperatures",
     "make_synthetic_rl_kernel_batch",
     "masked_mean",
     "masked_sum",
-    "options",
     "pack",
     "pad",
     "permute",
@@ -79,8 +63,6 @@ __all__ = [
     "reference_kl",
     "selected_logprobs",
     "spec_of",
-    "temperature_as_tensor",
     "torch_threads",
     "with_layout",
-    "with_main_grad",
 ]

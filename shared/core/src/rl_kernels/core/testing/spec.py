@@ -18,6 +18,8 @@ from rl_kernels.core.testing.grouped import flat
 
 Inputs = dict[str, Any]
 """Keyword arguments of a public function."""
+IGNORED = -100
+"""The id of padding rows, for operators with ``ignore_index``."""
 
 
 @dataclass(frozen=True)

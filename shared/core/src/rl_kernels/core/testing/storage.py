@@ -1,33 +1,8 @@
-"""Memory layouts of a tensor: every other element, column-major, at an odd address; garbage in every gap."""
+"""Memory layouts of a tensor: every other element, column-major, at an odd address, far apart; garbage in gaps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
-
-from rl_kernels.core.testing.draw import Draw
-from rl_kernels.core.testing.spec import Case, Inputs, Transform, Variant
-
-
-def strided(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Store each tensor as every other element of its storage, as the middle of a larger one, or column-major."""
-    tensors = _tensors(inputs)
-    yield Variant("every other element", {**inputs, **{name: _every_other(value) for name, value in tensors.items()}})
-    yield Variant("in the middle", {**inputs, **{name: _inside_all_dims(value) for name, value in tensors.items()}})
-    swapped = {name: value.mT.contiguous().mT for name, value in tensors.items() if value.ndim >= 2}
-    if swapped:
-        yield Variant("stored column by column", {**inputs, **swapped})
-
-
-def offset(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
-    """Store each tensor at an address that is aligned only to its element size."""
-    shifted = {name: _between_garbage(value) for name, value in _tensors(inputs).items()}
-    yield Variant("one element into the storage", {**inputs, **shifted})
-
-
-STORAGE: dict[str, Transform] = {"strided": strided, "offset": offset}
-"""Transforms that apply to every operator, whatever its arguments mean."""
 
 
 def with_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -39,7 +14,7 @@ def with_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
     if layout == "column":
         return x.t().contiguous().t()
     if layout == "apart":
-        return _every_other(x)
+        return every_other(x)
     if layout == "odd":
         return garbage(x, rows, columns + 1)[:, 1:].copy_(x)
     return x
@@ -66,11 +41,8 @@ def garbage(like: torch.Tensor, *shape: int) -> torch.Tensor:
     return like.new_full(shape, True if like.dtype == torch.bool else torch.iinfo(like.dtype).max)
 
 
-def _tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.ndim}
-
-
-def _every_other(value: torch.Tensor) -> torch.Tensor:
+def every_other(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy in every other element of its storage."""
     return garbage(value, *value.shape[:-1], 2 * value.shape[-1])[..., ::2].copy_(value)
 
 
@@ -78,14 +50,3 @@ def inside(value: torch.Tensor, dim: int) -> torch.Tensor:
     """Return a copy inside a tensor that is larger by one at the start of a dim."""
     larger = garbage(value, *(size + (at == dim) for at, size in enumerate(value.shape)))
     return larger.narrow(dim, 1, value.shape[dim]).copy_(value)
-
-
-def _inside_all_dims(value: torch.Tensor) -> torch.Tensor:
-    """Return a copy inside a tensor that is larger by one on each side of every dim."""
-    larger = garbage(value, *(size + 2 for size in value.shape))
-    return larger[(slice(1, -1),) * value.ndim].copy_(value)
-
-
-def _between_garbage(value: torch.Tensor) -> torch.Tensor:
-    flat = garbage(value, value.numel() + 2)
-    return flat[1:-1].view(value.shape).copy_(value)

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from rl_kernels.core.operator import Operator
-from rl_kernels.core.testing import Case, Inputs, RowLayout
+from rl_kernels.core.testing import Case, Inputs
+from rl_kernels.lab.check.rows import RowLayout
 
 FORWARD, BOTH = "forward", "forward + backward"
 GOALS, SMALL, HOST = "goals", "small", "host"

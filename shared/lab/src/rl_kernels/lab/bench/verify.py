@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from rl_kernels.core.contract import DTYPES, Tolerance, contract
-from rl_kernels.core.testing import Inputs, RowLayout
-from rl_kernels.core.testing.transforms import Rows
+from rl_kernels.core.testing import Inputs
 from rl_kernels.lab.bench.arena import Arena
 from rl_kernels.lab.check.candidate import readable
 from rl_kernels.lab.check.compare import FACTORS, ROUNDING, fence_of, magnitudes_of, ulp
 from rl_kernels.lab.check.guard import Results, named
+from rl_kernels.lab.check.rows import RowLayout, Rows
 
 BLOCK = 2**24
 """Elements of the widest tensor of a block: 128 MiB in FP64. A definition holds some twenty such tensors."""

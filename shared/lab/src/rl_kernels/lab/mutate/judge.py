@@ -18,14 +18,16 @@ from rl_kernels.lab.mutate.session import ARGUMENTS, COLLECTING, Chosen, Ended, 
 CAUGHT, TIMEOUT, SURVIVED, INVALID = "caught", "timeout", "survived", "invalid"
 CRASHES = ("TypeError", "NameError", "UnboundLocalError", "SyntaxError", "AttributeError", "ImportError")
 _NAMES = f"(?:{'|'.join(CRASHES)})"
+_IN_KERNEL = r"(?:InterpreterError\W+)*"
 CRASHED = re.compile(
-    rf"\b(?:raised|got) (?:InterpreterError: )?{_NAMES}\b|\Arank \d+ raised:.*^{_NAMES}: ", re.DOTALL | re.MULTILINE
+    rf"\b(?:raised|got) {_IN_KERNEL}{_NAMES}\b|\A{_IN_KERNEL}{_NAMES}\(|\Arank \d+ raised:.*^{_NAMES}: ",
+    re.DOTALL | re.MULTILINE,
 )
-"""Matches the message of a check whose implementation crashed, or of a rank that did."""
+"""Matches the message of a check whose implementation crashed, of Triton's interpreter, or of a rank that did."""
 PASSED, NOTHING_SELECTED = 0, 5
 LEAST = 10.0
 """Seconds of a core that any test may take with a mutant: the first of a process loads what others find loaded."""
-LONG = 10.0
+LONG = 60.0
 """Tests that take more seconds of a core than this, with the trace, are not shown to mutants."""
 
 
@@ -39,7 +41,7 @@ class TracedTest(NamedTuple):
     @property
     def limit(self) -> float:
         """Seconds of CPU time that it may take with a mutant."""
-        return LEAST + 5 * self.seconds
+        return LEAST + 2 * self.seconds
 
 
 class Verdict(NamedTuple):

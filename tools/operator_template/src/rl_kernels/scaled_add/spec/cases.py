@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from rl_kernels.core.testing import Case, Draw, Inputs, RowLayout, Spec
+from rl_kernels.core.testing import Case, Draw, Inputs, Spec
+from rl_kernels.lab.check.rows import RowLayout
 from rl_kernels.scaled_add import reference
 from rl_kernels.scaled_add.spec.cases_dimensions import DIMENSIONS
 from rl_kernels.scaled_add.spec.illegal import ILLEGAL

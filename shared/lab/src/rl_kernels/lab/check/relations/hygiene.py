@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from rl_kernels.core.testing import STORAGE, Inputs, Variant
+from rl_kernels.core.testing import Inputs, Variant
 from rl_kernels.lab.check import compare
 from rl_kernels.lab.check.cell import Cell
 from rl_kernels.lab.check.compare import Comparison
@@ -19,6 +19,7 @@ from rl_kernels.lab.check.relations.determinism import unchanged_by
 from rl_kernels.lab.check.relations.lifetimes import PASSED, first_difference, lifetimes
 from rl_kernels.lab.check.result import Record
 from rl_kernels.lab.check.surroundings import Surroundings
+from rl_kernels.lab.check.transforms import STORAGE
 
 
 def hygiene(cell: Cell) -> Iterator[Record]:

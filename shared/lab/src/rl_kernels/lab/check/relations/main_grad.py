@@ -19,6 +19,8 @@ FEW = 32
 """A buffer with at most this many numbers may look rounded by chance."""
 UNEVEN = 1.37
 HALF = (torch.bfloat16, torch.float16)
+MORE = ALONE, COLUMNS, FROZEN, RENEWED, CAST = " alone", " of columns", "frozen", "renewed", "cast"
+"""Checks beside the first; the first two are suffixes to the name of a gradient."""
 
 
 def main_grad(cell: Cell, upstream: Results) -> Iterator[Record]:
@@ -29,14 +31,16 @@ def main_grad(cell: Cell, upstream: Results) -> Iterator[Record]:
     # An FP32 buffer cannot hold an FP64 gradient. One in four generated cases is enough.
     if cell.dtype_name == "fp64" or (cell.case.relations and zlib.crc32(cell.case.name.encode()) % 4):
         return
-    for name in sorted(cell.spec.main_grad & set(cell.leaves)):
-        ways = {"": (cell.leaves, False), " alone": ([name], False), " of columns": (cell.leaves, True)}
+    names = sorted(cell.spec.main_grad & set(cell.leaves))
+    # Where calls are slow, the plainest case runs all checks, each other case one more for one of its weights.
+    more = () if cell.is_brief else MORE if cell.is_first else cell.some(MORE)
+    for name in names if cell.is_first else cell.some(names):
         needed = cell.candidate.backend is not None
-        for label, (leaves, strided) in ways.items():
-            if label and cell.is_brief:
-                break
+        for label in ("", *(label for label in (ALONE, COLUMNS) if label in more)):
             try:
-                run = cell.run(_with_buffer(cell, name, strided), leaves=leaves)
+                run = cell.run(
+                    _with_buffer(cell, name, label == COLUMNS), leaves=[name] if label == ALONE else cell.leaves
+                )
                 gradient = run.two_at_once(upstream)[f"gradient:{name}"]
                 needed = needed or bool(run.inputs[name].main_grad.any())
             except Misbehaved as error:
@@ -47,11 +51,11 @@ def main_grad(cell: Cell, upstream: Results) -> Iterator[Record]:
             yield _added(cell, name, upstream, gradient, label)
             if not label and cell.inputs[name].dtype in HALF:
                 yield _unrounded(cell, name, upstream)
-        if needed and not cell.is_brief:
-            if len(cell.leaves) > 1:
-                yield _frozen(cell, name, upstream)
+        if needed and FROZEN in more and len(cell.leaves) > 1:
+            yield _frozen(cell, name, upstream)
+        if needed and RENEWED in more:
             yield _renewed(cell, name, upstream)
-        if needed and not cell.is_brief and name in cell.spec.autocast.get(cell.case.function, ()):
+        if needed and CAST in more and name in cell.spec.autocast.get(cell.case.function, ()):
             yield _cast(cell, name, upstream)
 
 

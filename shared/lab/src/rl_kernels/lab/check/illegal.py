@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from rl_kernels.core.testing.spec import Change, IllegalCall, Inputs, edited, given
+from rl_kernels.core.testing import IllegalCall, Inputs, edited, given
+from rl_kernels.core.testing.spec import Change
 
 Row = tuple[str, Change, type[Exception], str]
 """Name, change of a good call, exception, and part of its message: the fields of an ``IllegalCall``."""

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from rl_kernels.core.testing import IGNORED, STORAGE, Case, Draw, RowLayout, bits_of, options
+from rl_kernels.core.testing import IGNORED, Case, Draw, bits_of
+from rl_kernels.lab.check.rows import RowLayout
+from rl_kernels.lab.check.transforms import STORAGE, options
 
 CASE = Case("plain", {"rows": 6, "size": 5})
 LAYOUT = RowLayout(

@@ -6,13 +6,12 @@ operator. Each variant keeps the original rows among others, and compares exactl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from rl_kernels.core.testing.draw import Draw
-from rl_kernels.core.testing.spec import Case, Inputs, Transform, Variant
+from rl_kernels.core.testing import IGNORED, Case, Draw, Inputs, Transform, Variant
 from rl_kernels.core.testing.storage import inside
 
 BATCHES = (1, 2, 3, 4, 9, 16, 17, 33, 65, 129, 257)
@@ -20,8 +19,6 @@ BATCHES = (1, 2, 3, 4, 9, 16, 17, 33, 65, 129, 257)
 MORE_BATCHES = (63, 64, 65, 127, 128, 256, 2050)
 """More batch sizes, if a row and the arguments shared by all rows have at most ``LITTLE`` numbers."""
 LITTLE = 6000
-IGNORED = -100
-"""The id of padding rows, for operators with ``ignore_index``."""
 FILLER = -1
 """Entry of a row index for a row that is not from the base call."""
 
@@ -231,76 +228,3 @@ def _chunks(rows: Rows, draw: Draw) -> Iterator[Variant]:
     cut = draw.integer(1, rows.count)
     yield rows.variant(f"rows before the cut at {cut}", torch.arange(cut))
     yield rows.variant(f"rows from the cut at {cut}", torch.arange(cut, rows.count))
-
-
-def options(**named: Mapping[str, object]) -> Transform:
-    """Return a transform that only changes options: ``options(stats={"return_stats": True})``.
-
-    It yields no variant for an option that the base call sets already: that would be another computation.
-    """
-
-    def variants(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
-        for label, changes in named.items():
-            if not changes.keys() & inputs.keys():
-                yield Variant(label.replace("_", " "), {**inputs, **changes})
-
-    return variants
-
-
-def temperature_as_tensor(ids: str) -> Transform:
-    """Return a transform that gives a temperature as a tensor of equal values, of the shape of the argument ``ids``."""
-
-    def variants(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
-        temperature = inputs.get("temperature", 1.0)
-        if not isinstance(temperature, torch.Tensor):
-            value = torch.full(inputs[ids].shape, temperature, device=draw.device)
-            yield Variant("temperature as a tensor", {**inputs, "temperature": value})
-
-    return variants
-
-
-def as_int32(*names: str) -> Transform:
-    """Return a transform that gives integer arguments as int32: all, and if there are several, each of them alone."""
-
-    def variants(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
-        present = [name for name in names if name in inputs]
-        yield Variant("int32", {**inputs, **{name: inputs[name].int() for name in present}})
-        if len(present) > 1:
-            for name in present:
-                yield Variant(f"int32 {name}", {**inputs, name: inputs[name].int()})
-
-    return variants
-
-
-def bad_ids(
-    ids: str, vocabulary: Callable[[Inputs], int], rows: Container[str], sums: Container[str] = ()
-) -> Transform:
-    """Return a transform that gives the first and the last row an unchecked id out of range.
-
-    Results with ``rows`` are NaN there and keep their bits elsewhere; ``sums`` over rows are NaN. Other results are not
-    compared.
-    """
-
-    def variants(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
-        if "row_indices" in inputs:
-            return
-        bad = torch.zeros(inputs[ids].shape, dtype=torch.bool, device=draw.device)
-        bad.view(-1)[[0, -1]] = True
-
-        def with_nan(name: str, result: torch.Tensor) -> torch.Tensor | None:
-            if name in sums:
-                return torch.full_like(result, torch.nan)
-            if name not in rows:
-                return None
-            return one_nan(name, result.masked_fill(bad if result.ndim == bad.ndim else bad[..., None], torch.nan))
-
-        for value in (vocabulary(inputs), -1):
-            changed = {ids: inputs[ids].masked_fill(bad, value), "validate": False}
-            yield Variant(f"id {value}", {**inputs, **changed}, with_nan, one_nan)
-
-    return variants
-
-
-def one_nan(name: str, result: torch.Tensor) -> torch.Tensor:
-    """Return a result with the same NaN for every NaN: sign and payload are not compared."""
-    return result.masked_fill(result.isnan(), torch.nan)
