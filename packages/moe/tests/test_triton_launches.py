@@ -20,8 +20,9 @@ from rl_kernels.moe.reference import split
 from rl_kernels.moe.routes import sort_routes
 
 BACKEND = "rl_kernels.moe.backends.triton"
+MODULES = (f"{BACKEND}.sorting", f"{BACKEND}.grouped", "rl_kernels.moe.launches", f"{BACKEND}.backend")
 BUGS = (
-    Bug("tiles of another height", "Sort(ids, count, cuts.gate_up.rows)", "Sort(ids, count, cuts.gate_up.columns)"),
+    Bug("tiles of another height", "Sort(ids, count, kit.cuts.gate_up.rows)", "Sort(ids, count, kit.cuts.gate_up.columns)"),
     Bug("last columns left out", "tiles * ceil_div(double // 2, cut.columns)", "tiles * (double // 2 // cut.columns)"),
     Bug("last routes are not sorted", "ceil_div(routes, order.BLOCK", "(lambda x, y: x // y)(routes, order.BLOCK"),
     Bug("terms of the next expert", "k * b.stride(2) and not k % cut.inner", "k * b.stride(2)"),
@@ -267,4 +268,4 @@ def test_few_routes_are_sorted_by_one_launch() -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_planted_host_bug_fails(bug: Bug) -> None:
     with pytest.raises((AssertionError, RuntimeError, IndexError)):
-        check_all(partial(planted, [f"{BACKEND}.{name}" for name in ("sorting", "grouped", "backend")], bug))
+        check_all(partial(planted, MODULES, bug))

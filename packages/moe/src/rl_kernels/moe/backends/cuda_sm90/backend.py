@@ -1,0 +1,72 @@
+"""The backend ``cuda-sm90`` of experts and route: products of routes by TMA and WGMMA, other steps in Triton."""
+
+from __future__ import annotations
+
+import torch
+
+from rl_kernels.core.cuda.gemm.matmul import Product as MatrixProduct
+from rl_kernels.core.cuda.program import Program
+from rl_kernels.core.triton_lib.schedule import Schedule
+from rl_kernels.moe.activations import NAMES
+from rl_kernels.moe.backends.cuda_sm90 import gradient
+from rl_kernels.moe.backends.cuda_sm90.gradient import WeightGradient
+from rl_kernels.moe.backends.cuda_sm90.products import ALONE, CODES, HALVES, NEIGHBORS, Form, GateUp, Product
+from rl_kernels.moe.backends.triton import backend as triton
+from rl_kernels.moe.backends.triton import routing
+from rl_kernels.moe.backends.triton.schedule import Schedules
+from rl_kernels.moe.launches import Kit, raw_ops
+
+__all__ = [
+    "backward",
+    "backward_into",
+    "forward",
+    "forward_kept",
+    "programs",
+    "route_backward",
+    "route_backward_into",
+    "route_choose",
+    "route_logits",
+]
+
+FEW = 40
+"""Largest mean number of an expert's routes for which products are bound by loads, and Triton's tiles are lower."""
+PAIR, WHOLE = Schedule(128, 128, 64, 12, 4), Schedule(128, 256, 64, 12, 4)
+"""Tiles of the first product, whose columns are those of the activation, and of all others."""
+
+
+def kit_of(routes: int, experts: int, dtype: torch.dtype, device: torch.device) -> Kit:
+    """Return the products of a call."""
+    if routes <= FEW * experts:
+        return triton.kit_of(routes, experts, dtype, device)
+    return Kit(Schedules(PAIR, WHOLE, WHOLE, WHOLE), GateUp, Product, WeightGradient)
+
+
+forward, forward_kept, backward, backward_into = raw_ops(kit_of)
+route_logits, route_backward, route_backward_into = routing.raw_ops(MatrixProduct)
+route_choose = routing.route_choose
+
+
+def programs(arch: str) -> list[Program]:
+    """Return the programs to compile for a target: all of them for ``sm_90a``, none for others."""
+    halves = [dtype for dtype in CODES if dtype != torch.float32] if arch == "sm_90a" else []
+    flags = [(left, continues) for left in (False, True) for continues in (False, True)]
+    return [
+        *(form.program for dtype in halves for form in _forms(dtype)),
+        *(gradient.program(dtype, left=left, continues=continues) for dtype in halves for left, continues in flags),
+    ]
+
+
+def _forms(dtype: torch.dtype) -> list[Form]:
+    """Return the kernels of the products for weights that TMA reads."""
+    tile = (WHOLE.rows, WHOLE.columns)
+    rest = [
+        (dtype, False, True, ALONE, 0, False),
+        (torch.float32, True, False, ALONE, 0, False),
+        *(
+            (dtype, True, False, pair, activation, keeps)
+            for pair in (HALVES, NEIGHBORS)
+            for activation in range(len(NAMES))
+            for keeps in (False, True)
+        ),
+    ]
+    return [Form(dtype, out, *tile, major, *more) for out, *more in rest for major in (0, 1)]

@@ -1,0 +1,185 @@
+// Gradients of experts' weights on Hopper: out[expert, N, K] = left[routes, N]^T right[routes, K], over the routes of each
+// expert, or continued in an FP32 out of any strides.
+//
+// Order of every sum, which is the contract: one chain over the routes of an expert in their order, 16 a step from its
+// first one on, zeros after the last one, as in core's product.
+//
+//   block      a producer warpgroup and two consumer warpgroups with 64 rows of out each; persistent, experts ascending
+//   tile       128 x TILE_N of out
+//   stage      64 routes of both operands; a ring of STAGES
+//   operands   rows of one are tokens, which the producer's threads copy; rows of the other are in the order of routes: TMA
+//              copies them but for an expert's last ones, behind which the threads write zeros
+//
+// Defines: DTYPE 1 BF16, 2 FP16; TILE_N; STAGES; LEFT: rows of left are tokens, else those of right; CONTINUES.
+#include "rows.cuh"
+
+using namespace rlk;
+
+struct Args {
+    const void *left, *right;
+    void* out;
+    // Strides of out in numbers; read only with CONTINUES.
+    i64 out_expert, out_row, out_column;
+    const int *routes, *bounds;
+    int experts, n, k, slots;
+};
+
+namespace {
+
+using Number = Numbers<DTYPE>::Type;
+constexpr int CONSUMERS = 2, TILE_M = CONSUMERS * MMA_M, THREADS = (CONSUMERS + 1) * WARPGROUP;
+using Ring = RingOf<Number, MN_MAJOR, MN_MAJOR, TILE_M, TILE_N, 1, STAGES>;
+using Sums = float[TILE_N / 2];
+
+// The tiles of a block, one after the other.
+struct Walk {
+    const Args& p;
+    int down, across, index, expert, row, column, first, end;
+    __device__ explicit Walk(const Args& p) : p(p), index(blockIdx.x) {
+        down = (p.n + TILE_M - 1) / TILE_M, across = (p.k + TILE_N - 1) / TILE_N;
+        place();
+    }
+    __device__ bool done() const { return expert >= p.experts; }
+    __device__ void advance() {
+        index += gridDim.x;
+        place();
+    }
+    __device__ void place() {
+        expert = index / (down * across);
+        if (done()) return;
+        const int within = index % (down * across);
+        row = within % down * TILE_M, column = within / down * TILE_N;
+        first = p.bounds[expert], end = p.bounds[expert + 1];
+    }
+    __device__ int stages() const { return Ring::stages_of(end - first); }
+};
+
+// ---- producer ----
+
+// The rows of a stage that a thread copies: positions from `first` on, or tokens of their routes; 0 is none, else the
+// number plus 1.
+struct Rows {
+    static constexpr int COUNT = SPAN / Share::APART;
+    u32 position[COUNT], token[COUNT];
+    __device__ void read(const Args& p, const Share& share, int first, int end) {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            const int at = first + share.row + i * Share::APART;
+            position[i] = at < end ? at + 1 : 0;
+            token[i] = at < end ? p.routes[at] / p.slots + 1 : 0;
+        }
+    }
+};
+
+// Copies PIECES boxes of 64 rows and 64 columns from `column` on.
+template <int PIECES>
+__device__ void copy_rows(char* box, const void* from, const Share& share, const u32 (&row)[Rows::COUNT], int column,
+                          int columns) {
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) {
+        const int at = column + piece * SPAN + share.chunk * PER_CHUNK<Number>;
+#pragma unroll
+        for (int i = 0; i < Rows::COUNT; ++i) {
+            const bool live = at < columns && row[i];
+            const i64 number = live ? static_cast<i64>(row[i] - 1) * columns + at : 0;
+            copy_chunk(box + piece * PIECE + share.at + i * Share::APART * SWIZZLE,
+                       static_cast<const char*>(from) + number * Number::SIZE, !live);
+        }
+    }
+}
+
+__device__ void produce(const Args& p, const Ring& ring, const TensorMap& map) {
+    const bool leads = threadIdx.x == 0;
+    if (leads) prefetch(map);
+    const Share share;
+    Ring::Slot slot;
+    for (Walk walk(p); !walk.done(); walk.advance()) {
+        Rows rows;
+        rows.read(p, share, walk.first, walk.end);
+        ring.produce(slot, walk.stages(), [&](int stage, int step) {
+            const int first = walk.first + step;
+            const bool whole = first + SPAN <= walk.end;
+            Barrier& full = ring.full[stage];
+            if (leads) {
+                full.arrive_expecting(whole ? (LEFT ? Ring::B_BYTES : Ring::A_BYTES) : 0);
+                if (whole) {
+                    if constexpr (LEFT)
+                        load_tile<MN_MAJOR, TILE_N>(ring.b(stage), map, full, walk.column, first);
+                    else
+                        load_tile<MN_MAJOR, TILE_M>(ring.a(stage), map, full, walk.row, first);
+                }
+            }
+            if (LEFT || !whole)
+                copy_rows<TILE_M / SPAN>(ring.a(stage), p.left, share, LEFT ? rows.token : rows.position, walk.row, p.n);
+            if (!LEFT || !whole)
+                copy_rows<TILE_N / SPAN>(ring.b(stage), p.right, share, LEFT ? rows.position : rows.token, walk.column, p.k);
+            full.arrive_after_copies();
+            rows.read(p, share, first + SPAN, walk.end);
+        });
+    }
+}
+
+// ---- consumers ----
+
+// Calls f(sum, address) for a thread's sums of a tile that lie inside an FP32 out.
+template <class F>
+__device__ void each_inside(const Args& p, const Walk& walk, int group, Sums& d, F f) {
+    i64 down = p.out_row, right = p.out_column;
+    const Fragment mine;
+    const int row = walk.row + group * MMA_M + mine.row, column = walk.column + mine.column;
+    i64 begin = walk.expert * p.out_expert + row * down + column * right;
+    // Hides the numbers from the compiler. Otherwise it keeps addresses during the products, and runs out of registers.
+    asm volatile("" : "+l"(down), "+l"(right), "+l"(begin));
+    float* at = static_cast<float*>(p.out) + begin;
+#pragma unroll
+    for (int i = 0; i < TILE_N / 2; ++i) {
+        const int y = i / 2 % 2 * 8, x = i / 4 * 8 + i % 2;
+        if (row + y < p.n && column + x < p.k) f(d[i], at + y * down + x * right);
+    }
+}
+
+__device__ void consume(const Args& p, const Ring& ring) {
+    const int group = warp_index() / WARPS_OF_GROUP - 1;
+    Stores stores(ring.end() + group * 2 * PIECE, 1 + group);
+    Ring::Slot slot;
+    for (Walk walk(p); !walk.done(); walk.advance()) {
+        if (CONTINUES && walk.first == walk.end) continue;
+        Sums d;
+#pragma unroll
+        for (int i = 0; i < TILE_N / 2; ++i) d[i] = 0.0f;
+        if constexpr (CONTINUES) each_inside(p, walk, group, d, [](float& sum, const float* at) { sum = *at; });
+        ring.mainloop<false, true>(slot, walk.stages(), group, Turns(ring.turns, group), d);
+        if constexpr (CONTINUES) {
+            each_inside(p, walk, group, d, [](float& sum, float* at) { *at = sum; });
+        } else {
+            using Boxes = Outgoing<Number, TILE_N, false>;
+            const int first = walk.row + group * MMA_M + stores.share.row;
+            char* out = static_cast<char*>(p.out) + static_cast<i64>(walk.expert) * p.n * p.k * Number::SIZE;
+#pragma unroll
+            for (int column = 0; column < TILE_N; column += Boxes::WIDTH)
+                stores.store<Number>(
+                    walk.column + column, p.k, [&](char* box) { Boxes::fill(box, column, d); },
+                    [&](int i) -> char* {
+                        const int row = first + i * Share::APART;
+                        return row < p.n ? out + static_cast<i64>(row) * p.k * Number::SIZE : nullptr;
+                    });
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    gradient(const __grid_constant__ TensorMap map, const __grid_constant__ Args p) {
+    const Ring ring;
+    ring.open(1 + WARPGROUP, CONSUMERS);
+    wait_for_prerequisites();
+    launch_dependents();
+    if (warp_index() < WARPS_OF_GROUP) {
+        give_registers<56>();
+        produce(p, ring, map);
+    } else {
+        take_registers<224>();
+        consume(p, ring);
+    }
+}
