@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from rl_kernels.core.cuda.gemm.matmul import Product as MatrixProduct
@@ -10,7 +12,7 @@ from rl_kernels.core.triton_lib.schedule import Schedule
 from rl_kernels.moe.activations import NAMES
 from rl_kernels.moe.backends.cuda_sm90 import gradient
 from rl_kernels.moe.backends.cuda_sm90.gradient import WeightGradient
-from rl_kernels.moe.backends.cuda_sm90.products import ALONE, CODES, HALVES, NEIGHBORS, Form, GateUp, Product
+from rl_kernels.moe.backends.cuda_sm90.products import CODES, HALVES, NEIGHBORS, Form, GateUp, Product
 from rl_kernels.moe.backends.triton import backend as triton
 from rl_kernels.moe.backends.triton import routing
 from rl_kernels.moe.backends.triton.schedule import Schedules
@@ -58,15 +60,15 @@ def programs(arch: str) -> list[Program]:
 
 def _forms(dtype: torch.dtype) -> list[Form]:
     """Return the kernels of the products for weights that TMA reads."""
-    tile = (WHOLE.rows, WHOLE.columns)
-    rest = [
-        (dtype, False, True, ALONE, 0, False),
-        (torch.float32, True, False, ALONE, 0, False),
+    of_routes = [
+        partial(Form, dtype, dtype, gathered=False, scattered=True),
+        partial(Form, dtype, torch.float32, gathered=True, scattered=False),
+        partial(Form, dtype, dtype, gathered=True, scattered=False),
         *(
-            (dtype, True, False, pair, activation, keeps)
+            partial(Form, dtype, dtype, gathered=True, scattered=False, pair=pair, activation=activation, keeps=keeps)
             for pair in (HALVES, NEIGHBORS)
             for activation in range(len(NAMES))
             for keeps in (False, True)
         ),
     ]
-    return [Form(dtype, out, *tile, major, *more) for out, *more in rest for major in (0, 1)]
+    return [form(rows=WHOLE.rows, columns=WHOLE.columns, b_major=major) for form in of_routes for major in (0, 1)]
