@@ -67,7 +67,7 @@ def product(launch: TritonLaunch) -> None:
     out = dense(launch["OUT"], len(launch["OUT"]), outputs)
     weight = weight_of(launch, outputs, columns)
     for expert, positions in tiles_of(launch):
-        rows = launch["ROUTES"][positions] if launch["SCATTERED"] else positions
+        rows = routes_at(launch, positions) if launch["SCATTERED"] else positions
         out[rows.long()] = sums(launch, weight, expert, positions, launch["GATHERED"]).to(out.dtype)
 
 
@@ -84,9 +84,20 @@ def gate_up(launch: TritonLaunch) -> None:
 
 def tiles_of(launch: TritonLaunch) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield expert and positions of each tile."""
+    if launch["TILES"] is None:
+        assert launch["ROUTES"].shape == (1, launch["SLOTS"])
+        assert launch.grid[0] >= launch["SLOTS"]
+        found = enumerate(launch["ROUTES"][0].tolist())
+        yield from ((expert, torch.tensor([slot])) for slot, expert in found if 0 <= expert < launch["E"])
+        return
     for expert, first, end in dense(launch["TILES"], 3, launch["size"]).t().tolist():
         if expert < launch["E"]:
             yield expert, torch.arange(first, min(first + launch["BLOCK_M"], end))
+
+
+def routes_at(launch: TritonLaunch, positions: torch.Tensor) -> torch.Tensor:
+    """Return the routes at positions."""
+    return positions if launch["TILES"] is None else launch["ROUTES"][positions]
 
 
 def weight_of(launch: TritonLaunch, outputs: int, columns: int) -> torch.Tensor:
@@ -113,7 +124,7 @@ def sums(
         assert not gathered
         assert left.block_shape == [launch["BLOCK_M"], launch["BLOCK_K"]]
         left = left.value
-    rows = launch["ROUTES"][positions] // launch["SLOTS"] if gathered else positions
+    rows = routes_at(launch, positions) // launch["SLOTS"] if gathered else positions
     total = dense(left, len(left), inner)[rows].double() @ weight[expert].double().t()
     return total if launch["BIAS"] is None else total + launch["BIAS"][expert].double()
 

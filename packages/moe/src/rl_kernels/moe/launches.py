@@ -69,12 +69,14 @@ def _forward(
     first = kit.gate_up(gate_up, routes, slots, kit.cuts.gate_up, NAMES.index(activation), interleaved, keeps)
     second = kit.product(down, routes, slots, kit.cuts.down, scattered=True)
     combine = _combine(ids, count, width)
+    # The routes of a single token need no order: each is a tile.
+    is_alone = len(ids) == 1 and not keeps
 
     def launch(*arguments: Any) -> Any:
         hidden, gate_up, down, ids, weights, gate_up_bias, down_bias, shared = _readable(arguments[:8], but=(1, 2))
         out = hidden.new_empty(hidden.shape)
         with device_of(hidden):
-            order, tiles = sort(ids)
+            order, tiles = (ids, None) if is_alone else sort(ids)
             z, h = first(hidden, gate_up, gate_up_bias, order, tiles)
             if routes:
                 combine(second(h, down, down_bias, order, tiles), ids, weights, shared, out)

@@ -31,27 +31,32 @@ constexpr int CONSUMERS = 2, TILE_M = CONSUMERS * MMA_M, THREADS = (CONSUMERS + 
 using Ring = RingOf<Number, MN_MAJOR, MN_MAJOR, TILE_M, TILE_N, 1, STAGES>;
 using Sums = float[TILE_N / 2];
 
-// The tiles of a block, one after the other.
+// A tile: its expert, the expert's routes, and its first row and column of out.
+struct Tile {
+    int expert, first, end, row, column;
+    __device__ int stages() const { return Ring::stages_of(end - first); }
+};
+
+// The tiles of a block, one after the other; the next one is read ahead.
 struct Walk {
     const Args& p;
-    int down, across, index, expert, row, column, first, end;
+    int down, across, index;
+    Tile tile, next;
     __device__ explicit Walk(const Args& p) : p(p), index(blockIdx.x) {
         down = (p.n + TILE_M - 1) / TILE_M, across = (p.k + TILE_N - 1) / TILE_N;
-        place();
+        tile = read();
     }
-    __device__ bool done() const { return expert >= p.experts; }
-    __device__ void advance() {
+    __device__ Tile read() const {
+        const int expert = index / (down * across), within = index % (down * across);
+        if (expert >= p.experts) return {p.experts, 0, 0, 0, 0};
+        return {expert, p.bounds[expert], p.bounds[expert + 1], within % down * TILE_M, within / down * TILE_N};
+    }
+    __device__ bool done() const { return tile.expert == p.experts; }
+    __device__ void read_ahead() {
         index += gridDim.x;
-        place();
+        next = read();
     }
-    __device__ void place() {
-        expert = index / (down * across);
-        if (done()) return;
-        const int within = index % (down * across);
-        row = within % down * TILE_M, column = within / down * TILE_N;
-        first = p.bounds[expert], end = p.bounds[expert + 1];
-    }
-    __device__ int stages() const { return Ring::stages_of(end - first); }
+    __device__ void advance() { tile = next; }
 };
 
 // ---- producer ----
@@ -94,27 +99,29 @@ __device__ void produce(const Args& p, const Ring& ring, const TensorMap& map) {
     const Share share;
     Ring::Slot slot;
     for (Walk walk(p); !walk.done(); walk.advance()) {
+        const Tile tile = walk.tile;
+        walk.read_ahead();
         Rows rows;
-        rows.read(p, share, walk.first, walk.end);
-        ring.produce(slot, walk.stages(), [&](int stage, int step) {
-            const int first = walk.first + step;
-            const bool whole = first + SPAN <= walk.end;
+        rows.read(p, share, tile.first, tile.end);
+        ring.produce(slot, tile.stages(), [&](int stage, int step) {
+            const int first = tile.first + step;
+            const bool whole = first + SPAN <= tile.end;
             Barrier& full = ring.full[stage];
             if (leads) {
                 full.arrive_expecting(whole ? (LEFT ? Ring::B_BYTES : Ring::A_BYTES) : 0);
                 if (whole) {
                     if constexpr (LEFT)
-                        load_tile<MN_MAJOR, TILE_N>(ring.b(stage), map, full, walk.column, first);
+                        load_tile<MN_MAJOR, TILE_N>(ring.b(stage), map, full, tile.column, first);
                     else
-                        load_tile<MN_MAJOR, TILE_M>(ring.a(stage), map, full, walk.row, first);
+                        load_tile<MN_MAJOR, TILE_M>(ring.a(stage), map, full, tile.row, first);
                 }
             }
             if (LEFT || !whole)
-                copy_rows<TILE_M / SPAN>(ring.a(stage), p.left, share, LEFT ? rows.token : rows.position, walk.row, p.n);
+                copy_rows<TILE_M / SPAN>(ring.a(stage), p.left, share, LEFT ? rows.token : rows.position, tile.row, p.n);
             if (!LEFT || !whole)
-                copy_rows<TILE_N / SPAN>(ring.b(stage), p.right, share, LEFT ? rows.position : rows.token, walk.column, p.k);
+                copy_rows<TILE_N / SPAN>(ring.b(stage), p.right, share, LEFT ? rows.position : rows.token, tile.column, p.k);
             full.arrive_after_copies();
-            rows.read(p, share, first + SPAN, walk.end);
+            rows.read(p, share, first + SPAN, tile.end);
         });
     }
 }
@@ -123,11 +130,11 @@ __device__ void produce(const Args& p, const Ring& ring, const TensorMap& map) {
 
 // Calls f(sum, address) for a thread's sums of a tile that lie inside an FP32 out.
 template <class F>
-__device__ void each_inside(const Args& p, const Walk& walk, int group, Sums& d, F f) {
+__device__ void each_inside(const Args& p, const Tile& tile, int group, Sums& d, F f) {
     i64 down = p.out_row, right = p.out_column;
     const Fragment mine;
-    const int row = walk.row + group * MMA_M + mine.row, column = walk.column + mine.column;
-    i64 begin = walk.expert * p.out_expert + row * down + column * right;
+    const int row = tile.row + group * MMA_M + mine.row, column = tile.column + mine.column;
+    i64 begin = tile.expert * p.out_expert + row * down + column * right;
     // Hides the numbers from the compiler. Otherwise it keeps addresses during the products, and runs out of registers.
     asm volatile("" : "+l"(down), "+l"(right), "+l"(begin));
     float* at = static_cast<float*>(p.out) + begin;
@@ -143,22 +150,24 @@ __device__ void consume(const Args& p, const Ring& ring) {
     Stores stores(ring.end() + group * 2 * PIECE, 1 + group);
     Ring::Slot slot;
     for (Walk walk(p); !walk.done(); walk.advance()) {
-        if (CONTINUES && walk.first == walk.end) continue;
+        const Tile tile = walk.tile;
+        walk.read_ahead();
+        if (CONTINUES && tile.first == tile.end) continue;
         Sums d;
 #pragma unroll
         for (int i = 0; i < TILE_N / 2; ++i) d[i] = 0.0f;
-        if constexpr (CONTINUES) each_inside(p, walk, group, d, [](float& sum, const float* at) { sum = *at; });
-        ring.mainloop<false, true>(slot, walk.stages(), group, Turns(ring.turns, group), d);
+        if constexpr (CONTINUES) each_inside(p, tile, group, d, [](float& sum, const float* at) { sum = *at; });
+        ring.mainloop<false, true>(slot, tile.stages(), group, Turns(ring.turns, group), d);
         if constexpr (CONTINUES) {
-            each_inside(p, walk, group, d, [](float& sum, float* at) { *at = sum; });
+            each_inside(p, tile, group, d, [](float& sum, float* at) { *at = sum; });
         } else {
             using Boxes = Outgoing<Number, TILE_N, false>;
-            const int first = walk.row + group * MMA_M + stores.share.row;
-            char* out = static_cast<char*>(p.out) + static_cast<i64>(walk.expert) * p.n * p.k * Number::SIZE;
+            const int first = tile.row + group * MMA_M + stores.share.row;
+            char* out = static_cast<char*>(p.out) + static_cast<i64>(tile.expert) * p.n * p.k * Number::SIZE;
 #pragma unroll
             for (int column = 0; column < TILE_N; column += Boxes::WIDTH)
                 stores.store<Number>(
-                    walk.column + column, p.k, [&](char* box) { Boxes::fill(box, column, d); },
+                    tile.column + column, p.k, [&](char* box) { Boxes::fill(box, column, d); },
                     [&](int i) -> char* {
                         const int row = first + i * Share::APART;
                         return row < p.n ? out + static_cast<i64>(row) * p.k * Number::SIZE : nullptr;
