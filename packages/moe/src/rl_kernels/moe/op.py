@@ -162,7 +162,13 @@ OPERATOR = Operator(
     schemas=SCHEMAS,
     fakes=FAKES,
     backends=(
-        cuda_backend("cuda-sm90", "rl_kernels.moe.backends.cuda_sm90.backend", archs="sm_90", limits=_cuda_limits),
+        cuda_backend(
+            "cuda-sm90",
+            "rl_kernels.moe.backends.cuda_sm90.backend",
+            archs="sm_90",
+            limits=_cuda_limits,
+            sources=["rl_kernels.moe.backends.cuda_sm90", "rl_kernels.core.cuda.gemm"],
+        ),
         triton_backend("rl_kernels.moe.backends.triton.backend"),
         Backend("native", "rl_kernels.moe.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
     ),

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from rl_kernels.core.cuda.gemm.ahead import programs_of
 from rl_kernels.core.cuda.gemm.matmul import Product as MatrixProduct
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.triton_lib.schedule import Schedule
@@ -50,9 +51,11 @@ route_choose = routing.route_choose
 
 def programs(arch: str) -> list[Program]:
     """Return the programs to compile for a target: all of them for ``sm_90a``, none for others."""
+    # Those of core are for route.
     halves = [dtype for dtype in CODES if dtype != torch.float32] if arch == "sm_90a" else []
     flags = [(left, continues) for left in (False, True) for continues in (False, True)]
     return [
+        *programs_of(arch),
         *(form.program for dtype in halves for form in _forms(dtype)),
         *(gradient.program(dtype, left=left, continues=continues) for dtype in halves for left, continues in flags),
     ]
