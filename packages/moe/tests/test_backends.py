@@ -18,7 +18,7 @@ TRITON = (
 )
 MODULES = ("order", "rows", "products", "sorting", "grouped")
 TRITON_MODULES = tuple(f"rl_kernels.moe.backends.triton.{name}" for name in MODULES)
-KERNELS = (*TRITON_MODULES, "rl_kernels.moe.launches", "rl_kernels.moe.backends.triton.backend")
+KERNELS = (*TRITON_MODULES, "rl_kernels.moe.backends.triton.launches", "rl_kernels.moe.backends.triton.backend")
 
 
 class TestConformance(Conformance):

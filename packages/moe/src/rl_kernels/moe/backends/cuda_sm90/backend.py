@@ -16,8 +16,8 @@ from rl_kernels.moe.backends.cuda_sm90.gradient import WeightGradient
 from rl_kernels.moe.backends.cuda_sm90.products import CODES, HALVES, NEIGHBORS, Form, GateUp, Product
 from rl_kernels.moe.backends.triton import backend as triton
 from rl_kernels.moe.backends.triton import routing
+from rl_kernels.moe.backends.triton.launches import Kit, raw_ops
 from rl_kernels.moe.backends.triton.schedule import Schedules
-from rl_kernels.moe.launches import Kit, raw_ops
 
 __all__ = [
     "backward",

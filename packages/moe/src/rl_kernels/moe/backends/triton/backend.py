@@ -7,8 +7,8 @@ import torch
 from rl_kernels.core.triton_lib.gemm import Product as MatrixProduct
 from rl_kernels.moe.backends.triton import routing
 from rl_kernels.moe.backends.triton.grouped import GateUp, Product, WeightGradient
+from rl_kernels.moe.backends.triton.launches import Kit, raw_ops
 from rl_kernels.moe.backends.triton.schedule import schedules_for
-from rl_kernels.moe.launches import Kit, raw_ops
 
 __all__ = [
     "backward",
