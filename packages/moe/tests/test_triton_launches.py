@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from experts_launches import STAND_INS, check, operands
 
 BACKEND = "rl_kernels.moe.backends.triton"
-MODULES = (f"{BACKEND}.sorting", f"{BACKEND}.grouped", "rl_kernels.moe.backends.triton.launches", f"{BACKEND}.backend")
+MODULES = (*(f"rl_kernels.moe.triton_lib.{name}" for name in ("sorting", "launches", "grouped")), f"{BACKEND}.backend")
 BUGS = (
     Bug("tiles of another height", "kit.cuts.gate_up.rows)", "kit.cuts.gate_up.columns)"),
     Bug("last columns left out", "tiles * ceil_div(double // 2, cut.columns)", "tiles * (double // 2 // cut.columns)"),

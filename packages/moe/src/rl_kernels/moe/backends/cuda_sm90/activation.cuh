@@ -1,4 +1,4 @@
-// The activations of experts on a thread's sums, with the instructions that Triton emits for backends/triton/rows.py, so
+// The activations of experts on a thread's sums, with the instructions that Triton emits for triton_lib/rows.py, so
 // that both backends have the same bits.
 #pragma once
 
@@ -17,10 +17,7 @@ __device__ inline float product(float x, float y) { return __fmaf_rn(x, y, 0.0f)
 
 // 1 / (1 + e^-x).
 __device__ inline float sigmoid(float x) {
-    float power, result;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(-x * LOG2E));
-    asm("div.full.f32 %0, %1, %2;" : "=f"(result) : "f"(1.0f), "f"(power + 1.0f));
-    return result;
+    return divide_full(1.0f, exp2_full(-x * LOG2E) + 1.0f);
 }
 
 // x, rounded to a 16-bit type.
@@ -36,8 +33,7 @@ __device__ inline float rounded(float x) {
 template <class T, Activation KIND>
 __device__ inline float activated(float gate, float up) {
     if constexpr (KIND == CLAMPED_SWIGLU) {
-        asm("min.f32 %0, %0, %1;" : "+f"(gate) : "f"(LIMIT));
-        asm("min.xorsign.abs.f32 %0, %0, %1;" : "+f"(up) : "f"(LIMIT));
+        gate = fminf(gate, LIMIT), up = copysignf(fminf(fabsf(up), LIMIT), up);
         const float inner = rounded<T>(sigmoid(rounded<T>(gate * SLOPE)));
         return product(rounded<T>(up + 1.0f), rounded<T>(product(gate, inner)));
     } else {

@@ -14,10 +14,9 @@ from rl_kernels.moe.activations import NAMES
 from rl_kernels.moe.backends.cuda_sm90 import gradient
 from rl_kernels.moe.backends.cuda_sm90.gradient import WeightGradient
 from rl_kernels.moe.backends.cuda_sm90.products import CODES, HALVES, NEIGHBORS, Form, GateUp, Product
-from rl_kernels.moe.backends.triton import backend as triton
-from rl_kernels.moe.backends.triton import routing
-from rl_kernels.moe.backends.triton.launches import Kit, raw_ops
-from rl_kernels.moe.backends.triton.schedule import Schedules
+from rl_kernels.moe.triton_lib import grouped, routing
+from rl_kernels.moe.triton_lib.launches import Kit, raw_ops
+from rl_kernels.moe.triton_lib.schedule import Schedules
 
 __all__ = [
     "backward",
@@ -40,7 +39,7 @@ PAIR, WHOLE = Schedule(128, 128, 64, 12, 4), Schedule(128, 256, 64, 12, 4)
 def kit_of(routes: int, experts: int, dtype: torch.dtype, device: torch.device) -> Kit:
     """Return the products of a call."""
     if routes <= FEW * experts:
-        return triton.kit_of(routes, experts, dtype, device)
+        return grouped.kit_of(routes, experts, dtype, device)
     return Kit(Schedules(PAIR, WHOLE, WHOLE, WHOLE), GateUp, Product, WeightGradient)
 
 

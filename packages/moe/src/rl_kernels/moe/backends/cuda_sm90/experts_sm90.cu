@@ -255,11 +255,7 @@ __device__ void consume(const Args& p, const Ring& ring) {
         const Tile tile = walk.tile;
         walk.read_ahead();
         if (mine.idles(tile)) {
-#pragma unroll 1
-            for (int i = 0; i < stages; ++i, slot.advance()) {
-                ring.full[slot.stage].wait(slot.parity);
-                give_back(ring.empty[slot.stage]);
-            }
+            ring.leave(slot, stages);
             continue;
         }
         mine.begin(p, tile);

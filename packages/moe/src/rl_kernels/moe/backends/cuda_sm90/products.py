@@ -13,7 +13,7 @@ from rl_kernels.core.cuda.tensor_map import TensorMap, tensor_map
 from rl_kernels.core.gpu import processors
 from rl_kernels.core.layout import ALIGNED, readable
 from rl_kernels.core.triton_lib.schedule import Schedule
-from rl_kernels.moe.backends.triton.sorting import tile_count
+from rl_kernels.moe.triton_lib.sorting import tile_count
 
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Values of the kernel's DTYPE and OUT."""

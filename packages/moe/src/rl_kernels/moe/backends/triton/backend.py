@@ -1,14 +1,11 @@
-"""The backend ``triton`` of experts and route, for every GPU; the kernels are in ``products`` and ``rows``."""
+"""The backend ``triton`` of experts and route, for every GPU; the kernels are in ``triton_lib``."""
 
 from __future__ import annotations
 
-import torch
-
 from rl_kernels.core.triton_lib.gemm import Product as MatrixProduct
-from rl_kernels.moe.backends.triton import routing
-from rl_kernels.moe.backends.triton.grouped import GateUp, Product, WeightGradient
-from rl_kernels.moe.backends.triton.launches import Kit, raw_ops
-from rl_kernels.moe.backends.triton.schedule import schedules_for
+from rl_kernels.moe.triton_lib import routing
+from rl_kernels.moe.triton_lib.grouped import kit_of
+from rl_kernels.moe.triton_lib.launches import raw_ops
 
 __all__ = [
     "backward",
@@ -20,11 +17,6 @@ __all__ = [
     "route_choose",
     "route_logits",
 ]
-
-
-def kit_of(routes: int, experts: int, dtype: torch.dtype, device: torch.device) -> Kit:
-    """Return the products of a call."""
-    return Kit(schedules_for(routes, experts, dtype, device), GateUp, Product, WeightGradient)
 
 
 forward, forward_kept, backward, backward_into = raw_ops(kit_of)

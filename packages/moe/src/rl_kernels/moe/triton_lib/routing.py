@@ -11,9 +11,9 @@ from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.layout import readable
 from rl_kernels.core.triton_lib.launch import Launch, next_power_of_2
-from rl_kernels.moe.backends.triton import choice
 from rl_kernels.moe.choice import SCORINGS
 from rl_kernels.moe.op import route_gradients
+from rl_kernels.moe.triton_lib import choice
 
 WARPS = 1
 

@@ -1,7 +1,7 @@
 """The raw ops of experts on a GPU: two products of sorted routes, the activation, and the sums over slots.
 
-Order, activation backward and sums are kernels of ``backends/triton``; a ``Kit`` holds the products of a backend. No
-launch depends on how many tokens an expert gets: grids follow from T, k and E, and blocks without a tile end at once.
+Order, gradient of the activation and sums are kernels in Triton for all backends; a ``Kit`` has a backend's products.
+No launch depends on how many tokens an expert gets: grids follow from T, k and E; blocks without a tile end at once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from rl_kernels.core.gpu import device_of
 from rl_kernels.core.layout import readable
 from rl_kernels.core.triton_lib.launch import Launch, ceil_div, next_power_of_2
 from rl_kernels.moe.activations import NAMES
-from rl_kernels.moe.backends.triton import rows
-from rl_kernels.moe.backends.triton.schedule import Schedules
-from rl_kernels.moe.backends.triton.sorting import List, Sort
 from rl_kernels.moe.op import gradients
+from rl_kernels.moe.triton_lib import rows
+from rl_kernels.moe.triton_lib.schedule import Schedules
+from rl_kernels.moe.triton_lib.sorting import List, Sort
 
 WIDEST, WARPS = 1024, 4
 """Largest number of columns that a program of a row kernel holds at once, and its warps."""
@@ -30,7 +30,7 @@ BIAS_COLUMNS = 64
 
 
 class Kit(NamedTuple):
-    """The products of a call and their schedules; the classes of ``backends/triton/grouped`` say what they take."""
+    """The products of a call and their schedules; the classes of ``grouped`` say what they take."""
 
     cuts: Schedules
     gate_up: Callable[..., Any]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from rl_kernels.core.triton_lib.launch import Launch, ceil_div, next_power_of_2
-from rl_kernels.moe.backends.triton import order
 from rl_kernels.moe.op import order_size
+from rl_kernels.moe.triton_lib import order
 
 ALONE = 2048
 """Largest number of routes that are sorted by one launch."""

@@ -11,9 +11,10 @@ from rl_kernels.core.triton_lib.gemm import Box, box_of, described
 from rl_kernels.core.triton_lib.gemm_kernels import COLUMNS, POINTERS, ROWS
 from rl_kernels.core.triton_lib.launch import Launch, ceil_div
 from rl_kernels.core.triton_lib.schedule import Schedule
-from rl_kernels.moe.backends.triton import products
-from rl_kernels.moe.backends.triton.schedule import LEAST_INNER, dividing
-from rl_kernels.moe.backends.triton.sorting import tile_count
+from rl_kernels.moe.triton_lib import products
+from rl_kernels.moe.triton_lib.launches import Kit
+from rl_kernels.moe.triton_lib.schedule import LEAST_INNER, dividing, schedules_for
+from rl_kernels.moe.triton_lib.sorting import tile_count
 
 
 class Product:
@@ -197,3 +198,8 @@ class WeightGradient:
     ) -> None:
         """Launch it."""
         self._launch(left, right, out, routes, bounds)
+
+
+def kit_of(routes: int, experts: int, dtype: torch.dtype, device: torch.device) -> Kit:
+    """Return the products of a call."""
+    return Kit(schedules_for(routes, experts, dtype, device), GateUp, Product, WeightGradient)

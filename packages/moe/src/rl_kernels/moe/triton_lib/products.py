@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from rl_kernels.core.triton_lib.gemm_kernels import COLUMNS, ROWS, step, tile
-from rl_kernels.moe.backends.triton.rows import activated, rounded
+from rl_kernels.moe.triton_lib.rows import activated, rounded
 
 
 @triton.jit
