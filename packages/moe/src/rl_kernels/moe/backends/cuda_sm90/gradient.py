@@ -10,6 +10,7 @@ from rl_kernels.core.cuda.tensor_map import tensor_map
 from rl_kernels.core.gpu import processors
 from rl_kernels.core.layout import ALIGNED, readable
 from rl_kernels.core.triton_lib.schedule import Schedule
+from rl_kernels.moe.backends.cuda_sm90 import products
 from rl_kernels.moe.backends.cuda_sm90.products import BOX, CODES, SHARED, SWIZZLE, THREADS
 
 SIGNATURE = "T(PPPqqqPPiiii)"
@@ -74,4 +75,4 @@ def program(dtype: torch.dtype, *, left: bool, continues: bool) -> Program:
         "LEFT": int(left),
         "CONTINUES": int(continues),
     }
-    return Program(__package__, "gradient_sm90.cu", "sm_90a", tuple(numbers.items()))
+    return Program(products.PACKAGE, "gradient_sm90.cu", "sm_90a", tuple(numbers.items()))

@@ -15,6 +15,7 @@ from rl_kernels.core.layout import ALIGNED, readable
 from rl_kernels.core.triton_lib.schedule import Schedule
 from rl_kernels.moe.triton_lib.sorting import tile_count
 
+PACKAGE = "rl_kernels.moe.backends.cuda_sm90"
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Values of the kernel's DTYPE and OUT."""
 SIGNATURE = "TT(PPPPPPiiiii)"
@@ -84,7 +85,7 @@ class Form(NamedTuple):
             "ACTIVATION": self.activation,
             "KEEPS": int(self.keeps),
         }
-        return Program(__package__, "experts_sm90.cu", "sm_90a", tuple(numbers.items()))
+        return Program(PACKAGE, "experts_sm90.cu", "sm_90a", tuple(numbers.items()))
 
 
 class Weights:
