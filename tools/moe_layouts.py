@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from rl_kernels.core.command import Parser, count, table, writable, write_json
+from rl_kernels.core.command import Parser, count, writable, write_json
 from rl_kernels.lab.bench.environment import environment
 from rl_kernels.moe import experts, route
 from rl_kernels.moe.spec.bench import eager, grouped
@@ -70,7 +70,7 @@ def layouts(pool: torch.Tensor, number: int, most: int, seed: int) -> Iterator[L
     generator = torch.Generator(pool.device).manual_seed(seed)
     for index in range(number):
         cut = CUTS[index % len(CUTS)]
-        size = draw.randint(1, 16) if cut == "one" else int(most ** draw.random())
+        size = draw.randint(1, 16) if cut == "one" else int((most // 8 if cut == "few" else most) ** draw.random())
         tokens = torch.tensor(draw.sample(range(len(pool)), min(len(pool), draw.randint(1, size))))
         hidden = torch.randn(size, pool.shape[1], device=pool.device, generator=generator).to(pool.dtype)
         if draw.random() < 0.3:
@@ -140,11 +140,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     weights = Weights(draw(number, width), draw(number, 2 * inner, width), draw(number, width, inner), slots)
     pool, upstream = (torch.randn(size, width, device=device).bfloat16() for _ in range(2))
     counts: dict[str, Any] = {}
-    for name, layer in (("rl-kernels", ours), ("stock", stock)):
-        counts[name] = measured(lambda x, layer=layer: layer(weights, x), pool, upstream, args.layouts, most)
-    rows = [[name, *(str(found[key]) for key in ("tokens", "gradients", *COUNTED))] for name, found in counts.items()]
+    keys = ("tokens", "gradients", *COUNTED)
     print(f"{args.layouts} layouts; tokens that differ from themselves alone:")
-    print(table(("", "tokens", "with gradient", *COUNTED), rows))
+    for name, layer in (("rl-kernels", ours), ("stock", stock)):
+        found = measured(lambda x, layer=layer: layer(weights, x), pool, upstream, args.layouts, most)
+        counts[name] = found
+        print(f"{name}:", ", ".join(f"{found[key]} {key}" for key in keys), flush=True)
     if args.json:
         write_json(args.json, {"version": 1, "environment": environment(device, PACKAGES), "counts": counts})
     return int(any(counts["rl-kernels"][name] for name in COUNTED))

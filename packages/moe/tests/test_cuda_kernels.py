@@ -24,7 +24,7 @@ KERNELS = {
         Bug("rows in order for routes", "SCATTERED ? row[i] : position", "position"),
     ),
     "gradient_sm90.cu": (
-        Bug("routes of a stage are left out", "share, first + SPAN, tile.end", "share, first + 2 * SPAN, tile.end"),
+        Bug("a batch of tokens for another", "if (first != from) read", "if (first < 0) read"),
         Bug("a column too far", "share.chunk * PER_CHUNK", "(share.chunk + 1) * PER_CHUNK"),
         Bug("rows beyond the last one", "row < p.n ? out", "row + 1 < p.n ? out"),
     ),

@@ -30,17 +30,17 @@ __all__ = [
     "route_logits",
 ]
 
-FEW = 40
+FEW = 24
 """Largest mean number of an expert's routes for which products are bound by loads, and Triton's tiles are lower."""
-PAIR, WHOLE = Schedule(128, 128, 64, 12, 4), Schedule(128, 256, 64, 12, 4)
-"""Tiles of the first product, whose columns are those of the activation, and of all others."""
+PAIR, WHOLE, DOWN = Schedule(128, 128, 64, 12, 4), Schedule(128, 256, 64, 12, 4), Schedule(128, 256, 64, 12, 4)
+"""Tiles of the first product, whose columns are those of the activation, of others, and of the second product."""
 
 
 def kit_of(routes: int, experts: int, dtype: torch.dtype, device: torch.device) -> Kit:
     """Return the products of a call."""
     if routes <= FEW * experts:
         return grouped.kit_of(routes, experts, dtype, device)
-    return Kit(Schedules(PAIR, WHOLE, WHOLE, WHOLE), GateUp, Product, WeightGradient)
+    return Kit(Schedules(PAIR, DOWN, WHOLE, WHOLE), GateUp, Product, WeightGradient)
 
 
 forward, forward_kept, backward, backward_into = raw_ops(kit_of)

@@ -15,8 +15,8 @@ from rl_kernels.moe.backends.cuda_sm90.products import BOX, CODES, SHARED, SWIZZ
 
 SIGNATURE = "T(PPPqqqPPiiii)"
 """The tensor map of the operand in the order of routes, then ``struct Args``."""
-ROWS, COLUMNS, CONSUMERS = 128, 256, 2
-"""Rows and columns of a tile, and consumer warpgroups."""
+ROWS, COLUMNS = 128, 256
+"""Rows and columns of a tile."""
 FIXED = 2 * ROWS * SWIZZLE + 1024
 """Bytes of shared memory for boxes, and for the alignment of the stages."""
 STAGE = (ROWS + COLUMNS) * SWIZZLE
@@ -44,7 +44,7 @@ class WeightGradient:
         self._numbers = count, n, k, slots
         tiles = count * -(-n // ROWS) * -(-k // COLUMNS)
         blocks = min(tiles, processors(weight.get_device()))
-        self._sizes = (blocks, 1, 1), (CONSUMERS + 1) * THREADS, FIXED + STAGES * STAGE
+        self._sizes = (blocks, 1, 1), THREADS, FIXED + STAGES * STAGE
 
     def __call__(
         self,

@@ -61,34 +61,57 @@ struct Walk {
 
 // ---- producer ----
 
-// The rows of a stage that a thread copies: positions from `first` on, or tokens of their routes; 0 is none, else the
-// number plus 1.
-struct Rows {
-    static constexpr int COUNT = SPAN / Share::APART;
-    u32 position[COUNT], token[COUNT];
-    __device__ void read(const Args& p, const Share& share, int first, int end) {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            const int at = first + share.row + i * Share::APART;
-            position[i] = at < end ? at + 1 : 0;
-            token[i] = at < end ? p.routes[at] / p.slots + 1 : 0;
+// The tokens of a tile's routes, in batches of WARPGROUP routes; the producer's threads read the next batch ahead.
+struct Tokens {
+    static constexpr int STAGES_OF_BATCH = WARPGROUP / SPAN;
+    const Args& p;
+    int *shared, *batch;
+    int first, mine;
+    __device__ Tokens(const Args& p, int* shared) : p(p), shared(shared), batch(shared), first(-1) {}
+    __device__ void read(int from, int end) {
+        first = from < end ? from : -1;
+        const int at = from + static_cast<int>(threadIdx.x);
+        mine = at < end ? p.routes[at] : 0;
+    }
+    // At each stage of a tile, in order: returns the tokens of its routes. `next`: the tile after this one.
+    __device__ const int* of(int stage, const Tile& tile, const Tile& next) {
+        if (stage % STAGES_OF_BATCH == 0) {
+            const int from = tile.first + stage * SPAN, after = from + WARPGROUP;
+            if (first != from) read(from, tile.end);
+            // Two batches take turns: after this, all have read what the batch after this one replaces.
+            batch = batch == shared ? shared + WARPGROUP : shared;
+            batch[threadIdx.x] = mine / p.slots;
+            sync_threads(CONSUMERS + 1, WARPGROUP);
+            if (after < tile.end)
+                read(after, tile.end);
+            else
+                read(next.first, next.end);
         }
+        return batch + stage % STAGES_OF_BATCH * SPAN;
     }
 };
 
-// Copies PIECES boxes of 64 rows and 64 columns from `column` on.
-template <int PIECES>
-__device__ void copy_rows(char* box, const void* from, const Share& share, const u32 (&row)[Rows::COUNT], int column,
+// Copies PIECES boxes of 64 rows and 64 columns from `column` on: rows `first` to `end` - 1, or those of TOKENS; then zeros.
+template <int PIECES, bool BY_TOKEN>
+__device__ void copy_rows(char* box, const void* from, const Share& share, const int* tokens, int first, int end, int column,
                           int columns) {
+    constexpr int COUNT = SPAN / Share::APART;
+    const char* row[COUNT];
+    bool live[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        const int within = share.row + i * Share::APART, at = BY_TOKEN ? tokens[within] : first + within;
+        live[i] = first + within < end;
+        row[i] = static_cast<const char*>(from) + static_cast<i64>(live[i] ? at : 0) * columns * Number::SIZE;
+    }
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {
         const int at = column + piece * SPAN + share.chunk * PER_CHUNK<Number>;
 #pragma unroll
-        for (int i = 0; i < Rows::COUNT; ++i) {
-            const bool live = at < columns && row[i];
-            const i64 number = live ? static_cast<i64>(row[i] - 1) * columns + at : 0;
+        for (int i = 0; i < COUNT; ++i) {
+            const bool is_read = at < columns && live[i];
             copy_chunk(box + piece * PIECE + share.at + i * Share::APART * SWIZZLE,
-                       static_cast<const char*>(from) + number * Number::SIZE, !live);
+                       row[i] + (is_read ? at : 0) * Number::SIZE, !is_read);
         }
     }
 }
@@ -97,15 +120,16 @@ __device__ void produce(const Args& p, const Ring& ring, const TensorMap& map) {
     const bool leads = threadIdx.x == 0;
     if (leads) prefetch(map);
     const Share share;
+    __shared__ int batches[2 * WARPGROUP];
+    Tokens tokens(p, batches);
     Ring::Slot slot;
     for (Walk walk(p); !walk.done(); walk.advance()) {
         const Tile tile = walk.tile;
         walk.read_ahead();
-        Rows rows;
-        rows.read(p, share, tile.first, tile.end);
         ring.produce(slot, tile.stages(), [&](int stage, int step) {
             const int first = tile.first + step;
             const bool whole = first + SPAN <= tile.end;
+            const int* token = tokens.of(step / SPAN, tile, walk.next);
             Barrier& full = ring.full[stage];
             if (leads) {
                 full.arrive_expecting(whole ? (LEFT ? Ring::B_BYTES : Ring::A_BYTES) : 0);
@@ -117,11 +141,10 @@ __device__ void produce(const Args& p, const Ring& ring, const TensorMap& map) {
                 }
             }
             if (LEFT || !whole)
-                copy_rows<TILE_M / SPAN>(ring.a(stage), p.left, share, LEFT ? rows.token : rows.position, tile.row, p.n);
+                copy_rows<TILE_M / SPAN, LEFT>(ring.a(stage), p.left, share, token, first, tile.end, tile.row, p.n);
             if (!LEFT || !whole)
-                copy_rows<TILE_N / SPAN>(ring.b(stage), p.right, share, LEFT ? rows.position : rows.token, tile.column, p.k);
+                copy_rows<TILE_N / SPAN, !LEFT>(ring.b(stage), p.right, share, token, first, tile.end, tile.column, p.k);
             full.arrive_after_copies();
-            rows.read(p, share, first + SPAN, tile.end);
         });
     }
 }

@@ -23,8 +23,10 @@ SIGNATURE = "TT(PPPPPPiiiii)"
 NO_MAP = bytes(MAP_SIZE)
 ALONE, HALVES, NEIGHBORS = 0, 1, 2
 """Values of the kernel's PAIR."""
-BOX, ROWS, SWIZZLE, THREADS = 64, 64, 128, 128
-"""Terms of K in a stage, rows of a consumer, bytes of a row of a box, threads of a warpgroup."""
+BOX, ROWS, SWIZZLE = 64, 64, 128
+"""Terms of K in a stage, rows of a consumer, bytes of a row of a box."""
+CONSUMERS, THREADS = 2, 384
+"""Consumers and threads of a block."""
 SHARED = 227 * 1024 - 1024
 """Bytes of dynamic shared memory that a block may have, less barriers."""
 MOST_MAPS = 1024
@@ -46,11 +48,6 @@ class Form(NamedTuple):
     keeps: bool = False
 
     @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return (self.rows // ROWS + 1) * THREADS
-
-    @property
     def stages(self) -> int:
         """Number of stages: as many as fit."""
         return (SHARED - self._fixed) // self._stage
@@ -66,8 +63,8 @@ class Form(NamedTuple):
 
     @property
     def _fixed(self) -> int:
-        """Bytes of two boxes for each 64 rows, and for the alignment of the stages."""
-        return 2 * self.rows * SWIZZLE + 1024
+        """Bytes of two boxes for each consumer, and for the alignment of the stages."""
+        return 2 * CONSUMERS * ROWS * SWIZZLE + 1024
 
     @property
     def program(self) -> Program:
@@ -204,7 +201,7 @@ class _Launch:
         self._kernel = kernel(form.program, "experts", SIGNATURE, b.device)
         tiles = tile_count(routes, count, form.rows)
         blocks = min(tiles * -(-n // form.columns), processors(b.get_device()))
-        self._sizes = (blocks, 1, 1), form.threads, form.shared
+        self._sizes = (blocks, 1, 1), THREADS, form.shared
         self._numbers = count, tiles, n // halves, k, slots
 
     def __call__(
