@@ -24,7 +24,11 @@ KERNELS = {
         Bug("rows in order for routes", "SCATTERED ? row[i] : position", "position"),
     ),
     "gradient_sm90.cu": (
-        Bug("a batch of tokens for another", "if (first != from) read", "if (first < 0) read"),
+        Bug(
+            "the first stage's tokens in all of a batch",
+            "return batch + stage % STAGES_OF_BATCH * SPAN",
+            "return batch",
+        ),
         Bug("a column too far", "share.chunk * PER_CHUNK", "(share.chunk + 1) * PER_CHUNK"),
         Bug("rows beyond the last one", "row < p.n ? out", "row + 1 < p.n ? out"),
     ),
