@@ -1,5 +1,4 @@
-// The activations of experts on a thread's sums, with the instructions that Triton emits for triton_lib/rows.py, so
-// that both backends have the same bits.
+// The activations of experts on a thread's sums, with the bits of triton_lib/rows.py.
 #pragma once
 
 #include <rl_kernels/number.cuh>
@@ -15,31 +14,46 @@ constexpr float LOG2E = 1.4426950408889634f;
 // The product, rounded once; a zero is positive.
 __device__ inline float product(float x, float y) { return __fmaf_rn(x, y, 0.0f); }
 
-// 1 / (1 + e^-x).
+// 1 / (1 + e^-x), with the bits of Triton's division. That divides by 4 what is above 2^126; here all is divided by 4,
+// which changes no bit: results that need it would be flushed to 0. A subnormal power is lost in 1 + power.
 __device__ inline float sigmoid(float x) {
-    return divide_full(1.0f, exp2_full(-x * LOG2E) + 1.0f);
+    const float power = exp2_fast(-x * LOG2E);
+    return 0.25f * inverse_fast(__fmaf_rn(power, 0.25f, 0.25f));
 }
 
-// x, rounded to a 16-bit type.
+// Rounds two numbers to a 16-bit type.
 template <class T>
-__device__ inline float rounded(float x) {
-    const float pair[2] = {x, 0.0f};
-    float result[2];
-    T::unpack(T::pack(pair), result);
-    return result[0];
+__device__ inline void round_both(float (&x)[2]) {
+    T::unpack(T::pack(x), x);
 }
 
-// The activation of gate and up, which are rounded to T, as are the steps.
+// Sets h to the activation of two gates and ups, all of which are rounded to T first, as are the steps; h is not.
 template <class T, Activation KIND>
-__device__ inline float activated(float gate, float up) {
+__device__ inline void activate(float (&gate)[2], float (&up)[2], float (&h)[2]) {
+    round_both<T>(gate), round_both<T>(up);
+    float inner[2];
     if constexpr (KIND == CLAMPED_SWIGLU) {
-        gate = fminf(gate, LIMIT), up = copysignf(fminf(fabsf(up), LIMIT), up);
-        const float inner = rounded<T>(sigmoid(rounded<T>(gate * SLOPE)));
-        return product(rounded<T>(up + 1.0f), rounded<T>(product(gate, inner)));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            gate[i] = fminf(gate[i], LIMIT), up[i] = copysignf(fminf(fabsf(up[i]), LIMIT), up[i]) + 1.0f;
+            inner[i] = gate[i] * SLOPE;
+        }
+        round_both<T>(inner), round_both<T>(up);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) inner[i] = sigmoid(inner[i]);
+        round_both<T>(inner);
     } else {
-        const float a = KIND == SILU ? gate : TWICE * __fmaf_rn(gate * gate * gate, CUBIC, gate);
-        return product(rounded<T>(product(gate, sigmoid(a))), up);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float x = gate[i];
+            inner[i] = sigmoid(KIND == SILU ? x : TWICE * __fmaf_rn(x * x * x, CUBIC, x));
+        }
     }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) inner[i] = product(gate[i], inner[i]);
+    round_both<T>(inner);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) h[i] = product(inner[i], up[i]);
 }
 
 }  // namespace rlk

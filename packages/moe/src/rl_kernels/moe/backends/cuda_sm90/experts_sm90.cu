@@ -220,14 +220,16 @@ __device__ void keep_sums(const Args& p, Mine& mine, const Tile& tile, const Sum
 
 __device__ void store(const Args& p, Mine& mine, const Tile& tile, const Sums& d) {
     keep_sums(p, mine, tile, d);
-    const auto of = [](float gate, float up) {
-        return activated<Number, static_cast<Activation>(ACTIVATION)>(rounded<Number>(gate), rounded<Number>(up));
-    };
+    constexpr auto KIND = static_cast<Activation>(ACTIVATION);
 #if PAIR == 1
     using Boxes = Outgoing<Number, WIDTH, false>;
     float h[WIDTH / 2];
 #pragma unroll
-    for (int i = 0; i < WIDTH / 2; ++i) h[i] = of(d[i], d[i + WIDTH / 2]);
+    for (int i = 0; i < WIDTH / 2; i += 2) {
+        float gate[2] = {d[i], d[i + 1]}, up[2] = {d[i + WIDTH / 2], d[i + WIDTH / 2 + 1]}, two[2];
+        activate<Number, KIND>(gate, up, two);
+        h[i] = two[0], h[i + 1] = two[1];
+    }
 #pragma unroll
     for (int first = 0; first < WIDTH; first += Boxes::WIDTH)
         mine.store<Number>(p.out, p.columns, tile.column + first, p.columns,
@@ -238,9 +240,15 @@ __device__ void store(const Args& p, Mine& mine, const Tile& tile, const Sums& d
     for (int first = 0; first < WIDTH; first += SPAN)
         mine.store<Number>(p.out, p.columns, tile.column + first, p.columns, [&](char* box) {
 #pragma unroll
-            for (int i = 0; i < SPAN; i += 2) {
-                const int y = fragment.row + i / 2 % 2 * 8, x = fragment.column / 2 + i / 4 * 4;
-                Number::write(box + swizzled<SWIZZLE>(y * SWIZZLE + x * Number::SIZE), of(d[first + i], d[first + i + 1]));
+            for (int i = 0; i < SPAN; i += 4) {
+                const float* four = d + first + i;
+                float gate[2] = {four[0], four[2]}, up[2] = {four[1], four[3]}, two[2];
+                activate<Number, KIND>(gate, up, two);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int y = fragment.row + half * 8, x = fragment.column / 2 + i;
+                    Number::write(box + swizzled<SWIZZLE>(y * SWIZZLE + x * Number::SIZE), two[half]);
+                }
             }
         });
 #endif

@@ -41,18 +41,6 @@ __device__ inline float exp2_fast(float x) {
     return y;
 }
 
-// 2^x within two units in the last place, and x / y within two for y up to 2^126; subnormals are kept. Triton has these.
-__device__ inline float exp2_full(float x) {
-    float y;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ inline float divide_full(float x, float y) {
-    float z;
-    asm("div.full.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-    return z;
-}
-
 // log2(x), within 2^-22 relative, absolute between 0.5 and 2; subnormals are flushed to 0.
 __device__ inline float log2_fast(float x) {
     float y;
