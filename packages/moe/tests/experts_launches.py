@@ -33,7 +33,7 @@ def count(launch: TritonLaunch) -> None:
 
 def add_up(launch: TritonLaunch) -> None:
     counts = dense(launch["COUNTS"], launch["blocks"] + 1, launch["WIDTH"])
-    assert launch.grid[0] * 8 == launch["WIDTH"]
+    assert launch.grid[0] * 4 == launch["WIDTH"]
     counts[-1] = 0
     counts.copy_(counts.cumsum(0) - counts)
 

@@ -44,7 +44,7 @@ Plant = Callable[[], AbstractContextManager[None]]
 def experts(launch: Launch) -> None:
     """Compute the products of all tiles, and check the arguments against the shapes."""
     constants, count, columns, inner = launch.constants, launch["experts"], launch["columns"], launch["inner"]
-    rows, width = constants["TILE_M"], constants["TILE_N"]
+    rows, width = 128, constants["TILE_N"]
     parts = 2 if constants["PAIR"] == 1 else 1
     across = -(-columns // (width // 2 if constants["PAIR"] else width))
     assert launch.grid == (min(launch["size"] * across, PROCESSORS), 1, 1)

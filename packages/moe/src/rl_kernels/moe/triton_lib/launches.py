@@ -68,9 +68,6 @@ def _forward(
     sort = Sort(ids, count, kit.cuts.gate_up.rows)
     first = kit.gate_up(gate_up, routes, slots, kit.cuts.gate_up, NAMES.index(activation), interleaved, keeps)
     second = kit.product(down, routes, slots, kit.cuts.down, scattered=True)
-    # Tiles of the second product, if they are not as high as those of the first.
-    height = kit.cuts.down.rows
-    list_tiles = None if height == kit.cuts.gate_up.rows else List(routes, count, height)
     combine = _combine(ids, count, width)
     # The routes of a single token need no order: each is a tile.
     is_alone = len(ids) == 1 and not keeps
@@ -81,8 +78,6 @@ def _forward(
         with device_of(hidden):
             order, tiles = (ids, None) if is_alone else sort(ids)
             z, h = first(hidden, gate_up, gate_up_bias, order, tiles)
-            if list_tiles is not None:
-                tiles = list_tiles(order[routes:])
             if routes:
                 combine(second(h, down, down_bias, order, tiles), ids, weights, shared, out)
         return (out, z, order) if keeps else out

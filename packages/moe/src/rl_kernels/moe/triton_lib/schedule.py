@@ -14,7 +14,7 @@ from rl_kernels.core.triton_lib.schedule import ANYWHERE, IN_INTERPRETER, Schedu
 
 
 class Schedules(NamedTuple):
-    """The schedules of the products of a call.
+    """The schedules of the products of a call; both of the forward pass have tiles of equal height.
 
     Attributes:
         gate_up: the first product; its columns are those of the activation.

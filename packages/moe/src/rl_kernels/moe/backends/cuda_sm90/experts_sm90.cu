@@ -6,10 +6,8 @@
 // Order of every sum, which is the contract: that of core's product (gemm_sm90.cu), so a route has the bits of det_gemm
 // whatever tile it is in.
 //
-//   block      a producer warpgroup and two consumer warpgroups; persistent: it takes tile after tile, columns first, so
-//              that neighbors share an expert's weights in the L2 cache
-//   consumers  each has 64 routes: half of a tile of 128; or, of tiles of 64, every other one, and they take turns:
-//              one multiplies while the other stores its tile
+//   block      a producer warpgroup and two consumer warpgroups with 64 routes each; persistent: it takes tile after
+//              tile, columns first, so that neighbors share an expert's weights in the L2 cache
 //   stage      64 terms of K of both operands of a tile in shared memory, swizzled; a ring of STAGES
 //   gathered   rows of a are tokens: the producer's threads copy their chunks; else TMA copies rows in the order of
 //              routes, and rows beyond the expert's last one, which are never stored
@@ -17,7 +15,7 @@
 //              expert, and with HALVES one copy has the same columns of gate and of up
 //   epilogue   through boxes in shared memory, row by row: only live routes are stored, in order or as ROUTES says
 //
-// Defines: DTYPE 1 BF16, 2 FP16; OUT: type of out, 0 FP32, 1 BF16, 2 FP16; TILE_M; TILE_N: columns of b; STAGES; B_MAJOR:
+// Defines: DTYPE 1 BF16, 2 FP16; OUT: type of out, 0 FP32, 1 BF16, 2 FP16; TILE_N: columns of b; STAGES; B_MAJOR:
 // 0 terms of K contiguous, 1 columns contiguous; GATHERED, SCATTERED: rows of a are tokens, rows of out are routes; PAIR:
 // 0 none, 1 HALVES: the first half of a tile's columns is gate, the second up; 2 NEIGHBORS: they alternate; ACTIVATION and
 // KEEPS (columns of b are stored too) are read only with PAIR.
@@ -41,9 +39,7 @@ using Out = Numbers<OUT>::Type;
 
 enum Pair { ALONE, HALVES, NEIGHBORS };
 constexpr Major MAJOR_OF_B = B_MAJOR ? MN_MAJOR : K_MAJOR;
-constexpr int CONSUMERS = 2, SHARERS = TILE_M / MMA_M, THREADS = (CONSUMERS + 1) * WARPGROUP;
-constexpr bool TURNS = SHARERS == 1;
-static_assert(SHARERS == 1 || SHARERS == CONSUMERS, "a tile of one consumer, or of both");
+constexpr int CONSUMERS = 2, TILE_M = CONSUMERS * MMA_M, THREADS = (CONSUMERS + 1) * WARPGROUP;
 // Halves of b's columns in a tile, and columns of out.
 constexpr int PARTS = PAIR == HALVES ? 2 : 1, WIDTH = PAIR ? TILE_N / 2 : TILE_N;
 using Ring = RingOf<Number, K_MAJOR, MAJOR_OF_B, TILE_M, TILE_N, 1, STAGES>;
@@ -59,14 +55,12 @@ struct Tile {
     int expert, first, end, column;
 };
 
-// The tiles of a block from tile number `first` on, every STEP-th of them; the next one is read ahead.
-template <int STEP>
+// The tiles of a block, one after the other; the next one is read ahead.
 struct Walk {
     const Args& p;
     int across, index;
     Tile tile, next;
-    __device__ explicit Walk(const Args& p, int first = 0)
-        : p(p), across((p.columns + WIDTH - 1) / WIDTH), index(blockIdx.x + first * gridDim.x) {
+    __device__ explicit Walk(const Args& p) : p(p), across((p.columns + WIDTH - 1) / WIDTH), index(blockIdx.x) {
         tile = read();
     }
     __device__ Tile read() const {
@@ -76,7 +70,7 @@ struct Walk {
     }
     __device__ bool done() const { return tile.expert == p.experts; }
     __device__ void read_ahead() {
-        index += STEP * gridDim.x;
+        index += gridDim.x;
         next = read();
     }
     __device__ void advance() { tile = next; }
@@ -136,7 +130,7 @@ __device__ void produce(const Args& p, const Ring& ring, const TensorMap& map_a,
     prefetch(map_a);
 #endif
     Ring::Slot slot;
-    for (Walk<1> walk(p); !walk.done(); walk.advance()) {
+    for (Walk walk(p); !walk.done(); walk.advance()) {
         const Tile tile = walk.tile;
         walk.read_ahead();
 #if GATHERED
@@ -162,15 +156,15 @@ __device__ void produce(const Args& p, const Ring& ring, const TensorMap& map_a,
 
 // A consumer's routes of a tile.
 struct Mine {
-    int group, part, column, first, end, row[Stores::ROWS];
+    int group, column, first, end, row[Stores::ROWS];
     Stores stores;
     __device__ explicit Mine(const Ring& ring)
-        : group(warp_index() / WARPS_OF_GROUP - 1), part(TURNS ? 0 : group), column(Fragment().column),
+        : group(warp_index() / WARPS_OF_GROUP - 1), column(Fragment().column),
           stores(ring.end() + group * 2 * PIECE, 1 + group) {}
-    __device__ bool idles(const Tile& tile) const { return tile.first + part * MMA_M >= tile.end; }
+    __device__ bool idles(const Tile& tile) const { return tile.first + group * MMA_M >= tile.end; }
     // Sets the first of this thread's rows and the end of the live ones, and if rows of out are routes reads these.
     __device__ void begin(const Args& p, const Tile& tile) {
-        first = tile.first + part * MMA_M + stores.share.row, end = tile.end;
+        first = tile.first + group * MMA_M + stores.share.row, end = tile.end;
         if constexpr (SCATTERED) {
 #pragma unroll
             for (int i = 0; i < Stores::ROWS; ++i)
@@ -266,9 +260,7 @@ __device__ void consume(const Args& p, const Ring& ring) {
     Mine mine(ring);
     const int stages = Ring::stages_of(p.inner);
     Ring::Slot slot;
-    Turns turns(ring.turns, mine.group);
-    if (TURNS && mine.group == 1) slot.skip(stages);
-    for (Walk<TURNS ? 2 : 1> walk(p, TURNS ? mine.group : 0); !walk.done(); walk.advance()) {
+    for (Walk walk(p); !walk.done(); walk.advance()) {
         const Tile tile = walk.tile;
         walk.read_ahead();
         if (mine.idles(tile)) {
@@ -279,9 +271,7 @@ __device__ void consume(const Args& p, const Ring& ring) {
         Sums d;
 #pragma unroll
         for (int i = 0; i < TILE_N / 2; ++i) d[i] = 0.0f;
-        if constexpr (TURNS) turns.wait();
-        ring.mainloop<TURNS, GATHERED>(slot, stages, mine.part, turns, d);
-        if constexpr (TURNS) slot.skip(stages);
+        ring.mainloop<false, GATHERED>(slot, stages, mine.group, Turns(ring.turns, mine.group), d);
         if (p.bias) add_bias(p, mine, tile, d);
         store(p, mine, tile, d);
     }
@@ -292,7 +282,7 @@ __device__ void consume(const Args& p, const Ring& ring) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     experts(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b, const __grid_constant__ Args p) {
     const Ring ring;
-    ring.open(GATHERED ? 1 + WARPGROUP : 1, SHARERS);
+    ring.open(GATHERED ? 1 + WARPGROUP : 1, CONSUMERS);
     wait_for_prerequisites();
     launch_dependents();
     if (warp_index() < WARPS_OF_GROUP) {

@@ -11,12 +11,12 @@ from rl_kernels.core.gpu import processors
 from rl_kernels.core.layout import ALIGNED, readable
 from rl_kernels.core.triton_lib.schedule import Schedule
 from rl_kernels.moe.backends.cuda_sm90 import products
-from rl_kernels.moe.backends.cuda_sm90.products import BOX, CODES, SHARED, SWIZZLE, THREADS
+from rl_kernels.moe.backends.cuda_sm90.products import BOX, CODES, ROWS, SHARED, SWIZZLE, THREADS
 
 SIGNATURE = "T(PPPqqqPPiiii)"
 """The tensor map of the operand in the order of routes, then ``struct Args``."""
-ROWS, COLUMNS = 128, 256
-"""Rows and columns of a tile."""
+COLUMNS = 256
+"""Columns of a tile, which has as many rows as one of routes."""
 FIXED = 2 * ROWS * SWIZZLE + 1024
 """Bytes of shared memory for boxes, and for the alignment of the stages."""
 STAGE = (ROWS + COLUMNS) * SWIZZLE

@@ -23,10 +23,10 @@ SIGNATURE = "TT(PPPPPPiiiii)"
 NO_MAP = bytes(MAP_SIZE)
 ALONE, HALVES, NEIGHBORS = 0, 1, 2
 """Values of the kernel's PAIR."""
-BOX, ROWS, SWIZZLE = 64, 64, 128
-"""Terms of K in a stage, rows of a consumer, bytes of a row of a box."""
-CONSUMERS, THREADS = 2, 384
-"""Consumers and threads of a block."""
+BOX, ROWS, SWIZZLE = 64, 128, 128
+"""Terms of K in a stage, routes of a tile, bytes of a row of a box."""
+THREADS = 384
+"""Threads of a block."""
 SHARED = 227 * 1024 - 1024
 """Bytes of dynamic shared memory that a block may have, less barriers."""
 MOST_MAPS = 1024
@@ -38,7 +38,6 @@ class Form(NamedTuple):
 
     dtype: torch.dtype
     out_dtype: torch.dtype
-    rows: int
     columns: int
     b_major: int
     gathered: bool
@@ -59,12 +58,12 @@ class Form(NamedTuple):
 
     @property
     def _stage(self) -> int:
-        return (self.rows + self.columns) * SWIZZLE
+        return (ROWS + self.columns) * SWIZZLE
 
     @property
     def _fixed(self) -> int:
-        """Bytes of two boxes for each consumer, and for the alignment of the stages."""
-        return 2 * CONSUMERS * ROWS * SWIZZLE + 1024
+        """Bytes of two boxes for each 64 rows, and for the alignment of the stages."""
+        return 2 * ROWS * SWIZZLE + 1024
 
     @property
     def program(self) -> Program:
@@ -72,7 +71,6 @@ class Form(NamedTuple):
         numbers = {
             "DTYPE": CODES[self.dtype],
             "OUT": CODES[self.out_dtype],
-            "TILE_M": self.rows,
             "TILE_N": self.columns,
             "STAGES": self.stages,
             "B_MAJOR": self.b_major,
@@ -145,7 +143,7 @@ class Product:
     ) -> None:
         dtype = out_dtype or b.dtype
         self._weights = Weights(b, cut.columns, 1)
-        form = Form(b.dtype, dtype, cut.rows, cut.columns, self._weights.major, gathered, scattered)
+        form = Form(b.dtype, dtype, cut.columns, self._weights.major, gathered, scattered)
         self._launch = _Launch(form, b, routes, slots)
 
     def __call__(
@@ -172,7 +170,7 @@ class GateUp:
         columns, pair = 2 * cut.columns, NEIGHBORS if interleaved else HALVES
         self._weights = Weights(b, columns, 1 if interleaved else 2)
         rest = (True, False, pair, activation, keeps)
-        form = Form(b.dtype, b.dtype, cut.rows, columns, self._weights.major, *rest)
+        form = Form(b.dtype, b.dtype, columns, self._weights.major, *rest)
         self._shape = (routes, b.shape[1])
         self._launch = _Launch(form, b, routes, slots)
 
@@ -199,7 +197,7 @@ class _Launch:
         halves = 2 if form.pair else 1
         self.form, self.shape = form, (routes, n // halves)
         self._kernel = kernel(form.program, "experts", SIGNATURE, b.device)
-        tiles = tile_count(routes, count, form.rows)
+        tiles = tile_count(routes, count, ROWS)
         blocks = min(tiles * -(-n // form.columns), processors(b.get_device()))
         self._sizes = (blocks, 1, 1), THREADS, form.shared
         self._numbers = count, tiles, n // halves, k, slots
@@ -217,6 +215,6 @@ class _Launch:
     ) -> None:
         """Launch it."""
         a, b = readable(a, not a.data_ptr() % ALIGNED), weights.readable(b)
-        a_map = NO_MAP if self.form.gathered else tensor_map(a, (self.form.rows, BOX), swizzle=SWIZZLE)
+        a_map = NO_MAP if self.form.gathered else tensor_map(a, (ROWS, BOX), swizzle=SWIZZLE)
         pointers = [0 if x is None else x.data_ptr() for x in (a, bias, out, z, routes, tiles)]
         self._kernel.start(*self._sizes, False, (a_map, weights.map_of(b), *pointers, *self._numbers))
