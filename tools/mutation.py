@@ -19,6 +19,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -49,7 +50,7 @@ PARTS = {
     **{("test_backends.py", "plain"): 6},
 }
 """Files whose tests take long in an environment, and the parts in which they run."""
-TRITON = ".backends.triton"
+TRITON = re.compile(r"\.backends\.triton|\.moe\.triton_lib")
 BITS = ("launches", "repeatability", "invariance")
 """Tests of bits, which Triton's interpreter computes in another order than a GPU, and of launches, which it has not."""
 PLAIN = " and ".join(["(not -torch- or -plain)", *(f"not {word}" for word in LEFT_OUT)])
@@ -235,7 +236,7 @@ def judge_all(pool: Executor, args: argparse.Namespace) -> dict[int, dict[str, A
     drawn_mutants = (
         mutant
         for mutant in candidates(args.seed)
-        if package_of(mutant.file) in args.package and (args.triton or TRITON not in mutant.module)
+        if package_of(mutant.file) in args.package and (args.triton or not TRITON.search(mutant.module))
     )
     end = time.monotonic() + (args.seconds or float("inf"))
     core = ROOT / "shared" / "core" / "src"

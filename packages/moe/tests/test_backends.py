@@ -16,8 +16,9 @@ TRITON = (
     Bug("an unknown id without NaN", 'tl.where(expert == E, total, float("nan"))', "total"),
     Bug("weight left out of the gradient", "activated_backward(weight * dh", "activated_backward(dh"),
 )
-MODULES = ("order", "rows", "products", "sorting", "grouped", "backend")
-KERNELS = tuple(f"rl_kernels.moe.backends.triton.{name}" for name in MODULES)
+MODULES = ("order", "rows", "products", "sorting", "launches", "grouped")
+TRITON_MODULES = tuple(f"rl_kernels.moe.triton_lib.{name}" for name in MODULES)
+KERNELS = (*TRITON_MODULES, "rl_kernels.moe.backends.triton.backend")
 
 
 class TestConformance(Conformance):

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(("tokens", "slots", "experts"), [*SIZES, *MORE])
 @pytest.mark.parametrize("chosen", ["drawn", "skewed"])
 def test_routes_and_tiles_are_those_of_the_definition(tokens: int, slots: int, experts: int, chosen: str) -> None:
-    sorting = importlib.import_module("rl_kernels.moe.backends.triton.sorting")
+    sorting = importlib.import_module("rl_kernels.moe.triton_lib.sorting")
     torch.manual_seed(tokens)
     # Also ids without an expert, of which -1 and those above E are not allowed, but sorted.
     ids = torch.randint(-1, experts + 2, (tokens, slots), device=DEVICE)

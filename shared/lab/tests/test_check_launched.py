@@ -91,10 +91,10 @@ def test_a_cuda_backend_owns_its_programs_of_the_most_specific_target(make_modul
     assert {kernel.file for kernel in kernels if is_own(kernel)} == own
 
 
-def test_a_triton_backend_owns_its_folder_and_core(make_module):
-    make_module("rl_kernels.toy.triton.backend")
-    is_own = owns(Backend("triton", "rl_kernels.toy.triton.backend", {"cuda": INVARIANT}), "sm90")
-    modules = ["rl_kernels.toy.triton.kernels", "rl_kernels.core.triton_lib.gemm", "rl_kernels.toy.other"]
+def test_a_triton_backend_owns_its_package_and_core(make_module):
+    make_module("rl_kernels.toy.backends.triton")
+    is_own = owns(Backend("triton", "rl_kernels.toy.backends.triton", {"cuda": INVARIANT}), "sm90")
+    modules = ["rl_kernels.toy.triton_lib.rows", "rl_kernels.core.triton_lib.gemm", "rl_kernels.toys.rows"]
     assert [is_own(Launched(name, "", "forward", "")) for name in modules] == [True, True, False]
     assert not is_own(Launched(PROGRAM.package, PROGRAM.file, "forward", PROGRAM.arch))
 

@@ -9,7 +9,7 @@ import torch
 from rl_kernels.core.canary import numbers
 from rl_kernels.moe.api import experts, route
 
-TOKENS, WIDTH, INNER, COUNT, SLOTS = 90, 136, 72, 6, 2
+TOKENS, WIDTH, INNER, COUNT, SLOTS = 300, 136, 72, 6, 2
 
 
 def results(dtype: torch.dtype, device: torch.device, backend: str) -> Iterator[torch.Tensor]:

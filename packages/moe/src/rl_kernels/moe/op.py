@@ -21,10 +21,14 @@ from typing import Any
 
 import torch
 
+from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
 from rl_kernels.core.torchlib.ops import define
 from rl_kernels.core.triton_lib.launch import triton_backend
+from rl_kernels.core.triton_lib.launch import why_not as triton_why_not
 
+PER_CHUNK = 8
+"""Numbers of 16 bits in 16 bytes, of which TMA's rows are multiples."""
 _WEIGHTS = "Tensor gate_up, Tensor down"
 _BIASES = "Tensor? gate_up_bias, Tensor? down_bias"
 _FORM = "str activation, bool interleaved"
@@ -140,6 +144,15 @@ def describe(
     return Call.of(hidden, D=hidden.shape[1], F=down.shape[2], E=gate_up.shape[0], K=ids.shape[1])
 
 
+def _cuda_limits(call: Call) -> str | None:
+    if call.dtype == torch.float32:
+        return "takes BF16 and FP16; IEEE products of FP32 run on triton"
+    unaligned = [f"{name} = {call.traits[name]}" for name in ("D", "F") if call.traits.get(name, 0) % PER_CHUNK]
+    if unaligned:
+        return f"TMA needs rows that are multiples of 16 bytes, and {unaligned[0]}"
+    return triton_why_not(call)
+
+
 OPERATOR = Operator(
     name="experts",
     package="rl_kernels.moe",
@@ -149,6 +162,13 @@ OPERATOR = Operator(
     schemas=SCHEMAS,
     fakes=FAKES,
     backends=(
+        cuda_backend(
+            "cuda-sm90",
+            "rl_kernels.moe.backends.cuda_sm90.backend",
+            archs="sm_90",
+            limits=_cuda_limits,
+            sources=["rl_kernels.moe.backends.cuda_sm90", "rl_kernels.core.cuda.gemm"],
+        ),
         triton_backend("rl_kernels.moe.backends.triton.backend"),
         Backend("native", "rl_kernels.moe.backends.native", {"cpu": INVARIANT, "cuda": REPEATABLE}),
     ),

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from rl_kernels.core.testing import Case
 from rl_kernels.lab.bench.definition import (
+    FORWARD,
     GOALS,
     HOST,
     SMALL,
@@ -94,6 +95,19 @@ def liger() -> Callable[..., torch.Tensor]:
     return call
 
 
+def vllm() -> Callable[..., torch.Tensor]:
+    """Import vLLM's fused experts, which have no backward pass."""
+    from vllm.model_executor.layers.fused_moe import fused_experts
+
+    def call(
+        hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        out: torch.Tensor = fused_experts(hidden, gate_up, down, weights.float(), ids.int())
+        return out
+
+    return call
+
+
 def passes(shape: Shape, itemsize: int) -> dict[str, Pass]:
     """Count the operations of both products, and the bytes of chosen experts' weights, tokens and results."""
     tokens, width, inner, count, slots = shape.sizes
@@ -113,6 +127,7 @@ BENCH = Benchmark(
         "eager": Peer(lambda: eager, note="a loop over the chosen experts, as transformers' eager modules", waits=True),
         "grouped": Peer(grouped, note="torch._grouped_mm, in the steps of transformers' grouped_mm experts"),
         "liger": Peer(liger, "liger-kernel"),
+        "vllm": Peer(vllm, "vllm", passes=(FORWARD,)),
     },
     rows={"": ROWS},
 )

@@ -88,7 +88,7 @@ def owns(backend: Backend, arch: str) -> Callable[[Launched], bool] | None:
 
     A CUDA backend owns what it compiles for the most specific target of the GPU. Another backend may share its other
     programs: ``cuda-sm90`` may use what ``cuda-generic`` compiles for ``sm_90``, so only those for ``sm_90a`` are its
-    own. A Triton backend owns the kernels of its folder, and those of core.
+    own. A Triton backend owns the kernels of its package, and those of core.
 
     Args:
         backend: the backend.
@@ -98,8 +98,8 @@ def owns(backend: Backend, arch: str) -> Callable[[Launched], bool] | None:
         return None
     module = backend.load()
     if not hasattr(module, "programs"):
-        folder = backend.module.rpartition(".")[0] + "."
-        return lambda kernel: not kernel.file and kernel.source.startswith((folder, SHARED))
+        package = backend.module.partition(".backends.")[0] + "."
+        return lambda kernel: not kernel.file and kernel.source.startswith((package, SHARED))
     targets = [target_of(arch, exact=exact) for exact in (True, False)]
     programs: list[Program] = next(filter(None, map(module.programs, targets)), [])
     own = {(program.package, program.file, program.arch) for program in programs}

@@ -204,14 +204,25 @@ struct RingOf {
         slot.advance();
     }
 
+    // Consumer: releases a tile's `count` stages unread.
+    __device__ void leave(Slot& slot, int count) const {
+#pragma unroll 1
+        for (int i = 0; i < count; ++i, slot.advance()) {
+            full[slot.stage].wait(slot.parity);
+            give_back(empty[slot.stage]);
+        }
+    }
+
     // Consumer: adds the chain of a tile's `count` stages to d. A stage is released when its products are done, while
-    // those of the next stage are in flight. TURNS: called in this consumer's turn, which it passes on.
-    template <bool TURNS, int COUNT>
+    // those of the next stage are in flight. TURNS: called in this consumer's turn, which it passes on. FENCED: threads
+    // have copied into the stages, not TMA alone.
+    template <bool TURNS, bool FENCED = false, int COUNT>
     __device__ void mainloop(Slot& slot, int count, int part, const Turns& turns, float (&d)[COUNT]) const {
         int before = 0;
 #pragma unroll 1
         for (int i = 0; i < count; ++i, slot.advance()) {
             full[slot.stage].wait(slot.parity);
+            if constexpr (FENCED) fence_copies();
             multiply(slot.stage, part, d);
             products_done<1>();
             if (i) give_back(empty[before]);

@@ -1,4 +1,4 @@
-"""The raw ops of ``route`` in Triton: core's product, and one launch for scores, choice and weights."""
+"""The raw ops of ``route`` on a GPU: a product of core, and one launch in Triton for scores, choice and weights."""
 
 from __future__ import annotations
 
@@ -10,22 +10,26 @@ import torch
 from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.layout import readable
-from rl_kernels.core.triton_lib.gemm import Product
 from rl_kernels.core.triton_lib.launch import Launch, next_power_of_2
-from rl_kernels.moe.backends.triton import choice
 from rl_kernels.moe.choice import SCORINGS
 from rl_kernels.moe.op import route_gradients
+from rl_kernels.moe.triton_lib import choice
 
 WARPS = 1
 
 
-@prepared
-def route_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+def raw_ops(product: Any) -> tuple[prepared, ...]:
+    """Return ``route_logits``, ``route_backward`` and ``route_backward_into``; ``product`` is a class of core."""
+    makers = partial(_logits, product), partial(_backward, product, False), partial(_backward, product, True)
+    return tuple(prepared(make) for make in makers)
+
+
+def _logits(
+    make: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> Launches:
     """Return ``hidden @ weight^T + bias`` ``[T, E]``."""
     shape = hidden.shape[0], weight.shape[0]
-    product = Product(hidden, weight.t(), hidden.new_empty(shape, dtype=out_dtype), bias)
+    product = make(hidden, weight.t(), hidden.new_empty(shape, dtype=out_dtype), bias)
 
     def launch(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *_: Any) -> torch.Tensor:
         out = hidden.new_empty(shape, dtype=out_dtype)
@@ -68,7 +72,7 @@ def route_choose(
     return launch
 
 
-def _prepare_backward(has_buffer: bool, *arguments: Any) -> Launches:
+def _backward(product: Any, has_buffer: bool, *arguments: Any) -> Launches:
     """Return the gradients of hidden, weight and bias; with a buffer, add that of the weight to it."""
     _, _, hidden, weight, logits, ids, scoring, normalize, scale, *buffer, needs = arguments
     (tokens, count), slots = logits.shape, ids.shape[1]
@@ -77,12 +81,12 @@ def _prepare_backward(has_buffer: bool, *arguments: Any) -> Launches:
     tile = (1, next_power_of_2(count), slots, next_power_of_2(slots))
     numbers = (scale, count, SCORINGS.index(scoring), normalize, 1, count, *tile)
     of_logits = Launch(choice.choose_backward, (tokens,), numbers, num_warps=WARPS)
-    of_hidden = Product(dz, weight, dhidden) if needs[0] else None
+    of_hidden = product(dz, weight, dhidden) if needs[0] else None
     (target,) = buffer or (dweight,)
     is_summed = needs[1] or has_buffer
-    of_weight = Product(dz, hidden, target, a_transposed=True, continues=has_buffer) if is_summed else None
+    of_weight = product(dz, hidden, target, a_transposed=True, continues=has_buffer) if is_summed else None
     ones = hidden.new_ones((tokens, 1))
-    of_bias = Product(ones, dz, dbias[None], a_transposed=True) if needs[2] else None
+    of_bias = product(ones, dz, dbias[None], a_transposed=True) if needs[2] else None
 
     def launch(*arguments: Any) -> tuple[torch.Tensor, ...]:
         grad_weights, grad_logits, hidden, weight, logits, ids, *_, needs = arguments
@@ -101,7 +105,3 @@ def _prepare_backward(has_buffer: bool, *arguments: Any) -> Launches:
         return tuple(results)
 
     return launch
-
-
-route_backward = prepared(partial(_prepare_backward, False))
-route_backward_into = prepared(partial(_prepare_backward, True))

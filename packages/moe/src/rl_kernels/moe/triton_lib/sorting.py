@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from rl_kernels.core.triton_lib.launch import Launch, ceil_div, next_power_of_2
-from rl_kernels.moe.backends.triton import order
 from rl_kernels.moe.op import order_size
+from rl_kernels.moe.triton_lib import order
 
 ALONE = 2048
 """Largest number of routes that are sorted by one launch."""
@@ -29,9 +29,11 @@ class Sort:
         blocks = max(1, ceil_div(routes, order.BLOCK_OF_ROUTES.value))
         self._tiles = tile_count(routes, experts, rows)
         self._size, self._counts = order_size(ids, experts), (blocks + 1, width) if routes > ALONE else None
-        self._count = Launch(order.count, (blocks,), (routes, experts, width), num_warps=4)
+        # With many blocks, each is faster with few warps.
+        warps = 4 if self._counts is None else 2
+        self._count = Launch(order.count, (blocks,), (routes, experts, width), num_warps=warps)
         self._add_up = Launch(order.add_up, (ceil_div(width, order.COLUMNS.value),), (blocks, width), num_warps=8)
-        self._place = Launch(order.place, (blocks,), (routes, experts, self._tiles, rows, width), num_warps=4)
+        self._place = Launch(order.place, (blocks,), (routes, experts, self._tiles, rows, width), num_warps=warps)
 
     def __call__(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the order as ``op`` describes it, and the tiles."""

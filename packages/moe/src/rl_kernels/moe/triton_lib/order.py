@@ -15,7 +15,7 @@ BLOCK_OF_ROUTES, PART = tl.constexpr(128), tl.constexpr(32)
 """Routes of a block, and those that each of them is compared with at a time."""
 WIDE = tl.constexpr(512)
 """Routes that are counted at a time, where no block was counted before."""
-ROWS, COLUMNS = tl.constexpr(1024), tl.constexpr(8)
+ROWS, COLUMNS = tl.constexpr(2048), tl.constexpr(4)
 """Blocks and experts whose counts are added at a time."""
 LISTING = tl.constexpr(32)
 """Largest number of programs that list tiles."""

@@ -11,13 +11,14 @@ from rl_kernels.core.triton_lib.gemm import Box, box_of, described
 from rl_kernels.core.triton_lib.gemm_kernels import COLUMNS, POINTERS, ROWS
 from rl_kernels.core.triton_lib.launch import Launch, ceil_div
 from rl_kernels.core.triton_lib.schedule import Schedule
-from rl_kernels.moe.backends.triton import products
-from rl_kernels.moe.backends.triton.schedule import LEAST_INNER, dividing
-from rl_kernels.moe.backends.triton.sorting import tile_count
+from rl_kernels.moe.triton_lib import products
+from rl_kernels.moe.triton_lib.launches import Kit
+from rl_kernels.moe.triton_lib.schedule import LEAST_INNER, dividing, schedules_for
+from rl_kernels.moe.triton_lib.sorting import tile_count
 
 
 class Product:
-    """Write ``a[route] @ b[e]^T + bias[e]`` for all routes, prepared for operands like those it is made with.
+    """Return ``a[route] @ b[e]^T + bias[e]`` of all routes, prepared for operands like those it is made with.
 
     Args:
         b: ``[E, N, K]``, any strides.
@@ -26,6 +27,7 @@ class Product:
         cut: the schedule.
         gathered: rows of ``a`` are tokens, else they are in the order of routes.
         scattered: rows of the result are routes, else they are in the order of routes.
+        out_dtype: dtype of the result; by default that of ``b``.
     """
 
     def __init__(
@@ -37,8 +39,10 @@ class Product:
         *,
         gathered: bool = False,
         scattered: bool = False,
+        out_dtype: torch.dtype | None = None,
     ) -> None:
         count, n, k = b.shape
+        self._shape, self._dtype = (routes, n), out_dtype or b.dtype
         self._right = Right(b, dividing(cut, k), cut.columns)
         cut = self._right.cut
         self._left = None if gathered else _dense_box(b, routes, cut)
@@ -55,17 +59,19 @@ class Product:
         a: torch.Tensor,
         b: torch.Tensor,
         bias: torch.Tensor | None,
-        out: torch.Tensor,
         routes: torch.Tensor,
         tiles: torch.Tensor,
-    ) -> None:
-        """Launch it: ``a[M, K]`` in the dtype of b, ``bias[E, N]`` or None and ``out[T k, N]`` are contiguous."""
+    ) -> torch.Tensor:
+        """Launch it, and return ``[T k, N]``: ``a[M, K]`` and ``bias[E, N]`` are contiguous, in the dtype of b."""
+        out = a.new_empty(self._shape, dtype=self._dtype)
         left = a if self._left is None else self._left.of(a)
-        self._launch(left, self._right.of(b), bias, out, routes, tiles)
+        if out.numel():
+            self._launch(left, self._right.of(b), bias, out, routes, tiles)
+        return out
 
 
 class GateUp:
-    """Write ``hidden[token] @ b[e]^T + bias[e]`` for all routes, and its activation; see ``Product``.
+    """Return ``hidden[token] @ b[e]^T + bias[e]`` of all routes, and its activation; see ``Product``.
 
     Args:
         b: ``[E, 2F, D]``, any strides.
@@ -74,12 +80,14 @@ class GateUp:
         cut: the schedule.
         activation: number of the activation.
         interleaved: whether rows of gate and up alternate.
+        keeps: whether the product is returned too.
     """
 
     def __init__(
-        self, b: torch.Tensor, routes: int, slots: int, cut: Schedule, activation: int, interleaved: bool
+        self, b: torch.Tensor, routes: int, slots: int, cut: Schedule, activation: int, interleaved: bool, keeps: bool
     ) -> None:
         count, double, k = b.shape
+        self._shape, self._keeps = (routes, double), keeps
         self._right = Right(b, dividing(cut, k), 2 * cut.columns if interleaved else cut.columns)
         cut = self._right.cut
         tiles = tile_count(routes, count, cut.rows)
@@ -95,13 +103,15 @@ class GateUp:
         hidden: torch.Tensor,
         b: torch.Tensor,
         bias: torch.Tensor | None,
-        z: torch.Tensor | None,
-        h: torch.Tensor,
         routes: torch.Tensor,
         tiles: torch.Tensor,
-    ) -> None:
-        """Launch it: ``hidden[T, D]``, ``bias[E, 2F]``, ``z[T k, 2F]`` and ``h[T k, F]`` are contiguous."""
-        self._launch(hidden, self._right.of(b), bias, z, h, routes, tiles)
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Launch it, and return ``z[T k, 2F]`` or None and ``h[T k, F]``: hidden and the bias are contiguous."""
+        count, double = self._shape
+        z, h = hidden.new_empty(self._shape) if self._keeps else None, hidden.new_empty((count, double // 2))
+        if count:
+            self._launch(hidden, self._right.of(b), bias, z, h, routes, tiles)
+        return z, h
 
 
 class Right:
@@ -188,3 +198,8 @@ class WeightGradient:
     ) -> None:
         """Launch it."""
         self._launch(left, right, out, routes, bounds)
+
+
+def kit_of(routes: int, experts: int, dtype: torch.dtype, device: torch.device) -> Kit:
+    """Return the products of a call."""
+    return Kit(schedules_for(routes, experts, dtype, device), GateUp, Product, WeightGradient)

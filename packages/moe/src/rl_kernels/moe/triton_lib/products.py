@@ -13,13 +13,32 @@ import triton
 import triton.language as tl
 
 from rl_kernels.core.triton_lib.gemm_kernels import COLUMNS, ROWS, step, tile
-from rl_kernels.moe.backends.triton.rows import activated, rounded
+from rl_kernels.moe.triton_lib.rows import activated, rounded
 
 
 @triton.jit
-def tile_of(index, TILES, size):
-    """Return the expert of the index-th tile, its first route, and the end of the expert's; E beyond the last tile."""
-    return tl.load(TILES + index), tl.load(TILES + size + index), tl.load(TILES + 2 * size + index)
+def tile_of(index, ROUTES, TILES, E, size, SLOTS: tl.constexpr):
+    """Return the expert of the index-th tile, its first route, and the end of the expert's; E beyond the last tile.
+
+    TILES may be None for a single token, each of whose SLOTS routes is a tile; ROUTES then has their experts.
+    """
+    if TILES is None:
+        expert = tl.load(ROUTES + index, mask=index < SLOTS, other=E).to(tl.int32)
+        expert = tl.where((expert >= 0) & (expert < E), expert, E)
+        first, end = index, index + 1
+    else:
+        expert = tl.load(TILES + index)
+        first, end = tl.load(TILES + size + index), tl.load(TILES + 2 * size + index)
+    return expert, first, end
+
+
+@triton.jit
+def routes_at(positions, end, ROUTES, TILES):
+    """Return the routes at positions before ``end``."""
+    routes = positions
+    if TILES is not None:
+        routes = tl.load(ROUTES + positions, mask=positions < end, other=0)
+    return routes
 
 
 @triton.jit
@@ -46,9 +65,9 @@ def left_tile(left, first, k, K, KIND: tl.constexpr, WHOLE: tl.constexpr, BLOCK_
 
 @triton.jit
 def chains(
-    A, B, ROUTES, expert, first, end, column, more, N, K, b_expert, b_row, b_k, PAIR: tl.constexpr, LEFT: tl.constexpr,
-    KIND: tl.constexpr, GATHERED: tl.constexpr, SLOTS: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    A, B, ROUTES, TILES, expert, first, end, column, more, N, K, b_expert, b_row, b_k, PAIR: tl.constexpr,
+    LEFT: tl.constexpr, KIND: tl.constexpr, GATHERED: tl.constexpr, SLOTS: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Return the product of a tile of routes with BLOCK_N of their expert's N outputs; if PAIR also ``more`` later."""
     left, right, row, begin = A, B, column, 0
@@ -56,7 +75,10 @@ def chains(
         positions = first + tl.arange(0, BLOCK_M)
         # A row of the same expert stands for those beyond its last one, which are not stored.
         positions = tl.where(positions < end, positions, first)
-        left = A + sources(positions, ROUTES, GATHERED, SLOTS)[:, None] * K
+        rows = positions
+        if GATHERED:
+            rows = routes_at(positions, end, ROUTES, TILES) // SLOTS
+        left = A + rows.to(tl.int64)[:, None] * K
     if KIND == ROWS:
         row = expert * N + column
     elif KIND == COLUMNS:
@@ -97,17 +119,17 @@ def product(
     GATHERED: rows of A are tokens. SCATTERED: rows of OUT are routes, else positions in the order of routes.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
-    expert, first, end = tile_of(tl.program_id(0) // tiles_n, TILES, size)
+    expert, first, end = tile_of(tl.program_id(0) // tiles_n, ROUTES, TILES, E, size, SLOTS)
     if expert == E:
         return
     column = tl.program_id(0) % tiles_n * BLOCK_N
     acc, _ = chains(
-        A, B, ROUTES, expert, first, end, column, 0, N, K, b_expert, b_row, b_k, False, LEFT, KIND, GATHERED, SLOTS,
-        WHOLE, BLOCK_M, BLOCK_N, BLOCK_K,
+        A, B, ROUTES, TILES, expert, first, end, column, 0, N, K, b_expert, b_row, b_k, False, LEFT, KIND, GATHERED,
+        SLOTS, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     rows = first + tl.arange(0, BLOCK_M)
     if SCATTERED:
-        rows = tl.load(ROUTES + rows, mask=rows < end, other=0)
+        rows = routes_at(rows, end, ROUTES, TILES)
     finish(acc, BIAS, OUT, expert, first, end, column, rows, N, N, BLOCK_M, BLOCK_N)
 
 
@@ -122,7 +144,7 @@ def gate_up(
     Z may be None. Grid: tiles of routes times of columns of H.
     """
     tiles_n = tl.cdiv(F, BLOCK_N)
-    expert, first, end = tile_of(tl.program_id(0) // tiles_n, TILES, size)
+    expert, first, end = tile_of(tl.program_id(0) // tiles_n, ROUTES, TILES, E, size, SLOTS)
     if expert == E:
         return
     column = tl.program_id(0) % tiles_n * BLOCK_N
@@ -130,8 +152,8 @@ def gate_up(
     width: tl.constexpr = 2 * BLOCK_N if INTERLEAVED else BLOCK_N
     begin = 2 * column if INTERLEAVED else column
     gate, up = chains(
-        A, B, ROUTES, expert, first, end, begin, F, 2 * F, K, b_expert, b_row, b_k, not INTERLEAVED, LEFT, KIND, True,
-        SLOTS, WHOLE, BLOCK_M, width, BLOCK_K,
+        A, B, ROUTES, TILES, expert, first, end, begin, F, 2 * F, K, b_expert, b_row, b_k, not INTERLEAVED, LEFT, KIND,
+        True, SLOTS, WHOLE, BLOCK_M, width, BLOCK_K,
     )  # fmt: skip
     if INTERLEAVED:
         both = finish(gate, BIAS, Z, expert, first, end, begin, rows, 2 * F, 2 * F, BLOCK_M, width)

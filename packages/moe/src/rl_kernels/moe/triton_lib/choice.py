@@ -12,7 +12,7 @@ import triton.language as tl
 
 from rl_kernels.core.triton_lib.arithmetic import product
 from rl_kernels.moe import reference
-from rl_kernels.moe.backends.triton.rows import sigmoid
+from rl_kernels.moe.triton_lib.rows import sigmoid
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = (tl.constexpr(number) for number in range(3))
 """Numbers of the ways of scoring, in the order of ``choice.SCORINGS``."""

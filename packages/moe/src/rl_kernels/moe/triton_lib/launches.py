@@ -1,0 +1,189 @@
+"""The raw ops of experts on a GPU: two products of sorted routes, the activation, and the sums over slots.
+
+Order, gradient of the activation and sums are kernels in Triton for all backends; a ``Kit`` has a backend's products.
+No launch depends on how many tokens an expert gets: grids follow from T, k and E; blocks without a tile end at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from rl_kernels.core.calls import Launches, prepared
+from rl_kernels.core.gpu import device_of
+from rl_kernels.core.layout import readable
+from rl_kernels.core.triton_lib.launch import Launch, ceil_div, next_power_of_2
+from rl_kernels.moe.activations import NAMES
+from rl_kernels.moe.op import gradients
+from rl_kernels.moe.triton_lib import rows
+from rl_kernels.moe.triton_lib.schedule import Schedules
+from rl_kernels.moe.triton_lib.sorting import List, Sort
+
+WIDEST, WARPS = 1024, 4
+"""Largest number of columns that a program of a row kernel holds at once, and its warps."""
+BIAS_COLUMNS = 64
+"""Columns of a program that sums the gradient of a bias."""
+
+
+class Kit(NamedTuple):
+    """The products of a call and their schedules; the classes of ``grouped`` say what they take."""
+
+    cuts: Schedules
+    gate_up: Callable[..., Any]
+    product: Callable[..., Any]
+    weight_gradient: Callable[..., Any]
+
+
+KitOf = Callable[[int, int, torch.dtype, torch.device], Kit]
+"""A function of the numbers of routes and experts, the dtype and the device of a call."""
+
+
+def raw_ops(kit_of: KitOf) -> tuple[prepared, ...]:
+    """Return the raw ops ``forward``, ``forward_kept``, ``backward`` and ``backward_into`` of a backend."""
+    makers = (partial(_forward, kit_of, False), partial(_forward, kit_of, True), partial(_first_backward, kit_of))
+    return tuple(prepared(make) for make in (*makers, partial(_backward, kit_of)))
+
+
+def _forward(
+    kit_of: KitOf,
+    keeps: bool,
+    hidden: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    shared: torch.Tensor | None,
+    activation: str,
+    interleaved: bool,
+) -> Launches:
+    """Return the output ``[T, D]``; with ``keeps`` also ``z[T k, 2F]`` and the order."""
+    (count, _, width), (routes, slots) = gate_up.shape, (ids.numel(), ids.shape[1])
+    kit = kit_of(routes, count, hidden.dtype, hidden.device)
+    sort = Sort(ids, count, kit.cuts.gate_up.rows)
+    first = kit.gate_up(gate_up, routes, slots, kit.cuts.gate_up, NAMES.index(activation), interleaved, keeps)
+    second = kit.product(down, routes, slots, kit.cuts.down, scattered=True)
+    combine = _combine(ids, count, width)
+    # The routes of a single token need no order: each is a tile.
+    is_alone = len(ids) == 1 and not keeps
+
+    def launch(*arguments: Any) -> Any:
+        hidden, gate_up, down, ids, weights, gate_up_bias, down_bias, shared = _readable(arguments[:8], but=(1, 2))
+        out = hidden.new_empty(hidden.shape)
+        with device_of(hidden):
+            order, tiles = (ids, None) if is_alone else sort(ids)
+            z, h = first(hidden, gate_up, gate_up_bias, order, tiles)
+            if routes:
+                combine(second(h, down, down_bias, order, tiles), ids, weights, shared, out)
+        return (out, z, order) if keeps else out
+
+    return launch
+
+
+def _first_backward(kit_of: KitOf, *arguments: Any) -> Launches:
+    """Return the gradients of hidden, weights, gate_up, down, gate_up_bias and down_bias."""
+    *rest, needs = arguments
+    prepare: Callable[..., Launches] = _backward
+    return prepare(kit_of, *rest, None, None, needs)
+
+
+def _backward(
+    kit_of: KitOf,
+    grad: torch.Tensor,
+    hidden: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    z: torch.Tensor | None,
+    order: torch.Tensor | None,
+    activation: str,
+    interleaved: bool,
+    gate_up_grad: torch.Tensor | None,
+    down_grad: torch.Tensor | None,
+    needs: list[bool],
+) -> Launches:
+    """Return the same, and add the gradients of gate_up and down to FP32 buffers where they are given."""
+    (count, double, width), (routes, slots) = gate_up.shape, (ids.numel(), ids.shape[1])
+    kit = kit_of(routes, count, hidden.dtype, hidden.device)
+    cuts = kit.cuts
+    sort, list_tiles = Sort(ids, count, cuts.backward.rows), List(routes, count, cuts.backward.rows)
+    # Columns as in the forward pass, where one tile has gate and up.
+    columns = cuts.gate_up.columns * (2 if interleaved else 1)
+    again = kit.product(gate_up, routes, slots, replace(cuts.backward, columns=columns), gathered=True)
+    of_activation = kit.product(down.mT, routes, slots, cuts.backward, gathered=True, out_dtype=torch.float32)
+    of_hidden = kit.product(gate_up.mT, routes, slots, cuts.backward, scattered=True)
+    activate = _activate_backward(routes, slots, count, double // 2, width, activation, interleaved)
+    combine = _combine(ids, count, width)
+    of_gate_up = kit.weight_gradient(gate_up, gate_up_grad, slots, cuts.gradient, right_gathered=True)
+    of_down = kit.weight_gradient(down, down_grad, slots, cuts.gradient, left_gathered=True)
+    of_gate_up_bias, of_down_bias = (_bias_gradient(slots, count, size) for size in (double, width))
+
+    def launch(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        grad, hidden, gate_up, down, ids, weights, *biases, z, order = _readable(arguments[:10], but=(2, 3))
+        *buffers, needs = arguments[12:]
+        gate_up_grad, down_grad = buffers or (None, None)
+        results = gradients(needs, hidden, weights, gate_up, down, *biases)
+        dhidden, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias = results
+        dots = dweights if needs[1] else hidden.new_empty(ids.shape, dtype=torch.float32)
+        dz, scaled = hidden.new_empty((routes, double)), hidden.new_empty((routes, double // 2))
+        with device_of(hidden):
+            if order is None:
+                order, tiles = sort(ids)
+                z = again(hidden, gate_up, biases[0], order, tiles)
+                bounds = order[routes:]
+            else:
+                bounds = order[routes:]
+                tiles = list_tiles(bounds)
+            if routes:
+                dh = of_activation(grad, down.mT, None, order, tiles)
+                activate(dh, z, weights, grad, biases[1], dz, scaled, dots, order, bounds)
+            if needs[0] and routes:
+                combine(of_hidden(dz, gate_up.mT, None, order, tiles), ids, None, None, dhidden)
+            if needs[2] or gate_up_grad is not None:
+                of_gate_up(dz, hidden, dgate_up if gate_up_grad is None else gate_up_grad, order, bounds)
+            if needs[3] or down_grad is not None:
+                of_down(grad, scaled, ddown if down_grad is None else down_grad, order, bounds)
+            if needs[4]:
+                of_gate_up_bias(dz, None, dgate_up_bias, order, bounds)
+            if needs[5]:
+                of_down_bias(grad, weights, ddown_bias, order, bounds)
+        return tuple(results)
+
+    return launch
+
+
+def _readable(operands: tuple[Any, ...], but: tuple[int, int]) -> list[Any]:
+    """Return operands as the kernels read them: contiguous, but for the weights, which are read as they are."""
+    return [
+        x if x is None or place in but or x.is_contiguous() else readable(x, False) for place, x in enumerate(operands)
+    ]
+
+
+def _width(size: int) -> int:
+    return min(next_power_of_2(size), WIDEST)
+
+
+def _activate_backward(
+    routes: int, slots: int, count: int, inner: int, size: int, activation: str, interleaved: bool
+) -> Launch:
+    options = (NAMES.index(activation), interleaved, _width(inner), next_power_of_2(count))
+    return Launch(rows.activate_backward, (routes,), (count, inner, size, slots, *options), num_warps=WARPS)
+
+
+def _combine(ids: torch.Tensor, count: int, size: int) -> Launch:
+    tokens, slots = ids.shape
+    width = _width(size)
+    return Launch(rows.combine, (tokens, ceil_div(size, width)), (count, size, slots, width), num_warps=WARPS)
+
+
+def _bias_gradient(slots: int, count: int, size: int) -> Launch:
+    grid = count, ceil_div(size, BIAS_COLUMNS)
+    return Launch(rows.bias_gradient, grid, (size, slots, BIAS_COLUMNS), num_warps=WARPS)
