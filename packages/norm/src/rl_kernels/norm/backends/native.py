@@ -65,7 +65,7 @@ def backward(
     needs_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dx ``[N, D]``, dweight ``[D]``, dbias ``[D]``)."""
-    dx, terms, upstream = _terms(grad, grad_sum, x, weight, stats, centered, offset)
+    dx, terms, upstream = terms_of(grad, grad_sum, x, weight, stats, centered, offset)
     zeros = stats.new_zeros(x.shape[1])
     dweight = _chain(terms, zeros) if needs_weight else stats.new_empty(0)
     return dx, dweight, _chain(upstream, zeros) if needs_bias else stats.new_empty(0)
@@ -83,13 +83,13 @@ def backward_into(
     needs_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add the gradient of the weight to ``main_grad[D]``; return (dx, dbias)."""
-    dx, terms, upstream = _terms(grad, grad_sum, x, weight, stats, centered, offset)
+    dx, terms, upstream = terms_of(grad, grad_sum, x, weight, stats, centered, offset)
     main_grad.copy_(_chain(terms, main_grad))
     zeros = stats.new_zeros(x.shape[1])
     return dx, _chain(upstream, zeros) if needs_bias else stats.new_empty(0)
 
 
-def _terms(
+def terms_of(
     grad: torch.Tensor,
     grad_sum: torch.Tensor | None,
     x: torch.Tensor,
