@@ -8,6 +8,8 @@ import torch
 
 UNLIMITED = -1
 """An unlimited side of the window."""
+INTEGER_TENSORS = slice(4, 10)
+"""Places of the integer tensors in ``Inputs``, from cu_seqlens_q to block_table."""
 
 
 class Attended(NamedTuple):

@@ -25,7 +25,7 @@ from rl_kernels.attention.backends.cuda_sm90.schedule import (
     tile_of,
 )
 from rl_kernels.attention.checks import MULTIPLE
-from rl_kernels.attention.inputs import Inputs
+from rl_kernels.attention.inputs import INTEGER_TENSORS, Inputs
 from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program
@@ -101,7 +101,7 @@ def _forward(arguments: tuple[Any, ...], *, with_lse: bool) -> Launches:
         lse = q.new_empty(lse_shape, dtype=torch.float32) if with_lse else None
         states = q.new_empty(state_size, dtype=torch.float32) if state_size else None
         counter = q.new_zeros(1, dtype=torch.int32) if claims else None
-        rest = (*args[gpu.INTEGER_TENSORS], *shape, q, out, lse, sinks, states, *strides, counter, *numbers)
+        rest = (*args[INTEGER_TENSORS], *shape, q, out, lse, sinks, states, *strides, counter, *numbers)
         attend.launch(grid, threads, k_map(args), v_map(args), *rest, shared=shared)
         if finish is not None:
             finish.launch(finish_grid, 32 * WARPS, *rest, pdl=True)
@@ -153,7 +153,7 @@ def backward(*arguments: Any) -> Launches:
         lses, deltas = lse.new_empty(row_shape), lse.new_empty(row_shape)
         counters = lse.new_empty(2, dtype=torch.int32)
         query_counter, key_counter = counters.unbind()
-        integer_tensors, maps = args[gpu.INTEGER_TENSORS], (k_map(args), v_map(args))
+        integer_tensors, maps = args[INTEGER_TENSORS], (k_map(args), v_map(args))
         rest = (q, grad, lses, deltas, dq, dk, dv, *strides, *grad_strides)
         with device_of(q):
             rows.launch(rows_grid, THREADS, out, grad, lse, lses, deltas, counters, *grad_strides, *sizes)
