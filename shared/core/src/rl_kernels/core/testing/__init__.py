@@ -5,9 +5,7 @@ from rl_kernels.core.testing.draw import Draw
 from rl_kernels.core.testing.illegal import illegal_backends, illegal_ids, illegal_temperatures, with_main_grad
 from rl_kernels.core.testing.layouts import Chunks, Layout, Packed, chunk, pack, pad, permute
 from rl_kernels.core.testing.references import (
-    INTEGERS,
     Drift,
-    bits_of,
     drift,
     masked_mean,
     masked_sum,
@@ -37,6 +35,7 @@ from rl_kernels.core.testing.transforms import (
     options,
     temperature_as_tensor,
 )
+from rl_kernels.core.ulps import INTEGERS, bits_of
 
 __all__ = [
     "IGNORED",

@@ -7,6 +7,7 @@ of 1024. The kernels also write rows and keys that are in no sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,19 +53,8 @@ DIMS = 4
 """Dims of a descriptor: packed tensors get a first one of size 1."""
 
 
-@prepared
-def forward(*arguments: Any) -> Launches:
-    """Return (out, lse) for the arguments of ``Inputs``."""
-    return _forward(arguments, with_lse=True)
-
-
-@prepared
-def output(*arguments: Any) -> Launches:
-    """Return out alone for the arguments of ``Inputs``."""
-    return _forward(arguments, with_lse=False)
-
-
-def _forward(arguments: tuple[Any, ...], *, with_lse: bool) -> Launches:
+def _forward(*arguments: Any, with_lse: bool) -> Launches:
+    """Return (out, lse), or out alone, for the arguments of ``Inputs``."""
     copied = gpu.unreadable(arguments, expanded=False)
     read = gpu.as_read(arguments, copied)
     inputs = Inputs._make(read)
@@ -108,6 +98,9 @@ def _forward(arguments: tuple[Any, ...], *, with_lse: bool) -> Launches:
         return out if lse is None else (out, lse)
 
     return launch
+
+
+forward, output = prepared(partial(_forward, with_lse=True)), prepared(partial(_forward, with_lse=False))
 
 
 @prepared
