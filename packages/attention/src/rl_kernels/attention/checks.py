@@ -49,7 +49,7 @@ def heads(call: Inputs) -> None:
 def layout(call: Inputs) -> None:
     """Require integer tensors of the right dtype and shape, and arguments that form one layout."""
     q, k, _ = call.operands
-    integer_tensors = dict(zip(Inputs._fields[INTEGER_TENSORS], call[INTEGER_TENSORS], strict=True))
+    integer_tensors = dict(zip(Inputs._fields[INTEGER_TENSORS], call.integer_tensors, strict=True))
     cu_seqlens_q, cu_seqlens_k, k_start, _, seqused_k, block_table = integer_tensors.values()
     for name, value in integer_tensors.items():
         if value is not None:
@@ -107,7 +107,7 @@ def lengths(call: Inputs) -> None:
     (q, k, _), (max_seqlen_q, max_seqlen_k, *_) = call.operands, call.numbers
     if values_hidden(q):
         return
-    cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table = call[INTEGER_TENSORS]
+    cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table = call.integer_tensors
     for name, value, total, most in (("q", cu_seqlens_q, q, max_seqlen_q), ("k", cu_seqlens_k, k, max_seqlen_k)):
         if value is not None:
             _check_cumulative(value, total.shape[0], f"cu_seqlens_{name}")

@@ -89,28 +89,19 @@ def _forward(
 @prepared
 def backward(*arguments: Any) -> Launches:
     """Return (dx ``[N, D]``, dweight ``[D]``, dbias ``[D]``)."""
-    return _backward(*arguments[:7], None, *arguments[7:])
+    *saved, needs_weight, needs_bias = arguments
+    return _backward(saved, None, needs_weight, needs_bias)
 
 
 @prepared
 def backward_into(*arguments: Any) -> Launches:
     """Add the gradient of the weight to ``main_grad[D]``; return (dx, dbias)."""
     *saved, main_grad, needs_bias = arguments
-    return _backward(*saved, main_grad, True, needs_bias)
+    return _backward(saved, main_grad, True, needs_bias)
 
 
-def _backward(
-    grad: torch.Tensor,
-    grad_sum: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    stats: torch.Tensor,
-    centered: bool,
-    offset: float,
-    main_grad: torch.Tensor | None,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> Launches:
+def _backward(saved: list[Any], main_grad: torch.Tensor | None, needs_weight: bool, needs_bias: bool) -> Launches:
+    grad, grad_sum, x, weight, stats, centered, offset = saved
     count, size = x.shape
     width, rows, step, warps = tile(size)
     per_program = rows if ceil_div(count, step) <= FEW_STEPS else step
