@@ -146,6 +146,8 @@ def longest(value: int | None, cu_seqlens: torch.Tensor | None) -> int | None:
 
 def with_longest(call: Inputs) -> Inputs:
     """Return a call with the lengths of its longest sequences, where ``longest`` returns any."""
+    if call.max_seqlen_q is not None and call.max_seqlen_k is not None:
+        return call
     most = longest(call.max_seqlen_q, call.cu_seqlens_q), longest(call.max_seqlen_k, call.cu_seqlens_k)
     return Inputs._make((*call[: INTEGER_TENSORS.stop], *most, *call[INTEGER_TENSORS.stop + 2 :]))
 
