@@ -58,9 +58,8 @@ def forward_sum(
 def backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (dx ``[N, D]``, dweight ``[D]``, dbias ``[D]``), from the arguments of ``terms_of`` and two flags."""
     *saved, needs_weight, needs_bias = arguments
-    dx, *terms = terms_of(*saved)
-    dweight, dbias = (_gradient(x, needed) for x, needed in zip(terms, (needs_weight, needs_bias), strict=True))
-    return dx, dweight, dbias
+    dx, terms, upstream = terms_of(*saved)
+    return dx, _gradient(terms, needs_weight), _gradient(upstream, needs_bias)
 
 
 def backward_into(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
