@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,25 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from rl_kernels.attention.backends.cuda_sm90 import backend
 from rl_kernels.attention.backends.native import backend as native
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
 from rl_kernels.attention.spec.raw import dense, expanded, packed, paged, sliced
+from rl_kernels.core.testing.host_tests import CudaHost
 from rl_kernels.core.testing.launches import Launch, Recorder
-from rl_kernels.core.testing.planted import Bug, planted
+from rl_kernels.core.testing.planted import Bug
 
-PACKAGE = "rl_kernels.attention.backends.cuda_sm90"
-MODULES = (
-    *(f"{PACKAGE}.{name}" for name in ("schedule", "plan")),
-    *("rl_kernels.attention.gpu", f"{PACKAGE}.backend"),
-)
-BUGS = (
-    Bug("states of one segment too few", "* segments *", "* (segments - 1) *"),
-    Bug("strides of the gradient for those of q", "*strides, *grad_strides)", "*strides, *strides)"),
-    Bug("one counter for both kernels", "counters.unbind()", "(counters[0], counters[0])"),
-    Bug("stages beyond the room", "- BARRIERS - self", "+ 65536 - self"),
-)
-WATCHED = MODULES[-1:]
-FAILURES = (AssertionError, RuntimeError, ValueError, IndexError, AttributeError, ZeroDivisionError)
 PROCESSORS, SEGMENT, LOG2E = 3, 1024, 1.4426950408889634
 DTYPES = {1: torch.bfloat16, 2: torch.float16}
 INTEGERS = ("starts_q", "starts_k", "first_k", "used_q", "used_k", "table")
@@ -60,7 +48,7 @@ def one_query():
     return given._replace(q=given.q[:1].expand(3, -1, -1, -1))
 
 
-CALLS = {
+CALLS: dict[str, Callable[[], Inputs]] = {
     "prompt": partial(dense, 2, 200, 200, 2, 4, 128),
     "sinks": lambda: dense(2, 20, 20, 2, 4, 128, sinks=torch.randn(8).bfloat16()),
     "wide-sinks": lambda: dense(2, 20, 20, 2, 4, 128, sinks=torch.randn(8)),
@@ -265,14 +253,38 @@ def close(found: Any, wanted: Any) -> None:
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2, equal_nan=True)
 
 
-def check(name: str) -> None:
-    """Hold a call to the native backend; the same launches serve another gradient."""
-    torch.manual_seed(0)
-    given = CALLS[name]()
-    out, lse = native.forward(*given)
-    backend = importlib.import_module(MODULES[-1])
-    recorder = Recorder(Kernels(given).named(), processors=PROCESSORS)
-    with recorder.watching(*WATCHED):
+def sections(batch, queries, keys, kv_heads, group, right=0):
+    """Return a call with heads of 128 whose tensors have no data."""
+    given = dense(batch, 1, 1, kv_heads, group, 128, window=(UNLIMITED, right))
+    q, k, v = (
+        x.new_empty(batch, rows, *x.shape[2:], device="meta")
+        for x, rows in zip(given.operands, (queries, keys, keys), strict=True)
+    )
+    return given._replace(q=q, k=k, v=v, max_seqlen_q=queries, max_seqlen_k=keys)
+
+
+class TestLaunches(CudaHost):
+    modules = (
+        *(f"rl_kernels.attention.backends.cuda_sm90.{name}" for name in ("schedule", "plan")),
+        *("rl_kernels.attention.gpu", "rl_kernels.attention.backends.cuda_sm90.backend"),
+    )
+    bugs = (
+        Bug("states of one segment too few", "* segments *", "* (segments - 1) *"),
+        Bug("strides of the gradient for those of q", "*strides, *grad_strides)", "*strides, *strides)"),
+        Bug("one counter for both kernels", "counters.unbind()", "(counters[0], counters[0])"),
+        Bug("stages beyond the room", "- BARRIERS - self", "+ 65536 - self"),
+    )
+    calls = tuple(CALLS)
+    failures = (AssertionError, RuntimeError, ValueError, IndexError, AttributeError, ZeroDivisionError)
+
+    def recorder(self, call: str) -> Recorder:
+        self.given = CALLS[call]()
+        return Recorder(Kernels(self.given).named(), processors=PROCESSORS)
+
+    def check(self, call: str, backend: Any, recorder: Recorder) -> None:
+        """Compare a call with the native backend; the same launches serve another gradient."""
+        given = self.given
+        out, lse = native.forward(*given)
         close(backend.forward(*given), (out, lse))
         close((backend.output(*given),), (out,))
         if given.seqused_k is not None:
@@ -289,70 +301,39 @@ def check(name: str) -> None:
         close((dq,), native.backward(*given, out, lse, grad, True)[:1])
         assert dk.numel() == dv.numel() == 0
 
+    def both_passes(self, given: Inputs) -> tuple[list[Launch], tuple[torch.Tensor, ...]]:
+        """Return the launches of both passes on 132 multiprocessors, and their results."""
+        with self.recording(recorder := Recorder()):
+            out, lse = backend.forward(*given)
+            return recorder.launches, (out, lse, *backend.backward(*given, out, lse, out, True)[:3])
 
-@pytest.mark.parametrize("name", CALLS)
-def test_launches(name):
-    check(name)
-
-
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_planted_bugs_show(bug):
-    with planted(MODULES, bug):
-        for name in CALLS:
-            try:
-                check(name)
-            except FAILURES:
-                return
-    pytest.fail("the launches are as they should be")
-
-
-def sections(batch, queries, keys, kv_heads, group, right=0):
-    """Return the sections of attend, of_queries and of_keys on 132 multiprocessors, with heads of 128."""
-    given = dense(batch, 1, 1, kv_heads, group, 128, window=(UNLIMITED, right))
-    q, k, v = (
-        x.new_empty(batch, rows, *x.shape[2:], device="meta")
-        for x, rows in zip(given.operands, (queries, keys, keys), strict=True)
+    @pytest.mark.parametrize(
+        ("sizes", "expected"),
+        [
+            # The L2 cache holds 8 pairs of 4 MiB; of 8 MiB only 4, whose 64 tiles would be half a round.
+            ((4, 2048, 2048, 8, 4), (32, 32, 8)),
+            ((4, 2048, 2048, 4, 8), (16, 16, 8)),
+            # 64 tiles of keys to a pair: two are a round. Keys of 4 MiB.
+            ((2, 8192, 8192, 8, 4), (16, 8, 2)),
+            ((2, 8192, 8192, 8, 4, UNLIMITED), (8, 8, 2)),
+            # Keys of 32 MiB, and one tile of rows: all pairs. Tiles of equal work in the forward pass: two pairs.
+            ((2, 16, 65536, 70, 4), (33, 132, 140)),
+            ((2, 16, 65536, 70, 4, UNLIMITED), (2, 132, 140)),
+        ],
     )
-    given = given._replace(q=q, k=k, v=v, max_seqlen_q=queries, max_seqlen_k=keys)
-    backend = importlib.import_module(MODULES[-1])
-    with Recorder().watching(*WATCHED) as recorder:
-        out, lse = backend.forward(*given)
-        backend.backward(*given, out, lse, out, True)
-    return tuple(launch["section"] for launch in recorder.launches if launch.entry not in ("finish", "rows_of"))
+    def test_sections(self, sizes, expected):
+        launches, _ = self.both_passes(sections(*sizes))
+        assert tuple(one["section"] for one in launches if one.entry not in ("finish", "rows_of")) == expected
 
+    def test_no_query_launches_nothing(self):
+        launches, (out, lse, _, dk, dv) = self.both_passes(dense(2, 0, 30, 2, 2, 64))
+        assert not launches
+        assert (out.shape, lse.shape) == ((2, 0, 4, 64), (2, 4, 0))
+        assert not dk.any()
+        assert not dv.any()
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        # The L2 cache holds 8 pairs of 4 MiB; of 8 MiB only 4, whose 64 tiles would be half a round.
-        ((4, 2048, 2048, 8, 4), (32, 32, 8)),
-        ((4, 2048, 2048, 4, 8), (16, 16, 8)),
-        # 64 tiles of keys to a pair: two are a round. Keys of 4 MiB.
-        ((2, 8192, 8192, 8, 4), (16, 8, 2)),
-        ((2, 8192, 8192, 8, 4, UNLIMITED), (8, 8, 2)),
-        # Keys of 32 MiB, and one tile of rows: all pairs. Tiles of equal work in the forward pass: two pairs.
-        ((2, 16, 65536, 70, 4), (33, 132, 140)),
-        ((2, 16, 65536, 70, 4, UNLIMITED), (2, 132, 140)),
-    ],
-)
-def test_sections(sizes, expected):
-    assert sections(*sizes) == expected
-
-
-def test_no_query_launches_nothing():
-    given = dense(2, 0, 30, 2, 2, 64)
-    backend = importlib.import_module(MODULES[-1])
-    with Recorder().watching(*WATCHED) as recorder:
-        out, lse = backend.forward(*given)
-        _, dk, dv, _ = backend.backward(*given, out, lse, out, True)
-    assert not recorder.launches
-    assert (out.shape, lse.shape) == ((2, 0, 4, 64), (2, 4, 0))
-    assert not dk.any()
-    assert not dv.any()
-
-
-def test_every_program_has_room_for_two_stages():
-    programs = importlib.import_module(MODULES[-1]).programs("sm_90a")
-    assert len(programs) == len(set(programs)) == 48
-    assert all(dict(one.defines)["STAGES"] >= 2 for one in programs)
-    assert importlib.import_module(MODULES[-1]).programs("sm_80") == []
+    def test_every_program_has_room_for_two_stages(self):
+        programs = backend.programs("sm_90a")
+        assert len(programs) == len(set(programs)) == 48
+        assert all(dict(one.defines)["STAGES"] >= 2 for one in programs)
+        assert backend.programs("sm_80") == []

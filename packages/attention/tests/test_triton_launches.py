@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -13,27 +12,11 @@ from rl_kernels.attention import gpu
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
 from rl_kernels.attention.op import ops
 from rl_kernels.attention.spec.raw import dense, expanded, packed, paged, sliced
-from rl_kernels.core.testing.planted import Bug, planted
-from rl_kernels.core.testing.triton_launches import TritonRecorder
+from rl_kernels.core.testing.host_tests import TritonHost
+from rl_kernels.core.testing.planted import Bug
 
-MODULES = (
-    *(f"rl_kernels.attention.backends.triton.{name}" for name in ("boxes", "plan")),
-    *("rl_kernels.attention.gpu", "rl_kernels.attention.backends.triton.backend"),
-)
-BUGS = (
-    Bug(
-        "tiles rounded down",
-        "ceil_div(self.longest_q * self.group, rows)",
-        "max(self.longest_q * self.group // rows, 1)",
-    ),
-    Bug("strides in elements", "batch // UNIT", "batch"),
-    Bug("box across pages", "(table is None or self.page % BLOCK == 0)", "True"),
-)
-BACKEND = MODULES[-1]
-PLAN = BACKEND.removesuffix("backend") + "plan"
 BLOCK, SEGMENT, UNIT = 64, 1024, 8
 FEW, FULL, PROCESSORS, SMALL = 16, 4, 2, 1 << 21
-FAILURES = (AssertionError, RuntimeError)
 
 
 CALLS = {
@@ -52,8 +35,6 @@ CALLS = {
     "large-pages": partial(paged, 2, 128, torch.full((5,), 50), size_v=64),
     "expanded": expanded,
 }
-LOOKED_AT = [name for name in CALLS if name not in ("long-prompt", "wide-heads", "fp32", "padded")]
-"""Calls that show every planted bug."""
 
 
 def rows_of(given):
@@ -187,62 +168,6 @@ def moved(given):
     return tuple(map(copied, given))
 
 
-def check(name, small, plant=nullcontext):
-    """Hold the launches of a call, and of one like it, to what its shapes imply; up to ``small`` scores are few."""
-    given = CALLS[name]()
-    with TritonRecorder(processors=PROCESSORS).pretended() as recorder, plant():
-        backend = importlib.import_module(BACKEND)
-        plan = importlib.import_module(PLAN)
-        assert plan.SMALL == SMALL
-        plan.SMALL = small
-        # Any address is one that was met before: what is compiled for another kind of tensors shows.
-        importlib.import_module("rl_kernels.core.triton_lib.launch").ALIGNMENT = 16
-        forward, output = backend.forward.prepare(*given), backend.output.prepare(*given)
-        for call in (given, moved(given)):
-            recorder.launches.clear()
-            out, lse = forward(*call)
-            check_forward(Inputs._make(call), recorder.launches, out, lse, small)
-            recorder.launches.clear()
-            check_forward(Inputs._make(call), recorder.launches, output(*call), None, small)
-        if given.block_table is not None:
-            return
-        saved = (out, lse, torch.randn(*out.shape, 2).to(out.dtype)[..., 0])
-        backward = backend.backward.prepare(*given, *saved, True)
-        for call in ((*given, *saved, True), moved((*given, *saved, True))):
-            recorder.launches.clear()
-            check_backward(Inputs._make(call[:16]), recorder.launches, backward(*call), small)
-
-
-@pytest.mark.parametrize("small", [0, SMALL])
-@pytest.mark.parametrize("name", CALLS)
-def test_launches(name, small):
-    check(name, small)
-
-
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_planted_bugs_show(bug):
-    for name in LOOKED_AT:
-        try:
-            for small in (0, SMALL):
-                check(name, small, partial(planted, MODULES, bug))
-        except FAILURES:
-            return
-    pytest.fail("the launches are as they should be")
-
-
-def test_no_query_launches_nothing():
-    given = dense(2, 0, 30, 2, 2, 64)
-    with TritonRecorder().pretended() as recorder:
-        backend = importlib.import_module(BACKEND)
-        out, lse = backend.forward(*given)
-        _, dk, dv, _ = backend.backward(*given, out, lse, out, True)
-        assert not recorder.launches
-    assert (out.shape, lse.shape) == ((2, 0, 4, 64), (2, 4, 0))
-    assert (dk.shape, dv.shape) == (given.k.shape, given.v.shape)
-    assert not dk.any()
-    assert not dv.any()
-
-
 class Wrapper(torch.Tensor):
     """A user's class."""
 
@@ -262,38 +187,89 @@ def wrapped(x):
     return x.as_subclass(Wrapper)
 
 
-def test_arguments_may_have_other_layouts_in_every_call():
-    """Hooks for saved tensors may change a layout between the passes, and a gradient may have any."""
-    sinks, starts = torch.randn(8), torch.tensor([3, 0])
-    given = dense(2, 70, 1500, 2, 4, 64, sinks=sinks, k_start=starts)._asdict()
-    with TritonRecorder(processors=PROCESSORS).pretended() as recorder:
-        importlib.import_module("rl_kernels.core.triton_lib.launch").ALIGNMENT = 16
-        out, lse = ops["forward"](*given.values(), "triton")
-        given |= {"out": out, "lse": lse, "grad": torch.randn(out.shape).to(out.dtype)}
-        changes = [{}, *({"k_start": starts.to(dtype)} for dtype in (torch.int32, torch.int64))]
-        changes += [{name: change(given[name])} for name in ("q", "k", "v", "grad", "out") for change in (off, apart)]
-        changes += [{name: apart(given[name])} for name in ("sinks", "k_start", "lse")]
-        changes += [{"grad": wrapped(change(given["grad"]))} for change in (torch.clone, off, apart)]
-        changes += [{"grad": torch._neg_view(given["grad"])}, {"grad": given["grad"].float()}]
-        changes += [{"k": given["k"].transpose(1, 2).contiguous().transpose(1, 2)}]
-        for changed in changes:
-            *arguments, out, lse, grad = (given | changed).values()
-            inputs = Inputs._make(arguments)
+class TestLaunches(TritonHost):
+    modules = (
+        *(f"rl_kernels.attention.backends.triton.{name}" for name in ("boxes", "plan")),
+        *("rl_kernels.attention.gpu", "rl_kernels.attention.backends.triton.backend"),
+    )
+    bugs = (
+        Bug(
+            "tiles rounded down",
+            "ceil_div(self.longest_q * self.group, rows)",
+            "max(self.longest_q * self.group // rows, 1)",
+        ),
+        Bug("strides in elements", "batch // UNIT", "batch"),
+        Bug("box across pages", "(table is None or self.page % BLOCK == 0)", "True"),
+    )
+    calls = tuple((name, small) for name in CALLS for small in (0, SMALL))
+    options = {"processors": PROCESSORS}
+
+    def check(self, call, backend, recorder):
+        """Check the launches of a call, and of one like it; up to ``small`` scores are few."""
+        (name, small), plan = call, importlib.import_module(self.modules[1])
+        given = CALLS[name]()
+        assert plan.SMALL == SMALL
+        plan.SMALL = small
+        forward, output = backend.forward.prepare(*given), backend.output.prepare(*given)
+        for tensors in (given, moved(given)):
             recorder.launches.clear()
-            check_forward(inputs, recorder.launches, *ops["forward"](*inputs, "triton"), SMALL)
+            out, lse = forward(*tensors)
+            check_forward(Inputs._make(tensors), recorder.launches, out, lse, small)
             recorder.launches.clear()
-            gradients = ops["backward"](*inputs, out, lse, grad, True, "triton")
-            if not isinstance(grad, Wrapper):
-                # A result in the class of the gradient is another object.
-                check_backward(inputs, recorder.launches, gradients, SMALL)
-            rows = recorder.launches[0]
-            assert rows["OUT"].is_contiguous()
-            assert rows["LSE"].is_contiguous()
-            assert rows["GRAD"].data_ptr() % 16 == 0
-            assert rows["GRAD"].stride(-1) == 1
-            assert torch.equal(rows["GRAD"], grad)
-            # The kernels write no key of padding.
-            assert not any(x.any() for x in gradients[1:3])
+            check_forward(Inputs._make(tensors), recorder.launches, output(*tensors), None, small)
+        if given.block_table is not None:
+            return
+        saved = (*given, out, lse, torch.randn(*out.shape, 2).to(out.dtype)[..., 0], True)
+        backward = backend.backward.prepare(*saved)
+        for tensors in (saved, moved(saved)):
+            recorder.launches.clear()
+            check_backward(Inputs._make(tensors[:16]), recorder.launches, backward(*tensors), small)
+
+    def test_no_query_launches_nothing(self):
+        given = dense(2, 0, 30, 2, 2, 64)
+        with self.recording(recorder := self.recorder(None)):
+            backend = importlib.import_module(self.modules[-1])
+            out, lse = backend.forward(*given)
+            _, dk, dv, _ = backend.backward(*given, out, lse, out, True)
+        assert not recorder.launches
+        assert (out.shape, lse.shape) == ((2, 0, 4, 64), (2, 4, 0))
+        assert (dk.shape, dv.shape) == (given.k.shape, given.v.shape)
+        assert not dk.any()
+        assert not dv.any()
+
+    def test_arguments_may_have_other_layouts_in_every_call(self):
+        """Hooks for saved tensors may change a layout between the passes, and a gradient may have any."""
+        sinks, starts = torch.randn(8), torch.tensor([3, 0])
+        given = dense(2, 70, 1500, 2, 4, 64, sinks=sinks, k_start=starts)._asdict()
+        with self.recording(recorder := self.recorder(None)):
+            out, lse = ops["forward"](*given.values(), "triton")
+            given |= {"out": out, "lse": lse, "grad": torch.randn(out.shape).to(out.dtype)}
+            changes = [{}, *({"k_start": starts.to(dtype)} for dtype in (torch.int32, torch.int64))]
+            changes += [
+                {name: change(given[name])} for name in ("q", "k", "v", "grad", "out") for change in (off, apart)
+            ]
+            changes += [{name: apart(given[name])} for name in ("sinks", "k_start", "lse")]
+            changes += [{"grad": wrapped(change(given["grad"]))} for change in (torch.clone, off, apart)]
+            changes += [{"grad": torch._neg_view(given["grad"])}, {"grad": given["grad"].float()}]
+            changes += [{"k": given["k"].transpose(1, 2).contiguous().transpose(1, 2)}]
+            for changed in changes:
+                *arguments, out, lse, grad = (given | changed).values()
+                inputs = Inputs._make(arguments)
+                recorder.launches.clear()
+                check_forward(inputs, recorder.launches, *ops["forward"](*inputs, "triton"), SMALL)
+                recorder.launches.clear()
+                gradients = ops["backward"](*inputs, out, lse, grad, True, "triton")
+                if not isinstance(grad, Wrapper):
+                    # A result in the class of the gradient is another object.
+                    check_backward(inputs, recorder.launches, gradients, SMALL)
+                rows = recorder.launches[0]
+                assert rows["OUT"].is_contiguous()
+                assert rows["LSE"].is_contiguous()
+                assert rows["GRAD"].data_ptr() % 16 == 0
+                assert rows["GRAD"].stride(-1) == 1
+                assert torch.equal(rows["GRAD"], grad)
+                # The kernels write no key of padding.
+                assert not any(x.any() for x in gradients[1:3])
 
 
 def test_an_operand_is_copied_for_one_stride_that_kernels_do_not_read():

@@ -11,25 +11,14 @@ import pytest
 import torch
 
 from rl_kernels.core.testing import Draw, cuda_gemm, with_layout
-from rl_kernels.core.testing.launches import Recorder
-from rl_kernels.core.testing.planted import Bug, planted
+from rl_kernels.core.testing.host_tests import CudaHost
+from rl_kernels.core.testing.planted import Bug
 from rl_kernels.det_gemm.segments import segment_length
 
 SCHEDULE, SEGMENTED, PLAN, HOST = (
     f"rl_kernels.core.cuda.gemm.{name}" for name in ("schedule", "segmented", "plan", "matmul")
 )
 BACKEND = "rl_kernels.det_gemm.backends.cuda_sm90.backend"
-MODULES = (SCHEDULE, SEGMENTED, PLAN, HOST, "rl_kernels.det_gemm.prepared", BACKEND)
-BUGS = (
-    Bug("bias along the other dim of swapped tiles", "BY_ROW + BY_COLUMN - along", "along"),
-    Bug("strides of the output exchanged", "strides, *left", "strides[::-1], *left"),
-    Bug("one stage too many", "(right), DEEPEST", "(right) + 1, DEEPEST"),
-    Bug("chain begins anew", "int(continues)", "0"),
-    Bug("every launch begins early", "plan.shared, plan.pdl", "plan.shared, True"),
-    Bug("alignment not looked at", "x.data_ptr() % ALIGNED == 0", "True"),
-    Bug("maps of all operands in one", "box, x.shape, x.stride(), x", "x"),
-    Bug("transposed operand mapped as it is", "if box and is_turned", "if False"),
-)
 FEW, PROCESSORS = 64, 4
 LAYOUTS = ("row", "column", "apart", "odd", "shifted", "expanded")
 PLACES = ("cut", "shifted by 4", "spread")
@@ -37,12 +26,6 @@ PLACES = ("cut", "shifted by 4", "spread")
 PAIRS = [*product(LAYOUTS, repeat=2), *(pair for x in PLACES for pair in ((x, "row"), ("row", x), (x, x)))]
 OUT_LAYOUTS = ("row", "column", "apart", "odd", "shifted", "shifted by 4", "cut")
 SHAPES = ((5, 200, 64), (200, 40, 72), (70, 136, 24), (1, 8, 8), (64, 72, 40), (3, 5, 7), (65, 1, 1), (9, 8, 0))
-
-
-def watched():
-    """Return a recorder that watches the host code, to be used in a ``with`` statement."""
-    stand_ins = {"gemm": partial(cuda_gemm.gemm, processors=PROCESSORS)}
-    return Recorder(stand_ins, processors=PROCESSORS).watching(HOST)
 
 
 def matmul(a, b, out, bias=None, **options):
@@ -63,96 +46,91 @@ def laid_out(x, layout):
     return with_layout(x, layout)
 
 
-def check_layouts(left, right, out_layout, shapes=SHAPES):
+def check_layouts(recorder, left, right, out_layout, shapes=SHAPES):
     """Compare products of operands in these layouts with their definition."""
-    with watched() as recorder:
-        for place, (m, n, k) in enumerate(shapes):
-            draw = Draw((torch.float16, torch.bfloat16)[place % 2], seed=place)
-            a, b = laid_out(draw.normal(m, k), left), laid_out(draw.normal(k, n), right)
-            bias, start, exact = draw.normal(2 * n)[::2], torch.randn(m, n), a.double() @ b.double()
-            for dtype in (draw.dtype, torch.float32):
-                out = laid_out(torch.zeros(m, n, dtype=dtype), out_layout)
-                matmul(a, b, out, bias=bias)
-                assert torch.equal(out, (exact + bias.double()).to(dtype))
-            out = laid_out(start.clone(), out_layout)
-            matmul(a, b, out, continues=True)
-            assert torch.equal(out, (exact + start).float())
-        assert {launch["columns"] * launch["rows"] for launch in recorder.launches} == {m * n for m, n, _ in shapes}
+    for place, (m, n, k) in enumerate(shapes):
+        draw = Draw((torch.float16, torch.bfloat16)[place % 2], seed=place)
+        a, b = laid_out(draw.normal(m, k), left), laid_out(draw.normal(k, n), right)
+        bias, start, exact = draw.normal(2 * n)[::2], torch.randn(m, n), a.double() @ b.double()
+        for dtype in (draw.dtype, torch.float32):
+            out = laid_out(torch.zeros(m, n, dtype=dtype), out_layout)
+            matmul(a, b, out, bias=bias)
+            assert torch.equal(out, (exact + bias.double()).to(dtype))
+        out = laid_out(start.clone(), out_layout)
+        matmul(a, b, out, continues=True)
+        assert torch.equal(out, (exact + start).float())
+    assert {launch["columns"] * launch["rows"] for launch in recorder.launches} == {m * n for m, n, _ in shapes}
 
 
-def check_schedules():
+def check_schedules(recorder):
     """Check every schedule of the table, on operands of each major, stored in each way."""
     draw = Draw(torch.bfloat16, seed=3)
-    with watched():
-        for cut in [candidate.schedule for candidate in importlib.import_module(SCHEDULE).candidates()]:
-            m, n, k = (min(8, cut.columns), 200, 136) if cut.swapped else (300, 264, 136)
-            a, b = draw.normal(m, k), draw.normal(k, n)
-            expected = (a.double() @ b.double()).bfloat16()
-            for left, right in product((a, with_layout(a, "column")), (b, with_layout(b, "column"))):
-                out = torch.zeros(m, n, dtype=torch.bfloat16)
-                matmul(left, right, out, schedule=cut)
-                assert torch.equal(out, expected)
-        # The columns of one row begin at multiples of 16 bytes: its transpose could have a map, its tile has no boxes.
-        a, b, out = draw.normal(1, 64), draw.normal(64, 40), torch.zeros(1, 40, 8)[..., 0]
-        matmul(a, b, out)
-        assert torch.equal(out, (a.double() @ b.double()).float())
+    for cut in [candidate.schedule for candidate in importlib.import_module(SCHEDULE).candidates()]:
+        m, n, k = (min(8, cut.columns), 200, 136) if cut.swapped else (300, 264, 136)
+        a, b = draw.normal(m, k), draw.normal(k, n)
+        expected = (a.double() @ b.double()).bfloat16()
+        for left, right in product((a, with_layout(a, "column")), (b, with_layout(b, "column"))):
+            out = torch.zeros(m, n, dtype=torch.bfloat16)
+            matmul(left, right, out, schedule=cut)
+            assert torch.equal(out, expected)
+    # The columns of one row begin at multiples of 16 bytes: its transpose could have a map, its tile has no boxes.
+    a, b, out = draw.normal(1, 64), draw.normal(64, 40), torch.zeros(1, 40, 8)[..., 0]
+    matmul(a, b, out)
+    assert torch.equal(out, (a.double() @ b.double()).float())
 
 
-def check_segments():
+def check_segments(recorder):
     """Check every layout and schedule with segments; operands that TMA does not read are copied."""
     backend = importlib.import_module(BACKEND)
-    with watched() as recorder:
-        for place, (left, right) in enumerate(PAIRS):
-            draw = Draw((torch.float16, torch.bfloat16)[place % 2], seed=place)
-            m, n, k = ((5, 200, 96), (200, 40, 264), (9, 8, 0))[place % 3]
-            a, b = laid_out(draw.normal(m, k), left), laid_out(draw.normal(k, n), right)
-            bias, length = draw.normal(2 * n)[::2], segment_length(k, 4)
-            expected = cuda_gemm.product(a, b, 4, length) + bias.float()
-            for dtype in (draw.dtype, torch.float32):
-                assert torch.equal(backend.segmented(a, b.t(), bias, dtype, 4, length), expected.to(dtype))
-        draw = Draw(torch.bfloat16, seed=1)
-        for segments in (2, 4, 8):
-            for cut in [one.schedule for one in importlib.import_module(SEGMENTED).in_segments(segments)]:
-                a, b = draw.normal(min(70, cut.columns) if cut.swapped else 70, 200), draw.normal(200, 136)
-                out, length = a.new_zeros(len(a), 136), segment_length(200, segments)
-                matmul(a, b, out, schedule=cut, segments=segments, length=length)
-                assert torch.equal(out, cuda_gemm.product(a, b, segments, length).to(out.dtype))
+    for place, (left, right) in enumerate(PAIRS):
+        draw = Draw((torch.float16, torch.bfloat16)[place % 2], seed=place)
+        m, n, k = ((5, 200, 96), (200, 40, 264), (9, 8, 0))[place % 3]
+        a, b = laid_out(draw.normal(m, k), left), laid_out(draw.normal(k, n), right)
+        bias, length = draw.normal(2 * n)[::2], segment_length(k, 4)
+        expected = cuda_gemm.product(a, b, 4, length) + bias.float()
+        for dtype in (draw.dtype, torch.float32):
+            assert torch.equal(backend.segmented(a, b.t(), bias, dtype, 4, length), expected.to(dtype))
+    draw = Draw(torch.bfloat16, seed=1)
+    for segments in (2, 4, 8):
+        for cut in [one.schedule for one in importlib.import_module(SEGMENTED).in_segments(segments)]:
+            a, b = draw.normal(min(70, cut.columns) if cut.swapped else 70, 200), draw.normal(200, 136)
+            out, length = a.new_zeros(len(a), 136), segment_length(200, segments)
+            matmul(a, b, out, schedule=cut, segments=segments, length=length)
+            assert torch.equal(out, cuda_gemm.product(a, b, segments, length).to(out.dtype))
     assert {launch.constants["CLUSTER"] for launch in recorder.launches} == {1, 2, 4, 8}
     sizes = {launch["columns"] * launch["rows"] for launch in recorder.launches if launch["length"]}
     assert sizes > {5 * 200, 200 * 40}
 
 
-def check_dependent_launches():
+def check_dependent_launches(recorder):
     """Few rows begin while the kernel before still runs; the number of rows alone says which are few."""
     draw = Draw(torch.float16, seed=2)
-    with watched() as recorder:
-        for m in (1, FEW, FEW + 1):
-            matmul(draw.normal(m, 64), draw.normal(64, 200), torch.zeros(m, 200))
+    for m in (1, FEW, FEW + 1):
+        matmul(draw.normal(m, 64), draw.normal(64, 200), torch.zeros(m, 200))
     assert [launch.pdl for launch in recorder.launches] == [True, True, False]
 
 
-def check_weight_gradients():
+def check_weight_gradients(recorder):
     """The backend's own functions transpose the right operands: tokens lie along K."""
     backend, draw = importlib.import_module(BACKEND), Draw(torch.float16, seed=4)
-    with watched():
-        a, dc, total = draw.normal(50, 40), draw.normal(50, 24), torch.randn(40, 24)
-        gold = a.double().t() @ dc.double()
-        assert torch.equal(backend.weight_gradient(a, dc, torch.float32), gold.float())
-        continued = total.clone()
-        backend.weight_gradient_into(a, dc, continued)
-        assert torch.equal(continued, (gold + total).float())
-        assert torch.equal(backend.forward(a.t(), dc.t(), dc[0], torch.float16), (gold + dc[0].double()).half())
-        joined = total.clone()
-        backend.joined_into(a, dc, joined, 32)
-        parts = [a[rows].double().t() @ dc[rows].double() for rows in (slice(32), slice(32, 50))]
-        assert torch.equal(joined, total + parts[0].float() + parts[1].float())
+    a, dc, total = draw.normal(50, 40), draw.normal(50, 24), torch.randn(40, 24)
+    gold = a.double().t() @ dc.double()
+    assert torch.equal(backend.weight_gradient(a, dc, torch.float32), gold.float())
+    continued = total.clone()
+    backend.weight_gradient_into(a, dc, continued)
+    assert torch.equal(continued, (gold + total).float())
+    assert torch.equal(backend.forward(a.t(), dc.t(), dc[0], torch.float16), (gold + dc[0].double()).half())
+    joined = total.clone()
+    backend.joined_into(a, dc, joined, 32)
+    parts = [a[rows].double().t() @ dc[rows].double() for rows in (slice(32), slice(32, 50))]
+    assert torch.equal(joined, total + parts[0].float() + parts[1].float())
 
 
-def check_other_addresses():
+def check_other_addresses(recorder):
     """Prepared launches serve other tensors of their kind; tensor maps are found by address, and bounded in number."""
     host, draw, kept, counts = importlib.import_module(HOST), Draw(torch.bfloat16, seed=5), [], []
     weight, bias = draw.normal(40, 64), draw.normal(80)[::2]
-    with watched(), patch.object(host, "MOST_MAPS", 5):
+    with patch.object(host, "MOST_MAPS", 5):
         products = {
             count: host.Product(draw.normal(count, 64), weight.t(), torch.zeros(count, 40), bias, segments=2, length=32)
             for count in (5, 200)
@@ -167,31 +145,37 @@ def check_other_addresses():
     assert max(counts[4:]) > 1
 
 
-OTHERS = (check_other_addresses, check_dependent_launches, check_weight_gradients, check_segments, check_schedules)
+class TestLaunches(CudaHost):
+    modules = (SCHEDULE, SEGMENTED, PLAN, HOST, "rl_kernels.det_gemm.prepared", BACKEND)
+    watched = (HOST,)
+    bugs = (
+        Bug("bias along the other dim of swapped tiles", "BY_ROW + BY_COLUMN - along", "along"),
+        Bug("strides of the output exchanged", "strides, *left", "strides[::-1], *left"),
+        Bug("one stage too many", "(right), DEEPEST", "(right) + 1, DEEPEST"),
+        Bug("chain begins anew", "int(continues)", "0"),
+        Bug("every launch begins early", "plan.shared, plan.pdl", "plan.shared, True"),
+        Bug("alignment not looked at", "x.data_ptr() % ALIGNED == 0", "True"),
+        Bug("maps of all operands in one", "box, x.shape, x.stride(), x", "x"),
+        Bug("transposed operand mapped as it is", "if box and is_turned", "if False"),
+    )
+    stand_ins = {"gemm": partial(cuda_gemm.gemm, processors=PROCESSORS)}
+    options = {"processors": PROCESSORS}
+    calls = (
+        *(check_other_addresses, check_dependent_launches, check_weight_gradients, check_segments, check_schedules),
+        *(
+            partial(check_layouts, left=left, right=right, out_layout=out)
+            for left in LAYOUTS
+            for right, out in (("row", "column"), ("column", "shifted by 4"), ("shifted", "row"), ("apart", "odd"))
+        ),
+    )
 
+    def check(self, call, backend, recorder):
+        call(recorder)
 
-@pytest.mark.parametrize("left", sorted({left for left, _ in PAIRS}))
-def test_launches_of_each_layout(left):
-    """Half of the shapes for each pair of layouts and layout of the output."""
-    for number, ((first, right), out) in enumerate(product(PAIRS, OUT_LAYOUTS)):
-        if first == left:
-            check_layouts(left, right, out, SHAPES[number % 2 :: 2])
-
-
-@pytest.mark.parametrize("check", OTHERS, ids=lambda check: check.__name__.removeprefix("check_"))
-def test_launches(check):
-    check()
-
-
-def check_all():
-    for check in OTHERS:
-        check()
-    for left in LAYOUTS:
-        for right, out in (("row", "column"), ("column", "shifted by 4"), ("shifted", "row"), ("apart", "odd")):
-            check_layouts(left, right, out)
-
-
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_planted_bug_is_caught(bug):
-    with planted(MODULES, bug), pytest.raises((AssertionError, RuntimeError)):
-        check_all()
+    @pytest.mark.parametrize("left", sorted({left for left, _ in PAIRS}))
+    def test_launches_of_each_layout(self, left):
+        """Half of the shapes for each pair of layouts and layout of the output."""
+        for number, ((first, right), out) in enumerate(product(PAIRS, OUT_LAYOUTS)):
+            if first == left:
+                with self.recording(recorder := self.recorder(None)):
+                    check_layouts(recorder, left, right, out, SHAPES[number % 2 :: 2])

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 
-from rl_kernels.core.testing import poisoned_empty
+from rl_kernels.core.testing.host_tests import CudaHost
 from rl_kernels.core.testing.launches import Launch, Recorder, strided
 from rl_kernels.core.testing.logp_launches import logits_gradient, merged, state, write_statistics
-from rl_kernels.core.testing.planted import Bug, planted
+from rl_kernels.core.testing.planted import Bug
 from rl_kernels.fused_logp.spec.raw import check_against_reference
 
-HOST = "rl_kernels.fused_logp.backends.cuda.backend"
-MODULES = ("rl_kernels.core.outputs", "rl_kernels.fused_logp.rows", HOST)
-BUGS = (
-    Bug("temperature missing", "1.0 if places[1] else tensors[1]", "1.0"),
-    Bug("upstream gradients exchanged", "norm, row_entropy, *grads\n", "norm, row_entropy, *grads[::-1]\n"),
-    Bug("last columns have no gradient", "-(-vocab // (threads * COLUMNS))", "max(vocab // (threads * COLUMNS), 1)"),
-    Bug("strides in elements", "count, *(stride * logits.itemsize for", "count, *(stride for"),
-    Bug("no room for the states of a row", "units * STATE)]", "STATE)]"),
-    Bug("norm in the dtype of logits", "(count, 2), dtype=torch.float32", "(count, 2), dtype=like.dtype"),
-)
 SEGMENT, STEP, STATE = 32768, 1024, 12
 """As in fused_logp.cuh."""
 DTYPES = {0: torch.float32, 1: torch.bfloat16, 2: torch.float16}
@@ -116,24 +104,7 @@ def backward(launch: Launch) -> None:
     out[:, :computed].copy_(found[:, :computed])
 
 
-STAND_INS = {one.__name__: one for one in (forward_parts, merge_parts, forward_rows, backward)}
 FEW, MANY = {"SPLIT_BELOW": 2048}, {"SPLIT_BELOW": 1}
-CALL: dict[str, Any] = {"dtype": torch.bfloat16, "layout": "row", "limits": FEW}
-CALLS: tuple[dict[str, Any], ...] = (
-    dict(rows=1, vocab=1),
-    dict(rows=3, vocab=7, dtype=torch.float32, layout="apart", ignored=0, scale="rows"),
-    dict(rows=5, vocab=1024, layout="column", indices=True, upstream="expanded"),
-    dict(rows=9, vocab=1025, layout="odd", ids=torch.int32, scale="apart", upstream="apart"),
-    dict(rows=4, vocab=16400, dtype=torch.float16, ignored=-100, layout=(7, 0)),
-    dict(rows=16, vocab=16384, limits=MANY, upstream="logp"),
-    dict(rows=5, vocab=16385, layout="apart", limits=MANY, ids="apart"),
-    dict(rows=9, vocab=16383, layout="odd", limits=MANY, upstream="expanded", ids="apart"),
-    dict(rows=7, vocab=40000, dtype=torch.float32, layout="column", indices=True, ignored=-1),
-    dict(rows=4, vocab=65536 + 8, limits=MANY, scale="rows", upstream="lse"),
-    dict(rows=3, vocab=16385, dtype=torch.float32, limits=MANY, upstream="entropy"),
-    dict(rows=3, vocab=2 * 32768 + 3, dtype=torch.float32, limits={"SPLIT_BELOW": 1, "MOST_UNITS": 16}),
-    dict(rows=2, vocab=2048, limits=MANY, layout="expanded"),
-)
 
 
 def constants(file: str, size: int) -> dict[str, int]:
@@ -141,45 +112,58 @@ def constants(file: str, size: int) -> dict[str, int]:
     return {"BLOCKS": size + len(file)}
 
 
-def check_calls() -> None:
-    """Check the launches of every call against its shapes."""
-    module = importlib.import_module(HOST)
-    for given in CALLS:
-        call, recorder = {**CALL, **given}, Recorder(STAND_INS)
+class TestLaunches(CudaHost):
+    modules = (
+        *("rl_kernels.core.outputs", "rl_kernels.fused_logp.rows"),
+        "rl_kernels.fused_logp.backends.cuda.backend",
+    )
+    bugs = (
+        Bug("temperature missing", "1.0 if places[1] else tensors[1]", "1.0"),
+        Bug("upstream gradients exchanged", "norm, row_entropy, *grads\n", "norm, row_entropy, *grads[::-1]\n"),
+        Bug(
+            "last columns have no gradient", "-(-vocab // (threads * COLUMNS))", "max(vocab // (threads * COLUMNS), 1)"
+        ),
+        Bug("strides in elements", "count, *(stride * logits.itemsize for", "count, *(stride for"),
+        Bug("no room for the states of a row", "units * STATE)]", "STATE)]"),
+        Bug("norm in the dtype of logits", "(count, 2), dtype=torch.float32", "(count, 2), dtype=like.dtype"),
+    )
+    stand_ins = {one.__name__: one for one in (forward_parts, merge_parts, forward_rows, backward)}
+    calls = (
+        dict(rows=1, vocab=1),
+        dict(rows=3, vocab=7, dtype=torch.float32, layout="apart", ignored=0, scale="rows"),
+        dict(rows=5, vocab=1024, layout="column", indices=True, upstream="expanded"),
+        dict(rows=9, vocab=1025, layout="odd", ids=torch.int32, scale="apart", upstream="apart"),
+        dict(rows=4, vocab=16400, dtype=torch.float16, ignored=-100, layout=(7, 0)),
+        dict(rows=16, vocab=16384, limits=MANY, upstream="logp"),
+        dict(rows=5, vocab=16385, layout="apart", limits=MANY, ids="apart"),
+        dict(rows=9, vocab=16383, layout="odd", limits=MANY, upstream="expanded", ids="apart"),
+        dict(rows=7, vocab=40000, dtype=torch.float32, layout="column", indices=True, ignored=-1),
+        dict(rows=4, vocab=65536 + 8, limits=MANY, scale="rows", upstream="lse"),
+        dict(rows=3, vocab=16385, dtype=torch.float32, limits=MANY, upstream="entropy"),
+        dict(rows=3, vocab=2 * 32768 + 3, dtype=torch.float32, limits={"SPLIT_BELOW": 1, "MOST_UNITS": 16}),
+        dict(rows=2, vocab=2048, limits=MANY, layout="expanded"),
+        *(dict(rows=rows, columns=size) for rows in (1, 2047, 2048, 100_000) for size in (1, STEP, STEP + 1)),
+        *(dict(rows=rows, columns=32 * SEGMENT + more) for rows in (1, 2048) for more in (0, 1)),
+    )
+
+    def recorder(self, call: dict[str, Any]) -> Recorder:
+        return Recorder({} if "columns" in call else self.stand_ins)
+
+    def check(self, call: dict[str, Any], backend: Any, recorder: Recorder) -> None:
+        if "columns" in call:
+            self.check_choice(call["rows"], call["columns"], backend, recorder)
+            return
         # Not from the cache, nor into it.
-        tuned = {"constants": constants, "program": module.program.__wrapped__}
-        with patch.multiple(module, **tuned, **call["limits"]), recorder.watching(HOST), poisoned_empty():
-            check_against_reference(call, module)
-            compiled = {*module.programs("sm_90")}
+        tuned = {"constants": constants, "program": backend.program.__wrapped__}
+        with patch.multiple(backend, **tuned, **call.get("limits", FEW)):
+            check_against_reference({"dtype": torch.bfloat16, "layout": "row", **call}, backend)
+            compiled = {*backend.programs("sm_90")}
         assert {launch.program for launch in recorder.launches} <= compiled
 
-
-def check_choices() -> None:
-    """Which kernels a size takes, at the real limits: rows of one storage that overlap stand for many."""
-    module = importlib.import_module(HOST)
-    limit = 32 * SEGMENT
-    for rows in (1, 2047, 2048, 100_000):
-        for vocab in (1, STEP, STEP + 1, limit, limit + 1):
-            x = torch.zeros(vocab, dtype=torch.bfloat16).as_strided((rows, vocab), (0, 1))
-            recorder = Recorder()
-            with recorder.watching(HOST):
-                module.forward(x, torch.zeros(rows, dtype=torch.int64), torch.ones(()), None, None)
-            split = vocab > limit or (vocab > STEP and rows < 2048)
-            expected = ["forward_parts", "merge_parts"] if split else ["forward_rows"]
-            assert [launch.entry for launch in recorder.launches] == expected, (rows, vocab)
-
-
-def check_all() -> None:
-    check_calls()
-    check_choices()
-
-
-@pytest.mark.smoke
-def test_launches_match_the_shapes() -> None:
-    check_all()
-
-
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_planted_host_bug_fails(bug: Bug) -> None:
-    with planted(MODULES, bug), pytest.raises((AssertionError, RuntimeError)):
-        check_all()
+    def check_choice(self, rows: int, vocab: int, backend: Any, recorder: Recorder) -> None:
+        """Which kernels a size takes, at the real limits: rows of one storage that overlap stand for many."""
+        x = torch.zeros(vocab, dtype=torch.bfloat16).as_strided((rows, vocab), (0, 1))
+        backend.forward(x, torch.zeros(rows, dtype=torch.int64), torch.ones(()), None, None)
+        split = vocab > 32 * SEGMENT or (vocab > STEP and rows < 2048)
+        expected = ["forward_parts", "merge_parts"] if split else ["forward_rows"]
+        assert [launch.entry for launch in recorder.launches] == expected

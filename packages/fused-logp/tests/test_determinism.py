@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rl_kernels.core.testing.references import bits_of
+from rl_kernels.core.ulps import bits_of
 from rl_kernels.fused_logp import fused_logp
 from rl_kernels.lab.check.compare import bits
 

@@ -2,51 +2,40 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 
-from rl_kernels.core.testing import poisoned_empty
-from rl_kernels.core.testing.logp_launches import logits_gradient, merged, state, write_statistics
-from rl_kernels.core.testing.planted import Bug, planted
+from rl_kernels.core.testing.host_tests import TritonHost
+from rl_kernels.core.testing.logp_launches import (
+    dense,
+    logits_gradient,
+    merged,
+    state,
+    triton_temperature,
+    triton_upstream,
+    write_statistics,
+)
+from rl_kernels.core.testing.planted import Bug
 from rl_kernels.core.testing.triton_launches import TritonLaunch, TritonRecorder
 from rl_kernels.fused_logp.spec.raw import check_against_reference
 
-BACKEND = "rl_kernels.fused_logp.backends.triton.backend"
-MODULES = ("rl_kernels.fused_logp.rows", "rl_kernels.fused_logp.backends.triton.kernels", BACKEND)
-BUGS = (
-    Bug("upstream gradients exchanged", "contiguous() for grad in grads]", "contiguous() for grad in grads[::-1]]"),
-    Bug("segments rounded down", "segments = ceil_div(vocab, kernels", "segments = max(1, vocab // kernels"),
-    Bug("strided ids read as if contiguous", "target_ids.contiguous()", "target_ids"),
-)
 SEGMENT = 8192
-Plant = Callable[[], AbstractContextManager[None]]
 
 
 def inputs(launch: TritonLaunch, rows: int, column_stride: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the logits after temperature, which rows are active, and temperatures."""
     base = launch["logits"]
     x = base.as_strided((rows, launch["V"]), (launch["row_stride"], column_stride), base.storage_offset()).double()
-    assert launch["ids"].shape == (rows,)
-    assert launch["ids"].is_contiguous()
-    active = torch.ones(rows, dtype=torch.bool)
+    active, ids = torch.ones(rows, dtype=torch.bool), dense(launch["ids"], rows)
     if launch["HAS_ROWS"]:
-        assert (launch["marks"].shape, launch["marks"].dtype) == ((rows,), torch.int8)
-        active &= launch["marks"] != 0
+        assert launch["marks"].dtype == torch.int8
+        active &= dense(launch["marks"], rows) != 0
     if launch["HAS_IGNORED"]:
-        active &= launch["ids"] != launch["ignore_index"]
-    if not launch["PER_ROW"]:
-        assert isinstance(launch["temperature"], float)
-        return x / launch["temperature"], active, torch.full((rows,), launch["temperature"]).double()
-    assert launch["temperature"].shape == (rows,)
-    assert launch["temperature"].is_contiguous()
-    return x / launch["temperature"][:, None], active, launch["temperature"].double()
+        active &= ids != launch["ignore_index"]
+    temperature = triton_temperature(launch, rows)
+    return x / temperature[:, None], active, temperature
 
 
 def check_wide(launch: TritonLaunch) -> None:
@@ -92,54 +81,41 @@ def backward(launch: TritonLaunch) -> None:
     strides = launch["column_stride"], launch["out_column_stride"]
     assert launch["UNIT"] == (strides == (1, 1))
     z, active, temperature = inputs(launch, rows, strides[0])
-
-    flags = {"grad_logp": "HAS_LOGP", "grad_logsumexp": "HAS_LSE", "grad_entropy": "HAS_ENTROPY"}
-    upstream = [launch[name] if launch[flag] else None for name, flag in flags.items()]
-    entropy = launch["entropies"] if launch["HAS_ENTROPY"] else None
-    for value in (*upstream, entropy):
-        assert value is None or (value.shape == (rows,) and value.is_contiguous())
-    assert launch["norm"].shape == (rows, 2)
-    assert launch["norm"].is_contiguous()
+    upstream, entropy = triton_upstream(launch, rows)
     chosen = launch["ids"][:, None] == torch.arange(vocab)
-    found = logits_gradient(z, temperature, launch["norm"], chosen, upstream, entropy)
+    found = logits_gradient(z, temperature, dense(launch["norm"], rows, 2), chosen, upstream, entropy)
     base = launch["out"]
     out = base.as_strided((rows, vocab), (launch["out_row_stride"], strides[1]), base.storage_offset())
     out.copy_(torch.where(active[:, None], found, 0.0))
 
 
-STAND_INS = {one.__name__: one for one in (forward_rows, forward_segments, forward_merge, backward)}
-CALL: dict[str, Any] = {"dtype": torch.bfloat16, "layout": "row"}
-CALLS: tuple[dict[str, Any], ...] = (
-    dict(rows=1, vocab=1),
-    dict(rows=5, vocab=4096, layout="odd", indices=True, upstream="expanded"),
-    dict(rows=5, vocab=4097, layout="apart", ignored=0, scale="rows"),
-    dict(rows=33, vocab=8193, layout="column", scale="apart", ids="apart", upstream="lse"),
-    dict(rows=65, vocab=2 * 8192, dtype=torch.float32, layout=(8, 0), ignored=-100, upstream="entropy"),
-    dict(rows=1, vocab=3 * 8192 + 5, layout=(3, 1), ids=torch.int32, upstream="apart", indices=True),
-    dict(rows=3, vocab=1024, layout=(16, 1), upstream="logp"),
-    dict(rows=3, vocab=1024, layout=(4, 0)),
-    dict(rows=2050, vocab=1, scale="rows"),
-    dict(rows=3, vocab=8200, many=True),
-)
+class TestLaunches(TritonHost):
+    modules = (
+        "rl_kernels.fused_logp.rows",
+        *(f"rl_kernels.fused_logp.backends.triton.{name}" for name in ("kernels", "backend")),
+    )
+    bugs = (
+        Bug("upstream gradients exchanged", "contiguous() for grad in grads]", "contiguous() for grad in grads[::-1]]"),
+        Bug("segments rounded down", "segments = ceil_div(vocab, kernels", "segments = max(1, vocab // kernels"),
+        Bug("strided ids read as if contiguous", "target_ids.contiguous()", "target_ids"),
+    )
+    stand_ins = {one.__name__: one for one in (forward_rows, forward_segments, forward_merge, backward)}
+    calls = (
+        dict(rows=1, vocab=1),
+        dict(rows=5, vocab=4096, layout="odd", indices=True, upstream="expanded"),
+        dict(rows=5, vocab=4097, layout="apart", ignored=0, scale="rows"),
+        dict(rows=33, vocab=8193, layout="column", scale="apart", ids="apart", upstream="lse"),
+        dict(rows=65, vocab=2 * 8192, dtype=torch.float32, layout=(8, 0), ignored=-100, upstream="entropy"),
+        dict(rows=1, vocab=3 * 8192 + 5, layout=(3, 1), ids=torch.int32, upstream="apart", indices=True),
+        dict(rows=3, vocab=1024, layout=(16, 1), upstream="logp"),
+        dict(rows=3, vocab=1024, layout=(4, 0)),
+        dict(rows=2050, vocab=1, scale="rows"),
+        dict(rows=3, vocab=8200, many=True),
+    )
 
-
-def check_all(plant: Plant = nullcontext) -> None:
-    for call in CALLS:
-        recorder = TritonRecorder(STAND_INS)
-        with recorder.pretended(), plant(), poisoned_empty():
-            backend = importlib.import_module(BACKEND)
-            with patch.object(backend, "SPLIT_BELOW", 1 if "many" in call else 2048):
-                check_against_reference({**CALL, **call}, backend)
+    def check(self, call: dict[str, Any], backend: Any, recorder: TritonRecorder) -> None:
+        with patch.object(backend, "SPLIT_BELOW", 1 if "many" in call else 2048):
+            check_against_reference({"dtype": torch.bfloat16, "layout": "row", **call}, backend)
         names = {launch.name for launch in recorder.launches} - {"backward"}
         whole = "many" in call or call["vocab"] <= SEGMENT
         assert names == ({"forward_rows"} if whole else {"forward_segments", "forward_merge"})
-
-
-def test_launches_match_the_shapes() -> None:
-    check_all()
-
-
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_planted_host_bug_fails(bug: Bug) -> None:
-    with pytest.raises((AssertionError, RuntimeError)):
-        check_all(partial(planted, MODULES, bug))

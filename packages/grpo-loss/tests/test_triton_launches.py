@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-from contextlib import nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from rl_kernels.core.testing.planted import Bug, planted
+from rl_kernels.core.testing.host_tests import TritonHost
+from rl_kernels.core.testing.planted import Bug
 from rl_kernels.core.testing.triton_launches import TritonRecorder
 from rl_kernels.grpo_loss.call import Formula, LossCall, Numbers
 from rl_kernels.grpo_loss.outputs import METRICS
 
-NAMES = ("groups", "terms", "tokens", "sequence", "kernels", "reduce", "backend")
-"""Each before those that import it."""
-MODULES = tuple(f"rl_kernels.grpo_loss.backends.triton.{name}" for name in NAMES)
-BUGS = (
-    Bug("stride of rewards taken for 1", "rewards.stride(0)", "1"),
-    Bug("sums of another layout", "new_empty(shape, dtype", "new_empty(shape[::-1], dtype"),
-    Bug("last tokens are not scaled", "ceil_div(size, GRADIENT_BLOCK)", "max(size // GRADIENT_BLOCK, 1)"),
-    Bug("any layout of rows is read", "x.stride(1) == 1 if", "True if"),
-    Bug("numbers of the first call are kept", "arguments[NUMBERS].tolist()", "call.numbers.tolist()"),
-)
 SEGMENT, LANES = 4096, 256
 """Tokens of a segment, and most lanes: part of the order of the sums."""
 NUMBERS = Numbers(clip_low=0.1, clip_high=0.3, beta=0.25, eps=1e-3)
@@ -47,28 +35,6 @@ class Case(NamedTuple):
     metrics: bool = False
     divisor: bool = False
     dtype: torch.dtype = torch.float32
-
-
-CALLS = (
-    Case((8, 100), (4, 4)),
-    Case((8, 129), (1, 4, 3), layout="pitch", old=False),
-    Case((6, 4096), (2, 2, 2), layout="column", ref=False, spread=True),
-    Case((6, 4097), (2, 2, 2), layout="pitch", ref=False, spread=True),
-    Case((514, 3), (257, 257), old=False),
-    Case((512, 3), (256, 256), dtype=torch.bfloat16),
-    Case((1100, 1), (550, 550), layout="column"),
-    Case((1026, 2), (513, 512, 1)),
-    Case((2, 3 * SEGMENT + 1), (2,), layout="pitch"),
-    Case((4, 0), (2, 2)),
-    Case((4, 9), scores="sequences"),
-    Case((4, 9), scores="tokens", layout="column"),
-    Case((4, 9), scores="expanded"),
-    Case((4, 9), (2, 2), divisor=True),
-    Case((4, 1023), (2, 2), layout="column", plan=Formula(level="sequence", bounds="dual", kl_correction="corrected")),
-    Case((2, 1025), (2,), plan=Formula(level="sequence", mean="sequences"), metrics=True),
-    Case((3, 3 * SEGMENT + 1), (1, 2), layout="pitch", plan=Formula(kind="cispo", kl="k2", rollout="mask")),
-    Case((4, 20), scores="tokens", metrics=True),
-)
 
 
 def boundaries_of(sizes: tuple[int, ...]) -> torch.Tensor | None:
@@ -186,47 +152,68 @@ def check_backward(launches: list[Any], count: int) -> None:
         assert launch["grad"].is_contiguous()
 
 
-def check_advantages(recorder: TritonRecorder) -> None:
-    groups = importlib.import_module(MODULES[0])
-    for sizes in ((2, 2), (16,) * 3, (17, 17), (256,) * 2, (257,) * 2, (512, 512), (1, 300, 7), (1, 5000)):
-        rewards, eps = torch.rand(2 * sum(sizes))[::2], torch.tensor(1e-3).double()
-        boundaries = boundaries_of(sizes)
+class TestLaunches(TritonHost):
+    modules = tuple(
+        f"rl_kernels.grpo_loss.backends.triton.{name}"
+        for name in ("groups", "terms", "tokens", "sequence", "kernels", "reduce", "backend")
+    )
+    bugs = (
+        Bug("stride of rewards taken for 1", "rewards.stride(0)", "1"),
+        Bug("sums of another layout", "new_empty(shape, dtype", "new_empty(shape[::-1], dtype"),
+        Bug("last tokens are not scaled", "ceil_div(size, GRADIENT_BLOCK)", "max(size // GRADIENT_BLOCK, 1)"),
+        Bug("any layout of rows is read", "x.stride(1) == 1 if", "True if"),
+        Bug("numbers of the first call are kept", "arguments[NUMBERS].tolist()", "call.numbers.tolist()"),
+    )
+    calls = (
+        None,
+        Case((8, 100), (4, 4)),
+        Case((8, 129), (1, 4, 3), layout="pitch", old=False),
+        Case((6, 4096), (2, 2, 2), layout="column", ref=False, spread=True),
+        Case((6, 4097), (2, 2, 2), layout="pitch", ref=False, spread=True),
+        Case((514, 3), (257, 257), old=False),
+        Case((512, 3), (256, 256), dtype=torch.bfloat16),
+        Case((1100, 1), (550, 550), layout="column"),
+        Case((1026, 2), (513, 512, 1)),
+        Case((2, 3 * SEGMENT + 1), (2,), layout="pitch"),
+        Case((4, 0), (2, 2)),
+        Case((4, 9), scores="sequences"),
+        Case((4, 9), scores="tokens", layout="column"),
+        Case((4, 9), scores="expanded"),
+        Case((4, 9), (2, 2), divisor=True),
+        Case(
+            (4, 1023), (2, 2), layout="column", plan=Formula(level="sequence", bounds="dual", kl_correction="corrected")
+        ),
+        Case((2, 1025), (2,), plan=Formula(level="sequence", mean="sequences"), metrics=True),
+        Case((3, 3 * SEGMENT + 1), (1, 2), layout="pitch", plan=Formula(kind="cispo", kl="k2", rollout="mask")),
+        Case((4, 20), scores="tokens", metrics=True),
+    )
+
+    def check(self, case: Case | None, backend: Any, recorder: TritonRecorder) -> None:
+        """Check the launches of a loss, for numbers that vary from call to call; without a case, of advantages."""
+        if case is None:
+            self.check_advantages(backend, recorder)
+            return
+        call = drawn(case)
+        for function in (backend.forward, backend.forward_grad):
+            launch = function.prepare(*call)
+            for numbers in (NUMBERS, OTHERS):
+                later = call._replace(numbers=torch.tensor(numbers, dtype=torch.float64))
+                recorder.launches.clear()
+                results = launch(*later)
+                check_loss(recorder.launches, case, later, function is backend.forward_grad)
         recorder.launches.clear()
-        out = groups.advantages(rewards, boundaries, 0 if boundaries is not None else sizes[0], eps, ESTIMATOR)
-        (launch,) = recorder.launches
-        assert launch.grid == (len(sizes), 1, 1)
-        assert (launch["count"], launch["stride"], launch["eps"]) == (len(rewards), 2, pytest.approx(1e-3))
-        assert launch["out"] is out
-        check_groups(launch, launch["LANES"], sizes)
+        *_, count, slope = results
+        backend.backward(call.current_logps, count, slope.t().contiguous().t(), torch.ones(()))
+        check_backward(recorder.launches, call.current_logps.numel())
 
-
-def check_all(plant: Any = nullcontext) -> None:
-    recorder = TritonRecorder()
-    with recorder.pretended(), plant():
-        check_advantages(recorder)
-        backend = importlib.import_module(MODULES[-1])
-        # Any address is one that was met before: what is compiled for another kind of tensors shows.
-        importlib.import_module("rl_kernels.core.triton_lib.launch").ALIGNMENT = 1
-        for case in CALLS:
-            call = drawn(case)
-            for function in (backend.forward, backend.forward_grad):
-                launch = function.prepare(*call)
-                for numbers in (NUMBERS, OTHERS):
-                    later = call._replace(numbers=torch.tensor(numbers, dtype=torch.float64))
-                    recorder.launches.clear()
-                    results = launch(*later)
-                    check_loss(recorder.launches, case, later, function is backend.forward_grad)
+    def check_advantages(self, backend: Any, recorder: TritonRecorder) -> None:
+        for sizes in ((2, 2), (16,) * 3, (17, 17), (256,) * 2, (257,) * 2, (512, 512), (1, 300, 7), (1, 5000)):
+            rewards, eps = torch.rand(2 * sum(sizes))[::2], torch.tensor(1e-3).double()
+            boundaries = boundaries_of(sizes)
             recorder.launches.clear()
-            *_, count, slope = results
-            backend.backward(call.current_logps, count, slope.t().contiguous().t(), torch.ones(()))
-            check_backward(recorder.launches, call.current_logps.numel())
-
-
-def test_launches_match_the_calls() -> None:
-    check_all()
-
-
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_planted_bug_is_caught(bug: Bug) -> None:
-    with pytest.raises((AssertionError, RuntimeError)):
-        check_all(partial(planted, MODULES, bug))
+            out = backend.advantages(rewards, boundaries, 0 if boundaries is not None else sizes[0], eps, ESTIMATOR)
+            (launch,) = recorder.launches
+            assert launch.grid == (len(sizes), 1, 1)
+            assert (launch["count"], launch["stride"], launch["eps"]) == (len(rewards), 2, pytest.approx(1e-3))
+            assert launch["out"] is out
+            check_groups(launch, launch["LANES"], sizes)

@@ -10,25 +10,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from rl_kernels.core.testing import poisoned_empty
 from rl_kernels.core.testing.cuda_gemm import gemm
+from rl_kernels.core.testing.host_tests import CudaHost
 from rl_kernels.core.testing.launches import Box, Launch, Recorder, strided, vector
 from rl_kernels.core.testing.logp_launches import logits_gradient, merged, state, write_statistics
-from rl_kernels.core.testing.planted import Bug, planted
+from rl_kernels.core.testing.planted import Bug
 from rl_kernels.linear_logp.spec.raw import check_case, check_shards
 
-PACKAGE = "rl_kernels.linear_logp.backends.cuda_sm90"
-SHARED = tuple(f"rl_kernels.linear_logp.{name}" for name in ("vocabulary", "inputs", "backward"))
-MODULES = (*SHARED, f"{PACKAGE}.tiles", f"{PACKAGE}.backward", f"{PACKAGE}.backend")
-BUGS = (
-    Bug("upstream gradients exchanged", "*block[10:13], sums", "*block[10:13][::-1], sums"),
-    Bug("chain of dH not continued", "weight, out, continues=continues", "weight, out"),
-    Bug("one stage too many", "self._boxes(stores)) // STAGE\n", "self._boxes(stores)) // STAGE + 1\n"),
-    Bug("unaligned rows copied by TMA", "fits and x.data_ptr() % ALIGNED == 0", "fits"),
-    Bug("last rows are not finished", "-(-count * WARP // 256)", "max(count * WARP // 256, 1)"),
-    Bug("shard counted from column 0", "inputs.start, inputs.vocab, _group()", "0, inputs.vocab, _group()"),
-)
-WATCHED = (*(f"{PACKAGE}.{name}" for name in ("tiles", "backend", "backward")), "rl_kernels.core.cuda.gemm.matmul")
 STAGE, BOXES, PROCESSORS = (64 + 256) * 128, 2 * 64 * 128, 1
 
 
@@ -185,54 +173,53 @@ def add_rows(launch: Launch) -> None:
     launch["out"].add_(launch["sums"].sum(0))
 
 
-STAND_INS = {one.__name__: one for one in (sort_tiles, states, merge_blocks, finish, gradient, add_rows)}
-STAND_INS |= {"gradient_of_kept": gradient, "gemm": partial(gemm, processors=PROCESSORS)}
-CALL: dict[str, Any] = {"dtype": torch.float16, "size": 24, "layout": "row"}
-CALLS: tuple[dict[str, Any], ...] = (
-    dict(rows=1, vocab=1, size=8),
-    dict(rows=1, vocab=257, layout=(3, 0), upstream="expanded"),
-    dict(rows=64, vocab=255, dtype=torch.bfloat16, ids=torch.int32, ignored=0, layout=(4, 0)),
-    dict(rows=65, vocab=600, layout="odd", scale="apart", ids="apart", upstream="apart"),
-    dict(rows=129, vocab=1025, layout="column", ignored=-100, masked=128, bias="row", upstream="logp"),
-    dict(rows=700, vocab=2500, layout="apart", ignored=7, masked=300, bias="row", scale="rows"),
-    dict(rows=700, vocab=2500, layout="expanded", bias=True, scale="rows", upstream="entropy"),
-    dict(rows=300, vocab=2500, main_grad=True, ignored=-1, masked=300, upstream="lse"),
-    dict(rows=400, vocab=900, main_grad=True, needed=[True, True, False], layout=(8, 1)),
-    dict(rows=130, vocab=600, needed=[False, True, False], ids=torch.int32),
-    dict(rows=1, vocab=257, cap=(5.0, 0.3)),
-    dict(rows=300, vocab=1100, cap=(30.0, 0.02), bias="row", scale="rows", ignored=7, masked=130),
-    dict(rows=700, vocab=2500, saved=(4, 512), bias="row", scale="rows", ignored=7, masked=300),
-    dict(rows=300, vocab=2500, saved=(9, 2560), dtype=torch.bfloat16, cap=(5.0, 0.3), main_grad=True),
-    dict(rows=40, vocab=9000, saved=(1, 6144), upstream="logp"),
-    dict(rows=700, vocab=1100, bias="row", ignored=7, masked=300, join=144),
-    dict(rows=400, vocab=900, main_grad=True, layout=(8, 1), join=256),
-)
+class TestLaunches(CudaHost):
+    modules = (
+        *(f"rl_kernels.linear_logp.{name}" for name in ("vocabulary", "inputs", "backward")),
+        *(f"rl_kernels.linear_logp.backends.cuda_sm90.{name}" for name in ("tiles", "backward", "backend")),
+    )
+    watched = (*modules[3:], "rl_kernels.core.cuda.gemm.matmul")
+    bugs = (
+        Bug("upstream gradients exchanged", "*block[10:13], sums", "*block[10:13][::-1], sums"),
+        Bug("chain of dH not continued", "weight, out, continues=continues", "weight, out"),
+        Bug("one stage too many", "self._boxes(stores)) // STAGE\n", "self._boxes(stores)) // STAGE + 1\n"),
+        Bug("unaligned rows copied by TMA", "fits and x.data_ptr() % ALIGNED == 0", "fits"),
+        Bug("last rows are not finished", "-(-count * WARP // 256)", "max(count * WARP // 256, 1)"),
+        Bug("shard counted from column 0", "inputs.start, inputs.vocab, _group()", "0, inputs.vocab, _group()"),
+    )
+    stand_ins = {one.__name__: one for one in (sort_tiles, states, merge_blocks, finish, gradient, add_rows)}
+    stand_ins |= {"gradient_of_kept": gradient, "gemm": partial(gemm, processors=PROCESSORS)}
+    options = {"processors": PROCESSORS}
+    calls = (
+        dict(rows=1, vocab=1, size=8),
+        dict(rows=1, vocab=257, layout=(3, 0), upstream="expanded"),
+        dict(rows=64, vocab=255, dtype=torch.bfloat16, ids=torch.int32, ignored=0, layout=(4, 0)),
+        dict(rows=65, vocab=600, layout="odd", scale="apart", ids="apart", upstream="apart"),
+        dict(rows=129, vocab=1025, layout="column", ignored=-100, masked=128, bias="row", upstream="logp"),
+        dict(rows=700, vocab=2500, layout="apart", ignored=7, masked=300, bias="row", scale="rows"),
+        dict(rows=700, vocab=2500, layout="expanded", bias=True, scale="rows", upstream="entropy"),
+        dict(rows=300, vocab=2500, main_grad=True, ignored=-1, masked=300, upstream="lse"),
+        dict(rows=400, vocab=900, main_grad=True, needed=[True, True, False], layout=(8, 1)),
+        dict(rows=130, vocab=600, needed=[False, True, False], ids=torch.int32),
+        dict(rows=1, vocab=257, cap=(5.0, 0.3)),
+        dict(rows=300, vocab=1100, cap=(30.0, 0.02), bias="row", scale="rows", ignored=7, masked=130),
+        dict(rows=700, vocab=2500, saved=(4, 512), bias="row", scale="rows", ignored=7, masked=300),
+        dict(rows=300, vocab=2500, saved=(9, 2560), dtype=torch.bfloat16, cap=(5.0, 0.3), main_grad=True),
+        dict(rows=40, vocab=9000, saved=(1, 6144), upstream="logp"),
+        dict(rows=700, vocab=1100, bias="row", ignored=7, masked=300, join=144),
+        dict(rows=400, vocab=900, main_grad=True, layout=(8, 1), join=256),
+    )
 
+    def check(self, call: dict[str, Any], backend: Any, recorder: Recorder) -> None:
+        """Check a call with rows and columns cut into blocks and pieces."""
+        backward = importlib.import_module("rl_kernels.linear_logp.backward")
+        least = patch.multiple(backward, LEAST_PIECE=1024, LEAST_HEIGHT=128)
+        with least, patch.object(backend, "MOST_ROWS", 384):
+            check_shards(check_case({"dtype": torch.float16, "size": 24, "layout": "row", **call}, backend), backend)
+        assert {launch.program for launch in recorder.launches} <= set(backend.programs("sm_90a"))
 
-def check_all() -> None:
-    """Check every call, with rows and columns cut into blocks and pieces."""
-    backward = importlib.import_module("rl_kernels.linear_logp.backward")
-    backend = importlib.import_module(f"{PACKAGE}.backend")
-    widths = set()
-    for call in CALLS:
-        recorder = Recorder(STAND_INS, processors=PROCESSORS)
-        least = patch.multiple(backward, LEAST_PIECE=1024, LEAST_HEIGHT=128), patch.object(backend, "MOST_ROWS", 384)
-        with least[0], least[1], recorder.watching(*WATCHED), poisoned_empty():
-            check_shards(check_case({**CALL, **call}, backend), backend)
-            assert {launch.program for launch in recorder.launches} <= set(backend.programs("sm_90a"))
-        forward = [launch for launch in recorder.launches if launch.entry == "states"]
+    def check_all(self, recorders: list[Recorder]) -> None:
+        forward = [launch for one in recorders for launch in one.launches if launch.entry == "states"]
         # What is kept for each row must have a bound.
         assert all(launch["rows"] <= 384 for launch in forward)
-        widths |= {launch["blocks"] for launch in forward}
-    assert widths == {1, 4}
-
-
-@pytest.mark.smoke
-def test_launches_match_the_shapes() -> None:
-    check_all()
-
-
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_planted_host_bug_fails(bug: Bug) -> None:
-    with planted(MODULES, bug), pytest.raises((AssertionError, RuntimeError)):
-        check_all()
+        assert {launch["blocks"] for launch in forward} == {1, 4}

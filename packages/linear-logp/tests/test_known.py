@@ -28,7 +28,7 @@ PACKAGE = "rl_kernels.linear_logp"
 MODULES = tuple(f"{PACKAGE}.{name}" for name in ("known", "arguments", "autograd", "api"))
 BUGS = (
     Bug("another temperature in the check", "temperature=scale", "temperature=1.01 * scale"),
-    Bug("a distance of one passes", "().clamp(min=1)", "() // 2"),
+    Bug("a distance of one passes", "0, ulps(one, other)", "0, ulps(one, other) // 2"),
 )
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
@@ -236,7 +236,7 @@ def test_ulp_distances() -> None:
         one = torch.tensor([1.0, -0.0, 0.0, torch.nan, -tiny, huge, torch.nan], dtype=dtype)
         other = torch.tensor([1.0, 0.0, 0.0, torch.nan, -tiny, -huge, 0.0], dtype=dtype)
         one[0] = torch.nextafter(one[0], one[1])
-        distances = known._ulps(one, other)
+        distances = known._distances(one, other)
         assert distances[:5].tolist() == [1, 1, 0, 0, 0]
         assert bool((distances[5:] > 0).all())
 

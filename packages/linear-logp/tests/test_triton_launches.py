@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 
-from rl_kernels.core.testing import poisoned_empty
-from rl_kernels.core.testing.logp_launches import logits_gradient, merged, state, write_statistics
-from rl_kernels.core.testing.planted import Bug, planted
+from rl_kernels.core.testing.host_tests import TritonHost
+from rl_kernels.core.testing.logp_launches import (
+    dense,
+    logits_gradient,
+    merged,
+    state,
+    triton_temperature,
+    triton_upstream,
+    write_statistics,
+)
+from rl_kernels.core.testing.planted import Bug
 from rl_kernels.core.testing.triton_launches import Descriptor, TritonLaunch, TritonRecorder
 from rl_kernels.core.testing.triton_matmul import matmul, operand
 from rl_kernels.linear_logp.spec.raw import check_case, check_shards
 
-BACKEND = "rl_kernels.linear_logp.backends.triton"
-MODULES = (
-    "rl_kernels.core.triton_lib.softcap",
-    *(f"rl_kernels.linear_logp.{name}" for name in ("vocabulary", "inputs", "backward")),
-    *(f"{BACKEND}.{name}" for name in ("kernels", "backward", "backend")),
-)
-BUGS = (
-    Bug("dH added to uninitialized memory", "weight, out, continues=continues", "weight, out, continues=True"),
-    Bug("strided temperatures read as if contiguous", "temperature.contiguous()", "temperature"),
-    Bug("last rows are not finished", "(ceil_div(count, kernels.ROWS.value),)", "(count // kernels.ROWS.value or 1,)"),
-    Bug("gradient counted from column 0", "block.start, block.vocab, count", "0, block.vocab, count"),
-)
 BLOCK, UNIT, ROWS = 256, 1024, 32
-Plant = Callable[[], AbstractContextManager[None]]
 
 
 def logits(launch: TritonLaunch) -> torch.Tensor:
@@ -44,7 +35,7 @@ def logits(launch: TritonLaunch) -> torch.Tensor:
     assert launch["BLOCK_K"] % 16 == 0
     assert hidden.dtype != torch.float32 or launch["BLOCK_K"] == 16
     z = capped(launch, hidden.double() @ weight.double().t() + bias_of(launch))
-    return z / temperature(launch, n)[:, None]
+    return z / triton_temperature(launch, n)[:, None]
 
 
 def capped(launch: TritonLaunch, z: torch.Tensor) -> torch.Tensor:
@@ -55,21 +46,6 @@ def bias_of(launch: TritonLaunch) -> torch.Tensor | float:
     if not launch["HAS_BIAS"]:
         return 0.0
     return launch["bias"].as_strided((launch["V"],), (launch["bias_stride"],), launch["bias"].storage_offset()).double()
-
-
-def temperature(launch: TritonLaunch, rows: int) -> torch.Tensor:
-    value = launch["temperature"]
-    if not launch["PER_ROW"]:
-        assert isinstance(value, float)
-        return torch.full((rows,), value).double()
-    return dense(value, rows).double()
-
-
-def dense(x: torch.Tensor, *shape: int) -> torch.Tensor:
-    """A pointer without strides of its own."""
-    assert x.shape == shape
-    assert x.is_contiguous()
-    return x
 
 
 def states(launch: TritonLaunch) -> None:
@@ -85,7 +61,7 @@ def states(launch: TritonLaunch) -> None:
         first = launch["first_kept"]
         assert first % UNIT == 0
         assert launch["kept_width"] == -(-v // BLOCK) * BLOCK - first
-        x = logits(launch) * temperature(launch, n)[:, None]
+        x = logits(launch) * triton_temperature(launch, n)[:, None]
         dense(launch["kept"], n, launch["kept_width"])[:, : v - first] = x[:, first:]
 
 
@@ -117,7 +93,7 @@ def finish(launch: TritonLaunch) -> None:
     assert launch.grid[0] == -(-n // ROWS)
     assert launch["units"] == -(-launch["V"] // UNIT)
     ignored = (ids == launch["ignore_index"]) & launch["HAS_IGNORED"]
-    arguments = dense(launch["chosen"], n), temperature(launch, n), ~ignored
+    arguments = dense(launch["chosen"], n), triton_temperature(launch, n), ~ignored
     write_statistics(
         launch, merged(dense(launch["parts"], launch["units"], 3, n)), *arguments, entropy=launch["ENTROPY"]
     )
@@ -134,15 +110,13 @@ def dlogits(launch: TritonLaunch) -> None:
         assert not launch["DBIAS"]
         assert launch["kept"].shape == (n, width)
         assert launch["kept"].stride() == (launch["kept_row"], 1)
-        z = launch["kept"].double() / temperature(launch, n)[:, None]
-    flags = {"grad_logp": "HAS_LOGP", "grad_logsumexp": "HAS_LSE", "grad_entropy": "HAS_ENTROPY"}
-    upstream = [dense(launch[name], n) if launch[flag] else None for name, flag in flags.items()]
-    entropy = dense(launch["entropies"], n) if launch["HAS_ENTROPY"] else None
+        z = launch["kept"].double() / triton_temperature(launch, n)[:, None]
+    upstream, entropy = triton_upstream(launch, n)
     first = launch["start"] + begin
     chosen = ids[:, None] == torch.arange(first, first + width)
-    result = logits_gradient(z, temperature(launch, n), dense(launch["norm"], n, 2), chosen, upstream, entropy)
+    result = logits_gradient(z, triton_temperature(launch, n), dense(launch["norm"], n, 2), chosen, upstream, entropy)
     if launch["CAPPED"]:
-        y = z * temperature(launch, n)[:, None]
+        y = z * triton_temperature(launch, n)[:, None]
         result *= launch["cap"] * launch["rate"] * (1 - (y / launch["cap"]).square())
     result = torch.where(((ids < 0) | (ids >= launch["vocab"]))[:, None], torch.nan, result)
     if launch["HAS_IGNORED"]:
@@ -168,64 +142,66 @@ def add_tiles(launch: TritonLaunch) -> None:
     dense(launch["out"], width).add_(dense(launch["partial"], launch["tiles"], width).sum(0))
 
 
-STAND_INS = {one.__name__: one for one in (states, selected, merge_blocks, finish, dlogits, add_tiles)}
-CALL: dict[str, Any] = {"dtype": torch.bfloat16, "layout": "row", "size": 24}
-CALLS: tuple[dict[str, Any], ...] = (
-    dict(rows=1, vocab=1, size=8, bias=True),
-    dict(rows=65, vocab=257, layout="odd", ids="apart", upstream="expanded"),
-    dict(rows=129, vocab=4097, layout="column", scale="rows", ignored=0, bias=True, upstream="logp"),
-    dict(rows=300, vocab=4608, layout="apart", scale="apart", ignored=-100, bias=True, upstream="apart"),
-    dict(rows=130, vocab=600, dtype=torch.float32, size=40, bias=True, upstream="entropy"),
-    dict(rows=64, vocab=9000),
-    dict(rows=700, vocab=1100, bias=True, scale="rows"),
-    dict(rows=10, vocab=300, arch="sm80"),
-    dict(rows=70, vocab=9000, dtype=torch.float32, arch="sm80", ignored=3),
-    dict(rows=129, vocab=300, arch="sm80", size=8, upstream="lse", ids=torch.int32),
-    dict(rows=65, vocab=4097, cap=(5.0, 0.3), bias=True, scale="rows", ignored=0),
-    dict(rows=700, vocab=4608, saved=(6, 1536), scale="rows", ignored=-100, cap=(5.0, 0.3)),
-    dict(rows=130, vocab=2500, saved=(9, 2560), bias=True, dtype=torch.float32),
-    dict(rows=10, vocab=9000, saved=(1, 9216), arch="sm80"),
-    dict(rows=700, vocab=1100, bias=True, join=256),
-    dict(rows=300, vocab=600, bias=True, dtype=torch.float32, join=128, arch="sm80"),
-)
+class TestLaunches(TritonHost):
+    modules = (
+        "rl_kernels.core.triton_lib.softcap",
+        *(f"rl_kernels.linear_logp.{name}" for name in ("vocabulary", "inputs", "backward")),
+        *(f"rl_kernels.linear_logp.backends.triton.{name}" for name in ("kernels", "backward", "backend")),
+    )
+    bugs = (
+        Bug("dH added to uninitialized memory", "weight, out, continues=continues", "weight, out, continues=True"),
+        Bug("strided temperatures read as if contiguous", "temperature.contiguous()", "temperature"),
+        Bug(
+            "last rows are not finished",
+            "(ceil_div(count, kernels.ROWS.value),)",
+            "(count // kernels.ROWS.value or 1,)",
+        ),
+        Bug("gradient counted from column 0", "block.start, block.vocab, count", "0, block.vocab, count"),
+    )
+    stand_ins = {one.__name__: one for one in (states, selected, merge_blocks, finish, dlogits, add_tiles)}
+    stand_ins |= {"multiply": matmul}
+    calls = (
+        dict(rows=1, vocab=1, size=8, bias=True),
+        dict(rows=65, vocab=257, layout="odd", ids="apart", upstream="expanded"),
+        dict(rows=129, vocab=4097, layout="column", scale="rows", ignored=0, bias=True, upstream="logp"),
+        dict(rows=300, vocab=4608, layout="apart", scale="apart", ignored=-100, bias=True, upstream="apart"),
+        dict(rows=130, vocab=600, dtype=torch.float32, size=40, bias=True, upstream="entropy"),
+        dict(rows=64, vocab=9000),
+        dict(rows=700, vocab=1100, bias=True, scale="rows"),
+        dict(rows=10, vocab=300, arch="sm80"),
+        dict(rows=70, vocab=9000, dtype=torch.float32, arch="sm80", ignored=3),
+        dict(rows=129, vocab=300, arch="sm80", size=8, upstream="lse", ids=torch.int32),
+        dict(rows=65, vocab=4097, cap=(5.0, 0.3), bias=True, scale="rows", ignored=0),
+        dict(rows=700, vocab=4608, saved=(6, 1536), scale="rows", ignored=-100, cap=(5.0, 0.3)),
+        dict(rows=130, vocab=2500, saved=(9, 2560), bias=True, dtype=torch.float32),
+        dict(rows=10, vocab=9000, saved=(1, 9216), arch="sm80"),
+        dict(rows=700, vocab=1100, bias=True, join=256),
+        dict(rows=300, vocab=600, bias=True, dtype=torch.float32, join=128, arch="sm80"),
+    )
 
+    def check(self, call: dict[str, Any], backend: Any, recorder: TritonRecorder) -> None:
+        backward = importlib.import_module("rl_kernels.linear_logp.backward")
+        with patch.multiple(backward, LEAST_PIECE=1024, LEAST_HEIGHT=128):
+            checked = check_case({"dtype": torch.bfloat16, "layout": "row", "size": 24, **call}, backend)
+            # A block of rows ends at a multiple of every tile's height, or where the rows end.
+            for launch, after in pairwise(one for one in recorder.launches if one.name == "dlogits"):
+                assert launch["begin"] != after["begin"] or launch["N"] % 128 == 0
+            check_shards(checked, backend)
 
-def check_all(plant: Plant = nullcontext) -> None:
-    widths: set[int] = set()
-    elsewhere: dict[torch.dtype, set[tuple[int, int]]] = {}
-    for call in CALLS:
-        recorder = TritonRecorder({**STAND_INS, "multiply": matmul}, arch=call.get("arch", "sm90"))
-        with recorder.pretended(), plant(), poisoned_empty():
-            backend = importlib.import_module(f"{BACKEND}.backend")
-            backward = importlib.import_module("rl_kernels.linear_logp.backward")
-            with patch.multiple(backward, LEAST_PIECE=1024, LEAST_HEIGHT=128):
-                checked = check_case({**CALL, **call}, backend)
-                # A block of rows ends at a multiple of every tile's height, or where the rows end.
-                for launch, after in pairwise(one for one in recorder.launches if one.name == "dlogits"):
-                    assert launch["begin"] != after["begin"] or launch["N"] % 128 == 0
-                check_shards(checked, backend)
-        forward = [launch for launch in recorder.launches if launch.name == "states"]
-        pieces = [launch for launch in recorder.launches if launch.name == "dlogits"]
-        widths |= {launch["width"] for launch in forward}
-        dtype = call.get("dtype", torch.bfloat16)
-        if recorder.arch == "sm90":
-            # The width of a piece must not decide how its gradient is stored.
-            assert all(launch["STORED"] == (dtype != torch.float32) for launch in pieces)
-        else:
-            # Logits that were kept are not recomputed.
-            again = [launch for launch in pieces if not launch["KEPT"]]
-            cuts = {(launch["BLOCK_M"], launch["BLOCK_K"]) for launch in (*forward, *again)}
-            elsewhere[dtype] = elsewhere.get(dtype, set()) | cuts
-    # Elsewhere than on Hopper nobody has shown that bits follow no schedule.
-    assert all(len(cuts) == 1 for cuts in elsewhere.values())
-    assert widths == {BLOCK, UNIT}
-
-
-def test_launches_match_the_shapes() -> None:
-    check_all()
-
-
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_planted_host_bug_fails(bug: Bug) -> None:
-    with pytest.raises((AssertionError, RuntimeError)):
-        check_all(partial(planted, MODULES, bug))
+    def check_all(self, recorders: list[TritonRecorder]) -> None:
+        widths, elsewhere = set(), dict[torch.dtype, set[tuple[int, int]]]()
+        for call, recorder in zip(self.calls, recorders, strict=True):
+            forward, pieces = ([one for one in recorder.launches if one.name == name] for name in ("states", "dlogits"))
+            widths |= {launch["width"] for launch in forward}
+            dtype = call.get("dtype", torch.bfloat16)
+            if recorder.arch == "sm90":
+                # The width of a piece must not decide how its gradient is stored.
+                assert all(launch["STORED"] == (dtype != torch.float32) for launch in pieces)
+            else:
+                # Logits that were kept are not recomputed.
+                again = [launch for launch in pieces if not launch["KEPT"]]
+                cuts = elsewhere.setdefault(dtype, set())
+                cuts |= {(launch["BLOCK_M"], launch["BLOCK_K"]) for launch in (*forward, *again)}
+        # Elsewhere than on Hopper nobody has shown that bits follow no schedule.
+        assert all(len(cuts) == 1 for cuts in elsewhere.values())
+        assert widths == {BLOCK, UNIT}

@@ -8,9 +8,9 @@ import torch
 from rl_kernels.core.cuda import toolchain
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program, compile_program
-from rl_kernels.core.cuda.resources import resources_of, warnings_of
 from rl_kernels.core.cuda.where import target_of
 from rl_kernels.core.operator import arch_of
+from rl_kernels.core.testing.resources import resources_of, warnings_of
 
 MISSING = toolchain.why_no_compiler()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

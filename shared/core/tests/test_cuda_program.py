@@ -7,7 +7,7 @@ import pytest
 from rl_kernels.core.cuda import program as module
 from rl_kernels.core.cuda import toolchain
 from rl_kernels.core.cuda.program import CompileError, Inputs, Program, compile_program, inputs_of
-from rl_kernels.core.cuda.resources import Resources, resources_of, warnings_of
+from rl_kernels.core.testing.resources import Resources, resources_of, warnings_of
 
 MISSING = toolchain.why_no_compiler()
 compiling = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

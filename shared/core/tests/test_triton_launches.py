@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from rl_kernels.core.testing import Draw, with_layout
-from rl_kernels.core.testing.planted import Bug, planted
+from rl_kernels.core.testing.host_tests import TritonHost
+from rl_kernels.core.testing.planted import Bug
 from rl_kernels.core.testing.triton_launches import Descriptor, TritonRecorder
 from rl_kernels.core.testing.triton_matmul import matmul
 
 LIB = "rl_kernels.core.triton_lib"
-MODULES = tuple(f"{LIB}.{name}" for name in ("launch", "schedule", "gemm_kernels", "gemm"))
-FAILURES = (AssertionError, RuntimeError)
-Plant = Callable[[], AbstractContextManager[None]]
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LAYOUTS = ("row", "column", "apart", "odd")
 SHAPES = (
     (1, 8, 8),
@@ -32,12 +28,6 @@ SHAPES = (
     (3, 5, 7),
     (300, 1, 1),
     (7, 16, 0),
-)
-BUGS = (
-    Bug("bias by the wrong dim", "BY_ROW.value if cut.swapped else BY_COLUMN.value", "BY_COLUMN.value"),
-    Bug("last rows have no tile", "-(-m // self.rows)", "max(m // self.rows, 1)"),
-    Bug("unaligned rows have a descriptor", "(outer | x.data_ptr()) % ALIGNED", "x.data_ptr() % ALIGNED"),
-    Bug("kernel of another alignment", "x.dtype, x.data_ptr() % ALIGNMENT", "(x.dtype,)"),
 )
 
 
@@ -66,19 +56,6 @@ def product(recorder: TritonRecorder, draw: Draw, shape: tuple[int, int, int], l
         assert described[:2] == [True, True]
 
 
-def hold_products(plant: Plant) -> None:
-    """Every layout of operands and output, on Hopper and elsewhere."""
-    for arch in ("sm90", "sm80"):
-        recorder = TritonRecorder({"multiply": matmul}, arch=arch)
-        with recorder.pretended(), plant():
-            for number, dtype in enumerate((torch.float16, torch.bfloat16, torch.float32)):
-                for place, shape in enumerate(SHAPES if arch == "sm90" else SHAPES[2:4]):
-                    for i, left in enumerate(LAYOUTS):
-                        right, out = LAYOUTS[(i + place + number) % 4], LAYOUTS[(place + 2 * i) % 3]
-                        product(recorder, Draw(dtype, seed=place), shape, (left, right, out))
-                expand(Draw(dtype, seed=9))
-
-
 def expand(draw: Draw) -> None:
     """Rows that overlap, a single row of odd pitch, tiles of a table that stay."""
     gemm = importlib.import_module(f"{LIB}.gemm")
@@ -100,60 +77,67 @@ def expand(draw: Draw) -> None:
             torch.testing.assert_close(out.double(), gold, rtol=1e-2, atol=1e-1)
 
 
-def hold_launches(plant: Plant) -> None:
+def check_kernels(recorder: TritonRecorder) -> None:
     """A kernel that was compiled is used for what it is good for: the stand-in refuses anything else."""
-    recorder = TritonRecorder()
-    with recorder.pretended(), plant():
-        import triton
-        import triton.language as tl
+    import triton
+    import triton.language as tl
 
-        launch = importlib.import_module(f"{LIB}.launch")
+    launch = importlib.import_module(f"{LIB}.launch")
 
-        @triton.jit
-        def first(x, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-            """Stand for a kernel."""
+    @triton.jit
+    def first(x, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Stand for a kernel."""
 
-        @triton.jit
-        def second(x, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-            """Stand for another one."""
+    @triton.jit
+    def second(x, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Stand for another one."""
 
-        memory = torch.zeros(128)
-        # From a multiple of 256 bytes on.
-        numbers = memory[-memory.data_ptr() // 4 % 64 :][:64]
-        boxes = [Descriptor(numbers.view(8, 8), [8, 8], [8, 1], [rows, 8]) for rows in (4, 8)]
-        calls: list[tuple[Any, ...]] = [
-            (kernel, (grid,), x, n, block, warps)
-            for kernel in (first, second)
-            for x in (numbers, numbers[1:], numbers.view(torch.float16), *boxes, None)
-            for n in (1, 2, 16)
-            for block in (64, 128)
-            for warps in (1, 4)
-            for grid in (3, 5)
-        ]
-        # With a tuple of numbers, or without.
-        for device, together in itertools.product((0, 1), (3, 1)):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(torch._C, "_cuda_getDevice", lambda device=device: device)
-                for kernel, grid, *args, warps in calls:
-                    launch.launch(kernel, grid, *args[:together], numbers=tuple(args[together:]), num_warps=warps)
-        asked = [(kernel.function.__name__, (*grid, 1, 1), warps) for kernel, grid, *_, warps in calls]
-        found = [(one.name, one.grid, one.options["num_warps"]) for one in recorder.launches]
-        # Not the two lists as they are: pytest would take minutes to show how they differ.
-        assert len(found) == 4 * len(asked)
-        assert not [pair for pair in zip(found, 4 * asked, strict=True) if pair[0] != pair[1]][:3]
-        assert len(launch._compiled) == 2 * len(calls)
+    memory = torch.zeros(128)
+    # From a multiple of 256 bytes on.
+    numbers = memory[-memory.data_ptr() // 4 % 64 :][:64]
+    boxes = [Descriptor(numbers.view(8, 8), [8, 8], [8, 1], [rows, 8]) for rows in (4, 8)]
+    calls: list[tuple[Any, ...]] = [
+        (kernel, (grid,), x, n, block, warps)
+        for kernel in (first, second)
+        for x in (numbers, numbers[1:], numbers.view(torch.float16), *boxes, None)
+        for n in (1, 2, 16)
+        for block in (64, 128)
+        for warps in (1, 4)
+        for grid in (3, 5)
+    ]
+    # With a tuple of numbers, or without.
+    for device, together in itertools.product((0, 1), (3, 1)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch._C, "_cuda_getDevice", lambda device=device: device)
+            for kernel, grid, *args, warps in calls:
+                launch.launch(kernel, grid, *args[:together], numbers=tuple(args[together:]), num_warps=warps)
+    asked = [(kernel.function.__name__, (*grid, 1, 1), warps) for kernel, grid, *_, warps in calls]
+    found = [(one.name, one.grid, one.options["num_warps"]) for one in recorder.launches]
+    # Not the two lists as they are: pytest would take minutes to show how they differ.
+    assert len(found) == 4 * len(asked)
+    assert not [pair for pair in zip(found, 4 * asked, strict=True) if pair[0] != pair[1]][:3]
+    assert len(launch._compiled) == 2 * len(calls)
 
 
-def hold_all(plant: Plant = nullcontext) -> None:
-    hold_launches(plant)
-    hold_products(plant)
+class TestLaunches(TritonHost):
+    modules = tuple(f"{LIB}.{name}" for name in ("launch", "schedule", "gemm_kernels", "gemm"))
+    bugs = (
+        Bug("bias by the wrong dim", "BY_ROW.value if cut.swapped else BY_COLUMN.value", "BY_COLUMN.value"),
+        Bug("last rows have no tile", "-(-m // self.rows)", "max(m // self.rows, 1)"),
+        Bug("unaligned rows have a descriptor", "(outer | x.data_ptr()) % ALIGNED", "x.data_ptr() % ALIGNED"),
+        Bug("kernel of another alignment", "x.dtype, x.data_ptr() % ALIGNMENT", "(x.dtype,)"),
+    )
+    stand_ins = {"multiply": matmul}
+    calls = (None, *(dict(arch=arch, dtype=dtype) for arch in ("sm90", "sm80") for dtype in DTYPES))
 
-
-def test_products_and_launches_are_what_the_shapes_imply() -> None:
-    hold_all()
-
-
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_bug_planted_in_the_host_code_shows_in_the_launches(bug: Bug) -> None:
-    with pytest.raises(FAILURES):
-        hold_all(partial(planted, MODULES, bug))
+    def check(self, call: dict[str, Any] | None, backend: Any, recorder: TritonRecorder) -> None:
+        """Check every layout of operands and output, on Hopper and elsewhere; without a call, ``launch`` itself."""
+        if call is None:
+            check_kernels(recorder)
+            return
+        number = DTYPES.index(call["dtype"])
+        for place, shape in enumerate(SHAPES if recorder.arch == "sm90" else SHAPES[2:4]):
+            for i, left in enumerate(LAYOUTS):
+                right, out = LAYOUTS[(i + place + number) % 4], LAYOUTS[(place + 2 * i) % 3]
+                product(recorder, Draw(call["dtype"], seed=place), shape, (left, right, out))
+        expand(Draw(call["dtype"], seed=9))

@@ -10,9 +10,9 @@ import torch
 from rl_kernels.core.commands import cli
 from rl_kernels.core.cuda import cache, toolchain
 from rl_kernels.core.cuda.program import CompileError, Program, inputs_of
-from rl_kernels.core.cuda.resources import serialized_in
 from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
+from rl_kernels.core.testing.resources import serialized_in
 from rl_kernels.lab.compile import cli as compile_cli
 
 MISSING = toolchain.why_no_compiler()

@@ -149,17 +149,16 @@ def det_attention(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward: not supported.
     """
-    integer_tensors = (cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table)
     left, right = checks.window(window, causal=causal, unlimited=UNLIMITED)
     needs_grad = torch.is_grad_enabled() and any([getattr(x, "requires_grad", False) for x in (q, k, v, sinks)])
-    longest = max_seqlen_q, max_seqlen_k
-    if cu_seqlens_q is not None:
-        longest = checks.longest(max_seqlen_q, cu_seqlens_q), checks.longest(max_seqlen_k, cu_seqlens_k)
-    options = (*longest, scale, left, right, softcap, backend)
-    ready, numbers = _prepare(return_lse, needs_grad, q, k, v, sinks, *integer_tensors, *options)
+    integer_tensors = (cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table)
+    options = (max_seqlen_q, max_seqlen_k, scale, left, right, softcap)
+    call = Inputs._make((q, k, v, sinks, *integer_tensors, *options))
+    read = call if cu_seqlens_q is None else checks.with_longest(call)
+    ready, numbers = _prepare(return_lse, needs_grad, backend, *read)
     is_dense = cu_seqlens_q is cu_seqlens_k is k_start is seqused_q is seqused_k is block_table is None
     if validate and not is_dense:
-        checks.lengths(q, k, *integer_tensors, max_seqlen_q, max_seqlen_k, windowed=left != UNLIMITED)
+        checks.lengths(call)
     no_lost_derivatives("det_attention", q, k, v, sinks)
     if needs_grad:
         if seqused_k is not None or block_table is not None:
@@ -181,52 +180,36 @@ class _Settings(NamedTuple):
 
 
 @remembered
-def _prepare(return_lse: bool, needs_grad: bool, *arguments: Any) -> tuple[Ready, tuple[float, ...]]:
+def _prepare(return_lse: bool, needs_grad: bool, backend: str | None, *fields: Any) -> tuple[Ready, tuple[float, ...]]:
     """Check a call, choose a backend and prepare its launches; return the numbers of ``Inputs`` too."""
-    name, inputs = choose_backend(*arguments)
+    name, inputs = choose_backend(Inputs._make(fields), backend)
     check.flag("return_lse", return_lse)
     return ops["forward" if return_lse or needs_grad else "output"].ready(*inputs, name), inputs.numbers
 
 
-def choose_backend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    k_start: torch.Tensor | None,
-    seqused_q: torch.Tensor | None,
-    seqused_k: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    scale: float | None,
-    left: int,
-    right: int,
-    softcap: float,
-    backend: str | None,
-) -> tuple[str, Inputs]:
+def choose_backend(call: Inputs, backend: str | None) -> tuple[str, Inputs]:
     """Check all arguments but the window and the values of tensors; return a backend's name and the raw ops' arguments.
 
-    A longest length that is None is the largest possible one.
+    In ``call`` the lengths and the scale may be None: the largest possible lengths, and ``1 / sqrt(D)``.
     """
-    integer_tensors = (cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table)
-    checks.heads(q, k, v, sinks, packed_q=cu_seqlens_q is not None, packed_k=cu_seqlens_k is not None)
-    checks.layout(q, k, *integer_tensors)
-    if scale is not None:
-        check.number("scale", scale, above=0)
-    check.number("softcap", softcap, least=0)
+    checks.heads(call)
+    checks.layout(call)
+    q, k, v = call.operands
+    if call.scale is not None:
+        check.number("scale", call.scale, above=0)
+    check.number("softcap", call.softcap, least=0)
     check.backend_name(backend)
     name = choose(OPERATOR, describe(q, k, v), backend).name
-    most_q = q.shape[0] if cu_seqlens_q is not None else q.shape[1]
-    most_k = k.shape[0] if cu_seqlens_k is not None else k.shape[1]
-    if block_table is not None:
-        most_k *= block_table.shape[1]
-    longest_q = checks.at_most("max_seqlen_q", max_seqlen_q, cu_seqlens_q, most_q)
-    longest_k = checks.at_most("max_seqlen_k", max_seqlen_k, cu_seqlens_k, most_k)
-    factor = float(q.shape[-1] ** -0.5 if scale is None else scale)
-    return name, Inputs(q, k, v, sinks, *integer_tensors, longest_q, longest_k, factor, left, right, float(softcap))
+    most_q = q.shape[0] if call.cu_seqlens_q is not None else q.shape[1]
+    most_k = k.shape[0] if call.cu_seqlens_k is not None else k.shape[1]
+    if call.block_table is not None:
+        most_k *= call.block_table.shape[1]
+    return name, call._replace(
+        max_seqlen_q=checks.at_most("max_seqlen_q", call.max_seqlen_q, call.cu_seqlens_q, most_q),
+        max_seqlen_k=checks.at_most("max_seqlen_k", call.max_seqlen_k, call.cu_seqlens_k, most_k),
+        scale=float(q.shape[-1] ** -0.5 if call.scale is None else call.scale),
+        softcap=float(call.softcap),
+    )
 
 
 class _DetAttention(torch.autograd.Function):

@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from rl_kernels.attention.inputs import INTEGER_TENSORS, UNLIMITED, Inputs
 from rl_kernels.core import validate as check
 from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.core.torchlib.ops import define_check
@@ -19,19 +20,11 @@ PACKED_DIMS, PADDED_DIMS = 3, 4
 """Dims of packed operands, and of padded or paged ones."""
 
 
-def heads(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor | None,
-    *,
-    packed_q: bool,
-    packed_k: bool,
-) -> None:
+def heads(call: Inputs) -> None:
     """Require operands of one dtype and device with matching heads."""
-    check.tensor("q", q, check.HALF_AND_FLOAT, ndim=PACKED_DIMS if packed_q else PADDED_DIMS)
-    for name, value in (("k", k), ("v", v)):
-        check.tensor(name, value, check.HALF_AND_FLOAT, ndim=PACKED_DIMS if packed_k else PADDED_DIMS)
+    q, k, v, sinks = call[:4]
+    for name, value, bounds in (("q", q, call.cu_seqlens_q), ("k", k, call.cu_seqlens_k), ("v", v, call.cu_seqlens_k)):
+        check.tensor(name, value, check.HALF_AND_FLOAT, ndim=PADDED_DIMS if bounds is None else PACKED_DIMS)
     if sinks is not None:
         check.tensor("sinks", sinks, check.HALF_AND_FLOAT, ndim=1)
     check.same_dtype(q=q, k=k, v=v)
@@ -53,25 +46,11 @@ def heads(
         check.shape("sinks", sinks, q.shape[-2:-1], "one for each head of q")
 
 
-def layout(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    k_start: torch.Tensor | None,
-    seqused_q: torch.Tensor | None,
-    seqused_k: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-) -> None:
+def layout(call: Inputs) -> None:
     """Require integer tensors of the right dtype and shape, and arguments that form one layout."""
-    integer_tensors = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "k_start": k_start,
-        "seqused_q": seqused_q,
-        "seqused_k": seqused_k,
-        "block_table": block_table,
-    }
+    q, k, _ = call.operands
+    integer_tensors = dict(zip(Inputs._fields[INTEGER_TENSORS], call.integer_tensors, strict=True))
+    cu_seqlens_q, cu_seqlens_k, k_start, _, seqused_k, block_table = integer_tensors.values()
     for name, value in integer_tensors.items():
         if value is not None:
             check.tensor(name, value, check.INTEGERS, ndim=2 if name == "block_table" else 1)
@@ -123,33 +102,20 @@ def window(value: tuple[int | None, int | None] | None, *, causal: bool, unlimit
     return limits[0], 0 if causal else limits[1]
 
 
-def lengths(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    k_start: torch.Tensor | None,
-    seqused_q: torch.Tensor | None,
-    seqused_k: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    *,
-    windowed: bool,
-) -> None:
-    """Require integers within the bounds of their tensors. Syncs with a GPU; skipped if values cannot be read now.
-
-    ``windowed`` says that the window is limited on the left: a cache may then have dropped keys that no query sees.
-    """
+def lengths(call: Inputs) -> None:
+    """Require integers within the bounds of their tensors. Syncs with a GPU; skipped if values cannot be read now."""
+    (q, k, _), (max_seqlen_q, max_seqlen_k, *_) = call.operands, call.numbers
     if values_hidden(q):
         return
+    cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table = call.integer_tensors
     for name, value, total, most in (("q", cu_seqlens_q, q, max_seqlen_q), ("k", cu_seqlens_k, k, max_seqlen_k)):
         if value is not None:
             _check_cumulative(value, total.shape[0], f"cu_seqlens_{name}")
             if most is not None and value.shape[0] > 1:
                 _check_longest(value, most, f"max_seqlen_{name}")
     capacity = k.shape[1] if block_table is None else k.shape[1] * block_table.shape[1] * bool(k.shape[0])
-    start = k_start.clamp(min=0) if k_start is not None and windowed else k_start
+    # With a window that is limited on the left, a cache may have dropped keys that no query sees.
+    start = k_start if k_start is None or call.left == UNLIMITED else k_start.clamp(min=0)
     within = {"seqused_k": (seqused_k, capacity), "k_start": (start, capacity), "seqused_q": (seqused_q, q.shape[1])}
     for name, (value, most) in within.items():
         if value is not None and not (name == "seqused_q" and cu_seqlens_q is not None):
@@ -176,6 +142,14 @@ def longest(value: int | None, cu_seqlens: torch.Tensor | None) -> int | None:
     if values_hidden(cu_seqlens) or isinstance(cu_seqlens, FakeTensor):
         return None
     return max(min(int(cu_seqlens.diff().max()), check.INT32), 0)
+
+
+def with_longest(call: Inputs) -> Inputs:
+    """Return a call with the lengths of its longest sequences, where ``longest`` returns any."""
+    if call.max_seqlen_q is not None and call.max_seqlen_k is not None:
+        return call
+    most = longest(call.max_seqlen_q, call.cu_seqlens_q), longest(call.max_seqlen_k, call.cu_seqlens_k)
+    return Inputs._make((*call[: INTEGER_TENSORS.stop], *most, *call[INTEGER_TENSORS.stop + 2 :]))
 
 
 def at_most(name: str, value: int | None, cu_seqlens: torch.Tensor | None, most: int) -> int:

@@ -13,8 +13,6 @@ from rl_kernels.core.layout import ALIGNED, readable
 
 Q, K, V, SINKS, OUT, LSE, GRAD, NEEDS_KEYS = 0, 1, 2, 3, 16, 17, 18, 19
 """Places of arguments of the raw ops."""
-INTEGER_TENSORS = slice(4, 10)
-"""Places of the integer tensors, from cu_seqlens_q to block_table."""
 
 
 def unreadable(arguments: tuple[Any, ...], *, expanded: bool) -> list[int]:

@@ -67,25 +67,23 @@ def det_attention_backward(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward: not supported.
     """
-    integer_tensors = (cu_seqlens_q, cu_seqlens_k, None, None, None, None)
     left, right = checks.window(window, causal=causal, unlimited=UNLIMITED)
-    longest = checks.longest(max_seqlen_q, cu_seqlens_q), checks.longest(max_seqlen_k, cu_seqlens_k)
-    options = (*longest, scale, left, right, 0.0, backend)
-    name, numbers = _prepare(grad, out, lse, q, k, v, None, *integer_tensors, *options)
+    tensors = (q, k, v, None, cu_seqlens_q, cu_seqlens_k, None, None, None, None)
+    call = Inputs._make((*tensors, max_seqlen_q, max_seqlen_k, scale, left, right, 0.0))
+    name, numbers = _prepare(grad, out, lse, backend, *checks.with_longest(call))
     if validate:
-        checks.lengths(q, k, *integer_tensors, max_seqlen_q, max_seqlen_k, windowed=left != UNLIMITED)
+        checks.lengths(call)
     no_lost_derivatives("det_attention", q, k, v, grad)
-    arguments = (q, k, v, None, *integer_tensors, *numbers, out, lse, grad, True, name)
-    dq, dk, dv, _ = first_order(ops["backward"], *arguments)
+    dq, dk, dv, _ = first_order(ops["backward"], *tensors, *numbers, out, lse, grad, True, name)
     return dq, dk, dv
 
 
 @remembered
 def _prepare(
-    grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *arguments: Any
+    grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, backend: str | None, *fields: Any
 ) -> tuple[str, tuple[float, ...]]:
     """Check a call; return the name of a backend and the numbers of ``Inputs``."""
-    name, inputs = choose_backend(*arguments)
+    name, inputs = choose_backend(Inputs._make(fields), backend)
     _check_saved(inputs, out, lse, grad)
     return name, inputs.numbers
 

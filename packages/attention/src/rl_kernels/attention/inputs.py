@@ -8,6 +8,8 @@ import torch
 
 UNLIMITED = -1
 """An unlimited side of the window."""
+INTEGER_TENSORS = slice(4, 10)
+"""Places of the integer tensors in ``Inputs``, from cu_seqlens_q to block_table."""
 
 
 class Attended(NamedTuple):
@@ -54,9 +56,9 @@ class Inputs(NamedTuple):
         return self[:3]
 
     @property
-    def optional_tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """The tensors that may be None, from sinks to block_table: sinks, then the six integer tensors."""
-        return self[3:10]
+    def integer_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors from cu_seqlens_q to block_table."""
+        return self[4:10]
 
     @property
     def numbers(self) -> tuple[float, ...]:

@@ -57,38 +57,56 @@ def layer(
     of_columns: bool,
 ) -> torch.Tensor:
     """Return the output of a column-parallel or a row-parallel layer."""
-    function = _Column if of_columns else _Row
-    run = function.apply if needs_graph(x, weight, bias) else function.output
-    out: torch.Tensor = run(x, weight, bias, settings, cut)
+    out: torch.Tensor
+    if needs_graph(x, weight, bias):
+        out = _Parallel.apply(x, weight, bias, settings, cut, of_columns)
+    else:
+        out = _output(x, weight, bias, settings, cut, of_columns)
     return out
 
 
-class _Column(torch.autograd.Function):
-    """``x @ weight^T + bias`` for a rank's rows of the weight."""
+def _output(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settings: Settings, cut: Cut, of_columns: bool
+) -> torch.Tensor:
+    """Return the output of a layer; that of a column-parallel one needs no exchange."""
+    if of_columns:
+        return output(x, weight, bias, settings)
+    shape = (*x.shape[:-1], weight.shape[0])
+    total = cut.product(x, weight, bias, shape, settings.ready.backend)
+    # Not a view: autograd would forbid in-place changes of a view.
+    return torch.ops.aten._unsafe_view.default(total, tuple(total.shape)) if total._is_view() else total
+
+
+class _Parallel(torch.autograd.Function):
+    """``x @ weight^T + bias`` for a rank's rows of the weight, or the sum of these products over ranks."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settings: Settings, cut: Cut
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        settings: Settings,
+        cut: Cut,
+        of_columns: bool,
     ) -> torch.Tensor:
         save(ctx, x, weight)
         # main_grad is not saved for backward: it is meant to change in place between this call and its backward pass.
-        ctx.settings, ctx.cut = settings, cut
-        return _Column.output(x, weight, bias, settings, cut)
-
-    @staticmethod
-    def output(
-        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settings: Settings, cut: Cut
-    ) -> torch.Tensor:
-        """Return the output of the layer; it needs no exchange."""
-        return output(x, weight, bias, settings)
+        ctx.settings, ctx.cut, ctx.of_columns = settings, cut, of_columns
+        return _output(x, weight, bias, settings, cut, of_columns)
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dc, dx = upstream.to(x.dtype), None
-        if _is_needed(ctx, 0):
-            dx = first_order(_column_input_gradient, dc, weight, x, ctx.cut, ctx.settings.ready.backend)
-        return dx, *_gradients_of_parameters(ctx, dc, x), None, None
+        cut, backend, dc, dx = ctx.cut, ctx.settings.ready.backend, upstream.to(x.dtype), None
+        if not ctx.of_columns and cut.scatter_dim is not None and cut.group is not None:
+            dc = first_order(all_gather, dc, cut.group, cut.scatter_dim)
+        if _is_needed(ctx, 0) and ctx.of_columns:
+            dx = first_order(_column_input_gradient, dc, weight, x, cut, backend)
+        elif _is_needed(ctx, 0):
+            op, args = raw_product(dc, weight.t(), None, dc.dtype, 1)
+            dx = first_order(op, *args, backend)
+        return dx, *_gradients_of_parameters(ctx, dc, x), None, None, None
 
 
 def _column_input_gradient(
@@ -101,41 +119,6 @@ def _column_input_gradient(
     whole = part.new_zeros(x.shape)
     whole.chunk(group_size(cut.group), cut.scatter_dim)[group_rank(cut.group)].copy_(part)
     return whole
-
-
-class _Row(torch.autograd.Function):
-    """The sum over ranks of ``x @ weight^T``, plus bias."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settings: Settings, cut: Cut
-    ) -> torch.Tensor:
-        save(ctx, x, weight)
-        ctx.settings, ctx.cut = settings, cut
-        return _Row.output(x, weight, bias, settings, cut)
-
-    @staticmethod
-    def output(
-        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settings: Settings, cut: Cut
-    ) -> torch.Tensor:
-        """Return the sum over ranks."""
-        shape = (*x.shape[:-1], weight.shape[0])
-        total = cut.product(x, weight, bias, shape, settings.ready.backend)
-        # Not a view: autograd would forbid in-place changes of a view.
-        return torch.ops.aten._unsafe_view.default(total, tuple(total.shape)) if total._is_view() else total
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        cut: Cut = ctx.cut
-        dc = upstream.to(x.dtype)
-        if cut.scatter_dim is not None and cut.group is not None:
-            dc = first_order(all_gather, dc, cut.group, cut.scatter_dim)
-        dx = None
-        if _is_needed(ctx, 0):
-            op, args = raw_product(dc, weight.t(), None, dc.dtype, 1)
-            dx = first_order(op, *args, ctx.settings.ready.backend)
-        return dx, *_gradients_of_parameters(ctx, dc, x), None, None
 
 
 def _is_needed(ctx: Any, number: int) -> bool:

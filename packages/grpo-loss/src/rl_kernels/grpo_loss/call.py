@@ -13,6 +13,8 @@ import torch
 from rl_kernels.core import validate as check
 from rl_kernels.core.rowwise.operands import compute_dtype
 
+SUMS = 3
+"""Numbers that a loss sums for each sequence: policy term, KL, active tokens; one for each metric follows."""
 CLIP_EPS = 0.2
 """Default half-width of the clipping range."""
 CISPO_CAP = 5.0

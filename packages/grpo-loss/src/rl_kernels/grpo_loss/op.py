@@ -38,7 +38,7 @@ from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.torchlib.ops import define
 from rl_kernels.core.triton_lib.launch import triton_backend
-from rl_kernels.grpo_loss.call import LossCall
+from rl_kernels.grpo_loss.call import SUMS, LossCall
 from rl_kernels.grpo_loss.outputs import METRICS
 
 _INPUTS = (
@@ -62,10 +62,6 @@ SCHEMAS = {
     "backward": "(Tensor current_logps, Tensor divisor, Tensor slope, Tensor upstream, str backend) -> Tensor",
     "backward_inplace": "(Tensor(a!) slope, Tensor divisor, Tensor upstream, str backend) -> ()",
 }
-
-
-SUMS = 3
-"""Rows of ``sums`` without metrics."""
 
 
 def _loss(*arguments: Any, has_slope: bool, has_total: bool) -> Any:

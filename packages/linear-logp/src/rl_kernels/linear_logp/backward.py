@@ -154,7 +154,7 @@ class Backward:
         """
         steps, needed, is_joined = self._steps, self._needed, self._is_joined
         dlogits, products = self._dlogits, self._products
-        inputs, dweight, main_grad, dbias = self._begin(args)
+        inputs, dweight, main_grad, dbias = self._begin(steps.begin(args), *args[20:])
         waiting: list[torch.Tensor] = []
         shape = inputs.hidden.shape if needed[0] else 0
         for number, pieces in enumerate(self._segments, 1):
@@ -208,9 +208,10 @@ class Backward:
             dhidden = waiting.pop().add_(dhidden)
         return self._finish(inputs, dhidden, dweight, dbias)
 
-    def _begin(self, args: Any) -> tuple[Inputs, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Return the inputs as the steps read them, and dW, ``main_grad`` and dbias where needed."""
-        inputs, (main_grad, dbias) = self._steps.begin(args), args[20:] or (None, None)
+    def _begin(
+        self, inputs: Inputs, main_grad: torch.Tensor | None = None, dbias: torch.Tensor | None = None
+    ) -> tuple[Inputs, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Return the inputs, in which ignored rows are 0 if needed, and dW, ``main_grad`` and dbias where needed."""
         weight, (_, needs_weight, needs_bias) = inputs.weight, self._needed
         if self._is_cleaned:
             # Ignored rows add 0 to dW, also where they are NaN or inf.

@@ -11,6 +11,7 @@ import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.rowwise.operands import compute_dtype
+from rl_kernels.core.ulps import ulps
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -114,7 +115,7 @@ def compare(known: Known, rows: torch.Tensor, recomputed: Known) -> None:
         BitsDiffer: a number differs; the message names its row, and how far it is off.
     """
     values = {name: value[rows] for name, value in known._asdict().items() if value is not None}
-    distances = {name: _ulps(value, getattr(recomputed, name)) for name, value in values.items()}
+    distances = {name: _distances(value, getattr(recomputed, name)) for name, value in values.items()}
     if not bool(torch.stack([value.amax() for value in distances.values()]).any()):
         return
     for name, value in distances.items():
@@ -128,17 +129,6 @@ def compare(known: Known, rows: torch.Tensor, recomputed: Known) -> None:
             )
 
 
-def _ulps(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return how many floats two tensors are apart, in int64; 0 for two NaNs, 1 for zeros of two signs."""
-    a, b = (_ordered(value.contiguous()) for value in (one, other))
-    # Of FP64 the difference may not fit.
-    distance = torch.where(a == b, 0, (a - b).abs().clamp(min=1))
-    return torch.where(one.isnan() & other.isnan(), 0, distance)
-
-
-def _ordered(x: torch.Tensor) -> torch.Tensor:
-    """Return integers in the order of the floats ``x``, one for each float: -1 for -0, 0 for +0."""
-    bits = x.view(torch.int32).long() if x.dtype == torch.float32 else x.view(torch.int64)
-    lowest = -(1 << 31) if x.dtype == torch.float32 else -(1 << 63)
-    # The bits of a negative float ascend with its magnitude from the lowest integer on.
-    return torch.where(bits < 0, lowest - bits - 1, bits)
+def _distances(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return how many floats two tensors are apart; 0 for two NaNs."""
+    return torch.where(one.isnan() & other.isnan(), 0, ulps(one, other))

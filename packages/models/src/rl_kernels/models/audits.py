@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +11,7 @@ from torch import nn
 
 from rl_kernels.core import validate as check
 from rl_kernels.models.differ import Comparison, Finding
+from rl_kernels.models.logits import in_mode
 from rl_kernels.models.trace import TracedTensor, watched
 from rl_kernels.models.variants import Piece, Variant, of_prompts, of_rows
 
@@ -80,7 +80,7 @@ def audit(
     _, alone = next(variants)
     rows, names = Comparison(model), []
     differences: list[tuple[int, Finding]] = []
-    with _in_eval_mode(model):
+    with in_mode(model, training=False):
         _run(model, alone, rows.remember)
         for name, pieces in variants:
             names.append(name)
@@ -124,17 +124,6 @@ def random_prompts(vocabulary: int, count: int, length: int, seed: int) -> list[
     generator = torch.Generator().manual_seed(seed)
     lengths = [max(2, length - 6 * index % length) for index in range(count)]
     return [torch.randint(vocabulary, (n,), generator=generator, device="cpu") for n in lengths]
-
-
-@contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _run(model: nn.Module, pieces: list[Piece], callback: Callable[[Piece, TracedTensor], None]) -> None:

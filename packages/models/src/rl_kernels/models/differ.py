@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from rl_kernels.core.testing import bits_of
+from rl_kernels.core.ulps import bits_of, ulps
 from rl_kernels.models.trace import Place, TracedTensor
 from rl_kernels.models.variants import Piece, Row
 
@@ -130,18 +130,3 @@ def rows_of(piece: Piece, value: torch.Tensor, row: Row) -> torch.Tensor | None:
     if value.ndim < 2 or value.shape[1] != piece.tokens or value.shape[0] not in (1, piece.batch):
         return None
     return value[row.row if value.shape[0] > 1 else 0, row.first : row.first + row.length]
-
-
-def ulps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the distance of two tensors' elements in representable numbers; 0 only for identical bits."""
-    left, right = bits_of(a), bits_of(b)
-    distance = (_ordered_integers(left) - _ordered_integers(right)).abs()
-    # +0 and -0 are equal but have different bits: count them as 1 apart.
-    return torch.where((left != right) & (distance == 0), 1, distance)
-
-
-def _ordered_integers(bits: torch.Tensor) -> torch.Tensor:
-    """Return integers in the order of the floating-point numbers that the bits encode."""
-    # Negative numbers count down from zero.
-    wide = bits.long()
-    return torch.where(wide < 0, torch.iinfo(bits.dtype).min - wide, wide)

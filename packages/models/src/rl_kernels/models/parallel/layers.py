@@ -109,27 +109,16 @@ class VocabParallelHead(DetLinear):
 
 
 @functools.cache
-def norm_of_tokens(base: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of a norm for hidden states, whose rows are cut over ranks if tokens are."""
+def cut_norm(base: type[nn.Module], dim: int) -> type[nn.Module]:
+    """Return the subclass of a norm whose rows are cut over ranks along ``TOKENS`` (if tokens are cut) or ``HEADS``."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         ranks: Ranks = getattr(self, SHARED)
-        if not ranks.tokens_cut:
-            return base.forward(self, x)
-        return _forward_cut_norm(self, base.forward, x, ranks, TOKENS)
+        is_cut = ranks.tokens_cut if dim == TOKENS else ranks.size > 1
+        return _forward_cut_norm(self, base.forward, x, ranks, dim) if is_cut else base.forward(self, x)
 
-    return type(f"TokenParallel{base.__name__}", (base,), {"forward": forward, "__module__": base.__module__})
-
-
-@functools.cache
-def norm_of_heads(base: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of a norm of queries or keys, whose heads are cut over ranks."""
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        ranks: Ranks = getattr(self, SHARED)
-        return base.forward(self, x) if ranks.size == 1 else _forward_cut_norm(self, base.forward, x, ranks, HEADS)
-
-    return type(f"HeadParallel{base.__name__}", (base,), {"forward": forward, "__module__": base.__module__})
+    name = f"{'Token' if dim == TOKENS else 'Head'}Parallel{base.__name__}"
+    return type(name, (base,), {"forward": forward, "__module__": base.__module__})
 
 
 def _forward_cut_norm(

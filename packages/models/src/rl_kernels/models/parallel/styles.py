@@ -18,14 +18,14 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from rl_kernels.det_gemm.segments import STEP
 from rl_kernels.linear_logp import vocab_shards
 from rl_kernels.models.parallel.layers import (
+    HEADS,
     SHARED,
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelHead,
-    norm_of_heads,
-    norm_of_tokens,
+    cut_norm,
 )
-from rl_kernels.models.parallel.ranks import Ranks
+from rl_kernels.models.parallel.ranks import TOKENS, Ranks
 
 CUT = "_rl_kernels_cut"
 """Attribute of a parallel module: name of a parameter -> (dim that is cut, its whole size)."""
@@ -119,7 +119,7 @@ class TokenNorm(Style):
 
     def cut(self, module: nn.Module, ranks: Ranks) -> None:
         """Swap the class; the parameters stay whole."""
-        module.__class__ = norm_of_tokens(type(module))  # type: ignore[arg-type]
+        module.__class__ = cut_norm(type(module), TOKENS)  # type: ignore[arg-type]
 
 
 class HeadNorm(Style):
@@ -127,7 +127,7 @@ class HeadNorm(Style):
 
     def cut(self, module: nn.Module, ranks: Ranks) -> None:
         """Swap the class; the parameters stay whole."""
-        module.__class__ = norm_of_heads(type(module))  # type: ignore[arg-type]
+        module.__class__ = cut_norm(type(module), HEADS)  # type: ignore[arg-type]
 
 
 def _linear(module: nn.Module) -> nn.Linear:

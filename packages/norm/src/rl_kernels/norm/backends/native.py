@@ -6,6 +6,8 @@ order, on top of the values in the buffer.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from rl_kernels.core.constants import STEP
@@ -53,43 +55,27 @@ def forward_sum(
     return output, total, stats
 
 
-def backward(
-    grad: torch.Tensor,
-    grad_sum: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    stats: torch.Tensor,
-    centered: bool,
-    offset: float,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dx ``[N, D]``, dweight ``[D]``, dbias ``[D]``)."""
-    dx, terms, upstream = _terms(grad, grad_sum, x, weight, stats, centered, offset)
-    zeros = stats.new_zeros(x.shape[1])
-    dweight = _chain(terms, zeros) if needs_weight else stats.new_empty(0)
-    return dx, dweight, _chain(upstream, zeros) if needs_bias else stats.new_empty(0)
+def backward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (dx ``[N, D]``, dweight ``[D]``, dbias ``[D]``), from the arguments of ``terms_of`` and two flags."""
+    *saved, needs_weight, needs_bias = arguments
+    dx, terms, upstream = terms_of(*saved)
+    return dx, _gradient(terms, needs_weight), _gradient(upstream, needs_bias)
 
 
-def backward_into(
-    grad: torch.Tensor,
-    grad_sum: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    stats: torch.Tensor,
-    centered: bool,
-    offset: float,
-    main_grad: torch.Tensor,
-    needs_bias: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def backward_into(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Add the gradient of the weight to ``main_grad[D]``; return (dx, dbias)."""
-    dx, terms, upstream = _terms(grad, grad_sum, x, weight, stats, centered, offset)
+    *saved, main_grad, needs_bias = arguments
+    dx, terms, upstream = terms_of(*saved)
     main_grad.copy_(_chain(terms, main_grad))
-    zeros = stats.new_zeros(x.shape[1])
-    return dx, _chain(upstream, zeros) if needs_bias else stats.new_empty(0)
+    return dx, _gradient(upstream, needs_bias)
 
 
-def _terms(
+def _gradient(terms: torch.Tensor, is_needed: bool) -> torch.Tensor:
+    """Return the sum of ``terms[N, D]`` over the rows, empty if it is not needed."""
+    return _chain(terms, terms.new_zeros(terms.shape[1])) if is_needed else terms.new_empty(0)
+
+
+def terms_of(
     grad: torch.Tensor,
     grad_sum: torch.Tensor | None,
     x: torch.Tensor,

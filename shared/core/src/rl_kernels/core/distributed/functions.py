@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +24,7 @@ from rl_kernels.core.torchlib.derivatives import first_order
 
 def all_gather(x: torch.Tensor, group: ProcessGroup, dim: int = 0) -> torch.Tensor:
     """Return the tensors of all ranks, of one shape, concatenated along ``dim``; differentiable."""
-    if not _has_gradient(x):
-        return exchange.all_gather(x, group, dim)
-    result: torch.Tensor = _AllGather.apply(x, group, dim)
-    return result
+    return _exchanged(x, partial(exchange.all_gather, group=group, dim=dim), _slice, group, dim)
 
 
 def split(x: torch.Tensor, group: ProcessGroup, dim: int = 0) -> torch.Tensor:
@@ -36,10 +35,7 @@ def split(x: torch.Tensor, group: ProcessGroup, dim: int = 0) -> torch.Tensor:
     """
     if x.shape[dim] % group_size(group):
         raise ValueError(f"x: expected dim {dim} to divide by {group_size(group)} ranks, got shape {tuple(x.shape)}")
-    if not _has_gradient(x):
-        return _slice(x, group, dim)
-    result: torch.Tensor = _Split.apply(x, group, dim)
-    return result
+    return _exchanged(x, partial(_slice, group=group, dim=dim), exchange.all_gather, group, dim)
 
 
 def all_reduce(
@@ -63,11 +59,7 @@ def all_reduce(
         ValueError: ``order`` is none of these, or ``bias`` requires grad.
     """
     _check_bias(bias)
-    options = {"order": order, "bias": bias, "dtype": dtype}
-    if not _has_gradient(x):
-        return exchange.all_reduce(x, group, **options)  # type: ignore[arg-type]
-    result: torch.Tensor = _AllReduce.apply(x, group, options)
-    return result
+    return _exchanged(x, partial(exchange.all_reduce, group=group, order=order, bias=bias, dtype=dtype))
 
 
 def reduce_scatter(
@@ -85,11 +77,8 @@ def reduce_scatter(
         ValueError: as in ``all_reduce``, or the number of ranks does not divide the size along ``dim``.
     """
     _check_bias(bias)
-    options = {"dim": dim, "order": order, "bias": bias, "dtype": dtype}
-    if not _has_gradient(x):
-        return exchange.reduce_scatter(x, group, **options)  # type: ignore[arg-type]
-    result: torch.Tensor = _ReduceScatter.apply(x, group, options)
-    return result
+    run = partial(exchange.reduce_scatter, group=group, dim=dim, order=order, bias=bias, dtype=dtype)
+    return _exchanged(x, run, exchange.all_gather, group, dim)
 
 
 def _has_gradient(x: torch.Tensor) -> bool:
@@ -105,45 +94,24 @@ def _slice(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
     return x.chunk(group_size(group), dim)[group_rank(group)].contiguous()
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return exchange.all_gather(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return first_order(_slice, upstream, ctx.group, ctx.dim), None, None
+def _exchanged(x: torch.Tensor, run: Callable[..., torch.Tensor], *gradient: Any) -> torch.Tensor:
+    """Return ``run(x)``; ``gradient`` is what is called with the upstream gradient, and its other arguments."""
+    if not _has_gradient(x):
+        return run(x)
+    result: torch.Tensor = _Exchange.apply(x, run, gradient)
+    return result
 
 
-class _Split(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _slice(x, group, dim)
+    def forward(ctx: Any, x: torch.Tensor, run: Callable[..., torch.Tensor], gradient: tuple[Any, ...]) -> torch.Tensor:
+        ctx.dtype, ctx.gradient = x.dtype, gradient
+        return run(x)
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return first_order(exchange.all_gather, upstream, ctx.group, ctx.dim), None, None
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, options: dict[str, Any]) -> torch.Tensor:
-        ctx.dtype = x.dtype
-        return exchange.all_reduce(x, group, **options)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return upstream.to(ctx.dtype), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, options: dict[str, Any]) -> torch.Tensor:
-        ctx.dtype, ctx.group, ctx.dim = x.dtype, group, options["dim"]
-        return exchange.reduce_scatter(x, group, **options)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return first_order(exchange.all_gather, upstream.to(ctx.dtype), ctx.group, ctx.dim), None, None
+        upstream = upstream.to(ctx.dtype)
+        if not ctx.gradient:
+            return upstream, None, None
+        function, *arguments = ctx.gradient
+        return first_order(function, upstream, *arguments), None, None

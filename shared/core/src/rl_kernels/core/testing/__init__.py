@@ -4,9 +4,7 @@ from rl_kernels.core.testing.batch import RLBatch, make_synthetic_rl_kernel_batc
 from rl_kernels.core.testing.draw import Draw
 from rl_kernels.core.testing.layouts import Chunks, Layout, Packed, chunk, pack, pad, permute
 from rl_kernels.core.testing.references import (
-    INTEGERS,
     Drift,
-    bits_of,
     drift,
     masked_mean,
     masked_sum,
@@ -29,6 +27,7 @@ from rl_kernels.core.testing.spec import (
 )
 from rl_kernels.core.testing.state import poisoned_empty, torch_threads
 from rl_kernels.core.testing.storage import far, with_layout
+from rl_kernels.core.ulps import INTEGERS, bits_of
 
 __all__ = [
     "IGNORED",

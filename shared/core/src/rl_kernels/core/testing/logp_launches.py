@@ -69,6 +69,29 @@ def logits_gradient(
     return gradient / temperature
 
 
+def dense(x: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return a tensor that a kernel reads without strides, after a check that it has this shape and none."""
+    assert x.shape == shape
+    assert x.is_contiguous()
+    return x
+
+
+def triton_temperature(launch: Any, rows: int) -> torch.Tensor:
+    """Return the temperatures ``[rows]`` of a Triton launch, in FP64: one number, or one for each row."""
+    value = launch["temperature"]
+    if launch["PER_ROW"]:
+        return dense(value, rows).double()
+    assert isinstance(value, float)
+    return torch.full((rows,), value).double()
+
+
+def triton_upstream(launch: Any, rows: int) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
+    """Return the upstream gradients of a Triton launch, None for one that is missing, and the entropy if it counts."""
+    flags = {"grad_logp": "HAS_LOGP", "grad_logsumexp": "HAS_LSE", "grad_entropy": "HAS_ENTROPY"}
+    upstream = [dense(launch[name], rows) if launch[flag] else None for name, flag in flags.items()]
+    return upstream, dense(launch["entropies"], rows) if launch["HAS_ENTROPY"] else None
+
+
 class Rows(NamedTuple):
     """Arguments of a call for each row besides logits: ids, temperatures, the ignored id, upstream gradients."""
 

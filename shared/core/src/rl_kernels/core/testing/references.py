@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Element size in bytes -> integer dtype in which bits are compared."""
+from rl_kernels.core.ulps import bits_of
 
 
 def selected_logprobs(
@@ -90,11 +89,6 @@ def drift(candidate: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor |
     # Subtracting equal infinities would give NaN.
     error = torch.where(unlike, left.double() - right.double(), 0.0).abs()
     return Drift(float(error.max()), float(error.mean()), int(unlike.sum()), left.numel())
-
-
-def bits_of(value: torch.Tensor) -> torch.Tensor:
-    """Return the bits of each element as an integer, in a tensor of the same shape."""
-    return value.detach().contiguous().view(INTEGERS[value.element_size()])
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -20,10 +20,10 @@ import torch
 from rl_kernels.core.command import Parser, json_rows, location, table
 from rl_kernels.core.cuda import cache, toolchain
 from rl_kernels.core.cuda.program import Compiled, CompileError, Program, compile_program, inputs_of
-from rl_kernels.core.cuda.resources import resources_of, serialized_in, warnings_of
 from rl_kernels.core.cuda.where import target_of
 from rl_kernels.core.operator import arch_of
 from rl_kernels.core.registry import UnknownOperator, kernel_registry
+from rl_kernels.core.testing.resources import resources_of, serialized_in, warnings_of
 from rl_kernels.lab.compile import triton
 
 USAGE = 2

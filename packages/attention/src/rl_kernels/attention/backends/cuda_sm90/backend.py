@@ -7,6 +7,7 @@ of 1024. The kernels also write rows and keys that are in no sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from rl_kernels.attention.backends.cuda_sm90.schedule import (
     tile_of,
 )
 from rl_kernels.attention.checks import MULTIPLE
-from rl_kernels.attention.inputs import Inputs
+from rl_kernels.attention.inputs import INTEGER_TENSORS, Inputs
 from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program
@@ -52,19 +53,8 @@ DIMS = 4
 """Dims of a descriptor: packed tensors get a first one of size 1."""
 
 
-@prepared
-def forward(*arguments: Any) -> Launches:
-    """Return (out, lse) for the arguments of ``Inputs``."""
-    return _forward(arguments, with_lse=True)
-
-
-@prepared
-def output(*arguments: Any) -> Launches:
-    """Return out alone for the arguments of ``Inputs``."""
-    return _forward(arguments, with_lse=False)
-
-
-def _forward(arguments: tuple[Any, ...], *, with_lse: bool) -> Launches:
+def _forward(*arguments: Any, with_lse: bool) -> Launches:
+    """Return (out, lse), or out alone, for the arguments of ``Inputs``."""
     copied = gpu.unreadable(arguments, expanded=False)
     read = gpu.as_read(arguments, copied)
     inputs = Inputs._make(read)
@@ -101,13 +91,16 @@ def _forward(arguments: tuple[Any, ...], *, with_lse: bool) -> Launches:
         lse = q.new_empty(lse_shape, dtype=torch.float32) if with_lse else None
         states = q.new_empty(state_size, dtype=torch.float32) if state_size else None
         counter = q.new_zeros(1, dtype=torch.int32) if claims else None
-        rest = (*args[gpu.INTEGER_TENSORS], *shape, q, out, lse, sinks, states, *strides, counter, *numbers)
+        rest = (*args[INTEGER_TENSORS], *shape, q, out, lse, sinks, states, *strides, counter, *numbers)
         attend.launch(grid, threads, k_map(args), v_map(args), *rest, shared=shared)
         if finish is not None:
             finish.launch(finish_grid, 32 * WARPS, *rest, pdl=True)
         return out if lse is None else (out, lse)
 
     return launch
+
+
+forward, output = prepared(partial(_forward, with_lse=True)), prepared(partial(_forward, with_lse=False))
 
 
 @prepared
@@ -153,7 +146,7 @@ def backward(*arguments: Any) -> Launches:
         lses, deltas = lse.new_empty(row_shape), lse.new_empty(row_shape)
         counters = lse.new_empty(2, dtype=torch.int32)
         query_counter, key_counter = counters.unbind()
-        integer_tensors, maps = args[gpu.INTEGER_TENSORS], (k_map(args), v_map(args))
+        integer_tensors, maps = args[INTEGER_TENSORS], (k_map(args), v_map(args))
         rest = (q, grad, lses, deltas, dq, dk, dv, *strides, *grad_strides)
         with device_of(q):
             rows.launch(rows_grid, THREADS, out, grad, lse, lses, deltas, counters, *grad_strides, *sizes)

@@ -53,7 +53,7 @@ class Plan:
         capped, self.scale = inputs.softcap > 0, inputs.scale
         self.factor = LOG2E if capped else inputs.scale * LOG2E
         self.cap = (inputs.softcap, inputs.scale / inputs.softcap) if capped else (0.0, 0.0)
-        wide = [x is not None and x.dtype == torch.int64 for x in inputs.optional_tensors[1:]]
+        wide = [x is not None and x.dtype == torch.int64 for x in inputs.integer_tensors]
         self._wide = sum(1 << index for index, is_wide in enumerate(wide) if is_wide)
         sinks = inputs.sinks
         self._sink_size = 0 if sinks is None else q.itemsize if sinks.dtype == q.dtype else torch.float32.itemsize

@@ -8,6 +8,7 @@ percent of a prompt's time, and cut a cache of 32768 keys into enough programs t
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,19 +21,8 @@ from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.gpu import device_of
 
 
-@prepared
-def forward(*arguments: Any) -> Launches:
-    """Return (out, lse) for the arguments of ``Inputs``."""
-    return _forward(arguments, with_lse=True)
-
-
-@prepared
-def output(*arguments: Any) -> Launches:
-    """Return out alone for the arguments of ``Inputs``."""
-    return _forward(arguments, with_lse=False)
-
-
-def _forward(arguments: tuple[Any, ...], *, with_lse: bool) -> Launches:
+def _forward(*arguments: Any, with_lse: bool) -> Launches:
+    """Return (out, lse), or out alone, for the arguments of ``Inputs``."""
     copied = gpu.unreadable(arguments, expanded=True)
     inputs = Inputs._make(gpu.as_read(arguments, copied))
     plan, out_shape, lse_shape = Plan(inputs), inputs.out_shape(), inputs.lse_shape()
@@ -62,6 +52,9 @@ def _forward(arguments: tuple[Any, ...], *, with_lse: bool) -> Launches:
         return out if lse is None else (out, lse)
 
     return launch
+
+
+forward, output = prepared(partial(_forward, with_lse=True)), prepared(partial(_forward, with_lse=False))
 
 
 @prepared

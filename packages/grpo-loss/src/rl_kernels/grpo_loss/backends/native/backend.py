@@ -16,16 +16,12 @@ from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.grpo_loss.backends.native import metrics
 from rl_kernels.grpo_loss.backends.native.advantages import advantages
 from rl_kernels.grpo_loss.backends.native.terms import Block, Terms, lanes, terms_of
-from rl_kernels.grpo_loss.call import Formula, LossCall, Numbers
+from rl_kernels.grpo_loss.call import SUMS, Formula, LossCall, Numbers
 
 __all__ = ["advantages", "backward", "backward_inplace", "combine", "forward", "forward_grad", "sums", "sums_grad"]
 
 BLOCK_ELEMENTS = 1 << 16
 """Tokens processed at once. Sequences are independent up to their sums, so this changes no bit."""
-
-
-SUMS = 3
-"""Rows of ``sums`` before those of the metrics: policy term, KL, active tokens."""
 
 
 def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:

@@ -29,8 +29,8 @@ from rl_kernels.core.layout import readable
 from rl_kernels.core.triton_lib.launch import Launch, ceil_div
 from rl_kernels.grpo_loss.backends.triton.groups import LANES, Scores, advantages, lanes_for, scores_of_call
 from rl_kernels.grpo_loss.backends.triton.kernels import terms
-from rl_kernels.grpo_loss.backends.triton.reduce import FIRST_METRIC, LEAST, MOST, gradient, reduce
-from rl_kernels.grpo_loss.call import Formula, LossCall
+from rl_kernels.grpo_loss.backends.triton.reduce import LEAST, MOST, gradient, reduce
+from rl_kernels.grpo_loss.call import SUMS, Formula, LossCall
 from rl_kernels.grpo_loss.outputs import METRICS
 
 __all__ = ["advantages", "backward", "backward_inplace", "combine", "forward", "forward_grad", "sums", "sums_grad"]
@@ -46,8 +46,6 @@ WARPS = 4
 """Warps of the program that adds all sequences; the order is explicit, so they change no bit."""
 GRADIENT_BLOCK, GRADIENT_WARPS = 1024, 4
 """Tokens that one program of the backward pass scales, and its warps: element by element, so they change no bit."""
-SUMS = 3
-"""Sums that a program writes: policy, KL, count; one per metric follows."""
 TOKENS = ("current_logps", "old_logps", "ref_logps", "mask")
 """The first operands of the kernel of terms; the scores follow, at SCORES."""
 SCORES = len(TOKENS)
@@ -238,6 +236,6 @@ def _add_segments(sums: torch.Tensor) -> torch.Tensor:
     for segment in sums:
         total = total + segment
     if sums.shape[1] > SUMS:
-        least, most = FIRST_METRIC.value + LEAST.value, FIRST_METRIC.value + MOST.value
+        least, most = SUMS + LEAST.value, SUMS + MOST.value
         total[least], total[most] = sums[:, least].amin(0), sums[:, most].amax(0)
     return total

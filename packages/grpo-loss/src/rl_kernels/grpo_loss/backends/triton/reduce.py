@@ -12,9 +12,10 @@ import triton.language as tl
 from rl_kernels.core.triton_lib.arithmetic import fma
 from rl_kernels.grpo_loss.backends.triton.groups import tree
 from rl_kernels.grpo_loss.backends.triton.terms import constant
+from rl_kernels.grpo_loss.call import SUMS
 from rl_kernels.grpo_loss.outputs import METRICS
 
-FIRST_METRIC = tl.constexpr(3)
+FIRST_METRIC = tl.constexpr(SUMS)
 """Index of the first metric's sum, after policy, KL and count; metrics are in the order of ``METRICS``."""
 RATIO, LEAST, MOST, SAMPLES, NONFINITE = (
     tl.constexpr(METRICS.index(name))

@@ -34,10 +34,28 @@ def attend(
     block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> Attended:
-    """Return out and lse of a call, in the layout of det_attention.
+    """Return out and lse of a call of PyTorch's flash attention, in the layout of det_attention.
 
-    ``overloads.flash_attention_forward`` documents the arguments. ``num_splits``, the number
-    of parts into which FlashAttention splits the keys, is ignored: det_attention's own splits change no bit.
+    Args:
+        query: ``[B, T, H, D]``, or ``[total, H, D]`` with ``cum_seq_q``; FP32, BF16 or FP16.
+        key: ``[B, S, Hkv, D]``, ``[total, Hkv, D]`` with ``cum_seq_k``, or ``[pages, page_size, Hkv, D]`` with
+            ``block_table``; Hkv divides H.
+        value: as key.
+        cum_seq_q: ``[B + 1]``, int32 or int64: cumulative lengths of packed queries.
+        cum_seq_k: the same for keys; ignored with ``block_table``, where ``seqused_k`` holds the lengths.
+        max_q: at least the length of the longest sequence of packed queries; ignored if they are dense.
+        max_k: the same for keys.
+        dropout_p: must be 0.
+        is_causal: whether a query sees no key after its position.
+        return_debug_mask: must be False.
+        scale: multiplies the scores; None is ``1 / sqrt(D)``.
+        window_size_left: keys that a query sees before its position; None and -1 are all.
+        window_size_right: the same after its position.
+        seqused_k: ``[B]``: number of keys in use in each sequence. For packed keys without pages, each call copies the
+            keys to pages.
+        alibi_slopes: must be None.
+        block_table: ``[B, n]``: the pages of each sequence; needs ``seqused_k``.
+        num_splits: number of parts into which FlashAttention splits the keys; ignored: our splits change no bit.
 
     Raises:
         TypeError, ValueError: det_attention has no such option; the message names it.

@@ -23,73 +23,26 @@ from rl_kernels.attention.gradients import det_attention_backward
 from rl_kernels.models.clients.torch import calls
 
 
-def flash_attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    seqused_k: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def flash_attention_forward(query: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return (out, lse, rng_state, unused, debug_attn_mask): ``aten::_flash_attention_forward``.
 
-    Args:
-        query: ``[B, T, H, D]``, or ``[total, H, D]`` with ``cum_seq_q``; FP32, BF16 or FP16.
-        key: ``[B, S, Hkv, D]``, ``[total, Hkv, D]`` with ``cum_seq_k``, or ``[pages, page_size, Hkv, D]`` with
-            ``block_table``; Hkv divides H.
-        value: as key.
-        cum_seq_q: ``[B + 1]``, int32 or int64: cumulative lengths of packed queries.
-        cum_seq_k: the same for keys; ignored with ``block_table``, where ``seqused_k`` holds the lengths.
-        max_q: at least the length of the longest sequence of packed queries; ignored if they are dense.
-        max_k: the same for keys.
-        dropout_p: must be 0.
-        is_causal: whether a query sees no key after its position.
-        return_debug_mask: must be False.
-        scale: multiplies the scores; None is ``1 / sqrt(D)``.
-        window_size_left: keys that a query sees before its position; None and -1 are all.
-        window_size_right: the same after its position.
-        seqused_k: ``[B]``: number of keys in use in each sequence. For packed keys without pages, each call copies the
-            keys to pages.
-        alibi_slopes: must be None.
-        block_table: ``[B, n]``: the pages of each sequence; needs ``seqused_k``.
-        num_splits: number of parts into which FlashAttention splits the keys; ignored: our splits change no bit.
+    The arguments are those of ``calls.attend``.
 
     Returns:
         out in the shape and strides of ``torch.empty_like(query)``; lse to base e, FP32, ``[B, H, T]`` or
         ``[H, total]``, -inf if a query sees no key; zeros for the generator's state; an empty mask.
 
     Raises:
-        TypeError, ValueError: det_attention has no such option, or an argument is not as above; the message names it.
+        TypeError, ValueError: det_attention has no such option, or an argument is not as there; the message names it.
     """
-    attended = calls.attend(
-        *(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask),
-        scale=scale,
-        window_size_left=window_size_left,
-        window_size_right=window_size_right,
-        seqused_k=seqused_k,
-        alibi_slopes=alibi_slopes,
-        block_table=block_table,
-        num_splits=num_splits,
-    )
+    attended = calls.attend(query, *args, **options)
     return calls.laid_out(query, attended.out), attended.lse, *calls.auxiliary(query)
 
 
 def flash_attention_forward_inplace(out: Tensor, query: Tensor, *args: Any, **options: Any) -> Tensor:
     """Write to ``out``, return lse: ``aten::_flash_attention_forward_no_dropout_inplace``, of ``varlen_attn_out``.
 
-    The arguments after query are as in ``flash_attention_forward``; out has the shape and dtype of query.
+    The arguments after query are those of ``calls.attend``; out has the shape and dtype of query.
 
     Raises:
         TypeError, ValueError: as in ``flash_attention_forward``, or ``out`` is of another shape or dtype.

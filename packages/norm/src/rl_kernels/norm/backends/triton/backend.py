@@ -43,32 +43,15 @@ COLUMNS, AHEAD = 32, 128
 
 
 @prepared
-def forward(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    centered: bool,
-    offset: float,
-    cast_first: bool,
-) -> Launches:
+def forward(x: torch.Tensor, *options: Any) -> Launches:
     """Return (norm ``[N, D]``, stats ``[2, N]``)."""
-    return _forward(x, None, weight, bias, eps, centered, offset, cast_first)
+    return _forward(x, None, *options)
 
 
 @prepared
-def forward_sum(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    centered: bool,
-    offset: float,
-    cast_first: bool,
-) -> Launches:
+def forward_sum(x: torch.Tensor, residual: torch.Tensor, *options: Any) -> Launches:
     """Return (norm ``[N, D]``, ``x + residual``, stats ``[2, N]``)."""
-    return _forward(x, residual, weight, bias, eps, centered, offset, cast_first)
+    return _forward(x, residual, *options)
 
 
 def _forward(
@@ -104,49 +87,21 @@ def _forward(
 
 
 @prepared
-def backward(
-    grad: torch.Tensor,
-    grad_sum: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    stats: torch.Tensor,
-    centered: bool,
-    offset: float,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> Launches:
+def backward(*arguments: Any) -> Launches:
     """Return (dx ``[N, D]``, dweight ``[D]``, dbias ``[D]``)."""
-    return _backward(grad, grad_sum, x, weight, stats, centered, offset, None, needs_weight, needs_bias)
+    *saved, needs_weight, needs_bias = arguments
+    return _backward(saved, None, needs_weight, needs_bias)
 
 
 @prepared
-def backward_into(
-    grad: torch.Tensor,
-    grad_sum: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    stats: torch.Tensor,
-    centered: bool,
-    offset: float,
-    main_grad: torch.Tensor,
-    needs_bias: bool,
-) -> Launches:
+def backward_into(*arguments: Any) -> Launches:
     """Add the gradient of the weight to ``main_grad[D]``; return (dx, dbias)."""
-    return _backward(grad, grad_sum, x, weight, stats, centered, offset, main_grad, True, needs_bias)
+    *saved, main_grad, needs_bias = arguments
+    return _backward(saved, main_grad, True, needs_bias)
 
 
-def _backward(
-    grad: torch.Tensor,
-    grad_sum: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    stats: torch.Tensor,
-    centered: bool,
-    offset: float,
-    main_grad: torch.Tensor | None,
-    needs_weight: bool,
-    needs_bias: bool,
-) -> Launches:
+def _backward(saved: list[Any], main_grad: torch.Tensor | None, needs_weight: bool, needs_bias: bool) -> Launches:
+    grad, grad_sum, x, weight, stats, centered, offset = saved
     count, size = x.shape
     width, rows, step, warps = tile(size)
     per_program = rows if ceil_div(count, step) <= FEW_STEPS else step
