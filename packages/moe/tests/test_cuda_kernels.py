@@ -12,8 +12,12 @@ from rl_kernels.core.operator import Call
 from rl_kernels.core.testing.planted import Bug
 from rl_kernels.moe import experts
 from rl_kernels.moe.activations import NAMES
-from rl_kernels.moe.backends.cuda_sm90 import backend, products
 from rl_kernels.moe.op import OPERATOR
+
+pytest.importorskip("triton")
+backend, products = (
+    pytest.importorskip(f"rl_kernels.moe.backends.cuda_sm90.{name}") for name in ("backend", "products")
+)
 
 KERNELS = {
     "experts_sm90.cu": (

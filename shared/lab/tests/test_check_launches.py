@@ -13,10 +13,10 @@ from rl_kernels.core.testing import Case
 from rl_kernels.lab.check import cli, launches
 from rl_kernels.lab.check.launched import Launched
 
-OWN = Launched("toy_pkg.kernels.code", "", "forward", "")
+OWN = Launched("toy_pkg.triton_lib.code", "", "forward", "")
 SHARED = Launched("toy_pkg", "generic.cu", "forward", "sm_90")
 CASES = (Case("plain", {"batch": 3, "width": 4}), Case("wide", {"batch": 3, "width": 600}, relations=("accuracy",)))
-BACKENDS = tuple(Backend(name, f"toy_pkg.{name}.backend", {"cpu": INVARIANT}) for name in ("kernels", "native"))
+BACKENDS = tuple(Backend(name, f"toy_pkg.backends.{name}.backend", {"cpu": INVARIANT}) for name in ("kernels", "native"))
 OPERATOR = Operator("double", "toy_pkg", "twice", ("N",), frozenset({"N"}), {}, {}, BACKENDS, lambda x, **_: Call.of(x))
 
 
@@ -38,7 +38,7 @@ def toy(install, doubled, make_module, monkeypatch):
         recorded.pop()
 
     monkeypatch.setattr(launches, "record_launches", record)
-    make_module("toy_pkg.kernels.backend")
+    make_module("toy_pkg.backends.kernels.backend")
     return install(cli, OPERATOR, replace(doubled, cases=CASES), double=double)
 
 
@@ -70,7 +70,7 @@ def test_the_cases_that_launched_own_kernels_are_counted(capsys):
     assert first.startswith("PASS double kernels: ")
     assert lines[:3] == [
         "  fp32: own kernels in 1 of 2 cases",
-        "    in 1: toy_pkg.kernels.code.forward (own)",
+        "    in 1: toy_pkg.triton_lib.code.forward (own)",
         "    in 1: toy_pkg/generic.cu:forward for sm_90",
     ]
 
