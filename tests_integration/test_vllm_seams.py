@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,7 +119,9 @@ def test_a_cache_of_vllm_is_seen_as_pages() -> None:
     assert torch.equal(seen.flatten().view(torch.int8), raw)
 
 
-def test_the_configuration_of_an_engine_says_that_the_plugin_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configuration_of_an_engine_says_that_the_plugin_is_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from dataclasses import fields
 
     from vllm.config import VllmConfig
@@ -132,5 +135,7 @@ def test_the_configuration_of_an_engine_says_that_the_plugin_is_on(monkeypatch: 
     monkeypatch.setattr(attention, "_original_create_engine_config", lambda args: args.additional_config)
     monkeypatch.setattr(attention, "check", lambda config: None)
     theirs = {"mine": 3}
-    assert attention._create_engine_config(EngineArgs(model="any", additional_config=theirs)) == {"mine": 3, MARK: True}
+    # A name would be looked up in a cache of models.
+    asked = EngineArgs(model=str(tmp_path), additional_config=theirs)
+    assert attention._create_engine_config(asked) == {"mine": 3, MARK: True}
     assert theirs == {"mine": 3}

@@ -125,6 +125,8 @@ def sampled(folder: str, trainer: Any, chosen: list[str]) -> list[tuple[list[int
         logprobs_mode="processed_logprobs" if "--processed" in chosen else "raw_logprobs",
         **how,
     )
+    is_second = os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert engine.llm_engine.vllm_config.use_v2_model_runner == is_second
     # What a trainer looks for.
     assert engine.llm_engine.vllm_config.additional_config == {"rl_kernels": True}
     # As trainers push them: a head that is tied to the embedding once.
