@@ -16,7 +16,9 @@ from rl_kernels.lab.check.launched import Launched
 OWN = Launched("toy_pkg.triton_lib.code", "", "forward", "")
 SHARED = Launched("toy_pkg", "generic.cu", "forward", "sm_90")
 CASES = (Case("plain", {"batch": 3, "width": 4}), Case("wide", {"batch": 3, "width": 600}, relations=("accuracy",)))
-BACKENDS = tuple(Backend(name, f"toy_pkg.backends.{name}.backend", {"cpu": INVARIANT}) for name in ("kernels", "native"))
+BACKENDS = tuple(
+    Backend(name, f"toy_pkg.backends.{name}.backend", {"cpu": INVARIANT}) for name in ("kernels", "native")
+)
 OPERATOR = Operator("double", "toy_pkg", "twice", ("N",), frozenset({"N"}), {}, {}, BACKENDS, lambda x, **_: Call.of(x))
 
 
