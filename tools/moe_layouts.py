@@ -108,7 +108,7 @@ def computed(layer: Layer, hidden: torch.Tensor, upstream: torch.Tensor | None, 
 def measured(layer: Layer, pool: torch.Tensor, upstream: torch.Tensor, number: int, most: int) -> Counter[str]:
     """Return how many tokens of all layouts there were, and how many differ in what from themselves alone."""
     alone = computed(layer, pool, upstream, [1] * len(pool))
-    found: Counter[str] = Counter(dict.fromkeys(("tokens", "gradients", *COUNTED), 0))
+    counted: Counter[str] = Counter(dict.fromkeys(("tokens", "gradients", *COUNTED), 0))
     for seed_layout in layouts(pool, number, most, 1):
         hidden, rows, tokens, calls = seed_layout
         grad = None
@@ -116,11 +116,11 @@ def measured(layer: Layer, pool: torch.Tensor, upstream: torch.Tensor, number: i
             grad = torch.zeros_like(hidden)
             grad[rows] = upstream[tokens]
         results = computed(layer, hidden, grad, calls)
-        found["tokens"] += len(tokens)
-        found["gradients"] += len(tokens) if grad is not None else 0
+        counted["tokens"] += len(tokens)
+        counted["gradients"] += len(tokens) if grad is not None else 0
         for name, value, own in zip(COUNTED, results, alone, strict=False):
-            found[name] += int((value[rows.to(value.device)] != own[tokens.to(own.device)]).any(1).sum())
-    return found
+            counted[name] += int((value[rows.to(value.device)] != own[tokens.to(own.device)]).any(1).sum())
+    return counted
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,9 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     keys = ("tokens", "gradients", *COUNTED)
     print(f"{args.layouts} layouts; tokens that differ from themselves alone:")
     for name, layer in (("rl-kernels", ours), ("stock", stock)):
-        found = measured(lambda x, layer=layer: layer(weights, x), pool, upstream, args.layouts, most)
-        counts[name] = found
-        print(f"{name}:", ", ".join(f"{found[key]} {key}" for key in keys), flush=True)
+        counted = measured(lambda x, layer=layer: layer(weights, x), pool, upstream, args.layouts, most)
+        counts[name] = counted
+        print(f"{name}:", ", ".join(f"{counted[key]} {key}" for key in keys), flush=True)
     if args.json:
         write_json(args.json, {"version": 1, "environment": environment(device, PACKAGES), "counts": counts})
     return int(any(counts["rl-kernels"][name] for name in COUNTED))

@@ -60,7 +60,7 @@ class HostTests:
         raise NotImplementedError
 
     def recording(self, recorder: Any, bug: Bug | None = None) -> Any:
-        """Return a context in which launches are recorded, of host code with a bug if one is given."""
+        """Return a context in which launches are recorded, of host code with a planted bug or without."""
         raise NotImplementedError
 
     def check(self, call: Any, backend: Any, recorder: Any) -> None:
@@ -106,7 +106,7 @@ class CudaHost(HostTests):
 
     @contextmanager
     def recording(self, recorder: Recorder, bug: Bug | None = None) -> Iterator[None]:
-        """Record launches, of host code with a bug if one is given."""
+        """Record launches, of host code with a planted bug or without."""
         watched = self.watched or self.modules[-1:]
         with nullcontext() if bug is None else planted(self.modules, bug), recorder.watching(*watched):
             yield
@@ -122,7 +122,7 @@ class TritonHost(HostTests):
 
     @contextmanager
     def recording(self, recorder: TritonRecorder, bug: Bug | None = None) -> Iterator[None]:
-        """Record launches, of host code with a bug if one is given."""
+        """Record launches, of host code with a planted bug or without."""
         with recorder.pretended():
             # A compiled kernel is used again at most addresses: one for another kind of arguments then shows.
             importlib.import_module("rl_kernels.core.triton_lib.launch").ALIGNMENT = ALIGNED  # type: ignore[attr-defined]
