@@ -15,7 +15,6 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
-from threading import get_ident
 
 import torch
 
@@ -24,17 +23,16 @@ from rl_kernels.core.blocks import WIDTH, Plan, inner_multiple
 from rl_kernels.core.calls import Memory, kind_of
 from rl_kernels.core.constants import STEP
 from rl_kernels.core.rowwise.operands import compute_dtype, pad_to
-from rl_kernels.core.torchlib.observed import without_modes
+from rl_kernels.core.scratch import Scratch
 from rl_kernels.core.verified import HEIGHTS, TILE_COLUMNS, TILE_ROWS, Kind, Settings, Way
 
 ROWS = 512
 """Rows of a chain that are converted to FP32 at a time."""
 SLAB = 2048
 """Rows of a gradient that are finished before the next ones, so that they stay in the cache."""
-ROOM = 1 << 21
-"""Numbers of an FP32 sum of a 16-bit gradient for which a thread of Python keeps memory."""
 SIZES = ((100, 37), (64, 256), (576, 192))
 """K and N that ``doctor`` tries."""
+_total = Scratch()
 _memory = Memory[Callable[..., torch.Tensor]]()
 
 
@@ -129,24 +127,8 @@ def write_dw(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> torch.Tens
         return chain_dw(a, dc, out.zero_())
     for first in range(0, len(out), SLAB):
         part = slice(first, first + SLAB)
-        out[part] = chain_dw(a[:, part], dc, _zeros_like(out[part]))
+        out[part] = chain_dw(a[:, part], dc, _total(out, out[part].shape, torch.float32).zero_())
     return out
-
-
-def _zeros_like(x: torch.Tensor) -> torch.Tensor:
-    """Return FP32 zeros of the shape of ``x``, on a CPU in memory that this thread uses again if they are few.
-
-    Fresh memory takes longer: the system maps its pages anew, and other cores' caches do not have them.
-    """
-    if not x.is_cpu or x.numel() > ROOM:
-        return torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
-    return _room(get_ident())[: x.numel()].zero_().view(x.shape)
-
-
-@functools.lru_cache(2)
-def _room(thread: int) -> torch.Tensor:
-    with without_modes():
-        return torch.empty(ROOM, dtype=torch.float32, device="cpu")
 
 
 def _add_chain(a: torch.Tensor, dc: torch.Tensor, out: torch.Tensor) -> None:

@@ -22,6 +22,7 @@ from rl_kernels.core.rowwise.ids import outside, select
 from rl_kernels.core.rowwise.logp_gradient import LogpUpstream, dlogits
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.rowwise.softmax import SoftmaxState, merge, per_row, softmax_state
+from rl_kernels.core.scratch import Scratch
 from rl_kernels.linear_logp import backward as loop
 from rl_kernels.linear_logp.backward import Backward, Dlogits, Product
 from rl_kernels.linear_logp.inputs import Inputs, inputs_of, kept_room, packed_room, slices, unpacked
@@ -33,6 +34,7 @@ GAP = 16
 written more slowly than it is copied there."""
 BLOCK_ELEMENTS = 1 << 20
 """Logits that the forward pass processes at once. Rows are independent, so this changes no bit."""
+_logits_room, _gradient_room, _wide_room = Scratch(), Scratch(), Scratch()
 
 
 def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -115,7 +117,7 @@ def _walk(block: Inputs, chosen: torch.Tensor, *, entropy: bool) -> Iterator[Sof
         width = columns.stop - columns.start
         padded = -(-width // FAN) * FAN
         # A row's sum is of whole fans: entries of -inf add nothing, and fill the last one.
-        x = block.hidden.new_empty((count, padded + GAP), dtype=chosen.dtype)[:, :padded]
+        x = _logits_room(block.hidden, (count, padded + GAP), chosen.dtype)[:, :padded]
         if padded > width:
             x[:, width:].fill_(-torch.inf)
         logits = _logits(block, columns, x[:, :width])
@@ -123,7 +125,8 @@ def _walk(block: Inputs, chosen: torch.Tensor, *, entropy: bool) -> Iterator[Sof
         if kept is not None:
             kept.copy_(x)
         chosen += select(logits, block.target_ids, block.start + columns.start)
-        yield softmax_state(x, scale, entropy=entropy, out=x)
+        # Without gaps, because exp takes half as long there.
+        yield softmax_state(x, scale, entropy=entropy, out=_wide_room(x, x.shape, x.dtype))
 
 
 def _merged(states: Iterable[SoftmaxState], scale: torch.Tensor | None) -> SoftmaxState:
@@ -145,8 +148,8 @@ def _results(
     return [block.keep(value) for value in values]
 
 
-def _logits(block: Inputs, columns: slice, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return columns of ``hidden @ weight^T + bias``, capped, before the temperature; both passes call this."""
+def _logits(block: Inputs, columns: slice, out: torch.Tensor) -> torch.Tensor:
+    """Write columns of ``hidden @ weight^T + bias`` to ``out``, capped, before the temperature; both passes call it."""
     x = products.matmul(block.hidden, block.weight[columns].t(), out=out)
     if block.bias is not None:
         x += block.bias[columns].to(x.dtype)
@@ -162,7 +165,7 @@ class Steps(loop.Steps):
 
     def room(self, hidden: torch.Tensor, width: int) -> torch.Tensor:
         """Return room for dz."""
-        return hidden.new_empty((hidden.shape[0], width))
+        return _gradient_room(hidden, (hidden.shape[0], width), hidden.dtype)
 
     def cut(
         self, hidden: torch.Tensor, columns: int, workspace: int, needed: Sequence[bool], buffers: int = 0
@@ -192,8 +195,8 @@ class Steps(loop.Steps):
 def _dlogits(columns: slice, block: Inputs, dbias: torch.Tensor | None, dz: torch.Tensor) -> None:
     x = block.kept_part(columns)
     if x is None:
-        x = _logits(block, columns)
-    room = dz if dz.dtype == x.dtype else None
+        x = _logits(block, columns, _logits_room(dz, dz.shape, compute_dtype(dz.dtype)))
+    room = dz if dz.dtype == x.dtype else _wide_room(dz, dz.shape, x.dtype)
     assert block.norm is not None
     upstream = LogpUpstream(block.target_ids, block.norm, block.entropy, *block[10:13])
     gradient = dlogits(x, per_row(block.temperature, x), upstream, block.start + columns.start, room)
