@@ -57,6 +57,7 @@ class TestConformance(Conformance):
     operator = OPERATOR
     planted = PLANTED
     smoke = ("stats", "plain")
+    interpreted = {"seq": 4}
     large = (
         Case("few-rows", {"batch": 2, "seq": 512, "vocab": 50257}, {"return_stats": True}),
         Case("many-rows", {"batch": 8, "seq": 512, "vocab": 32768}, {"return_stats": True}),
