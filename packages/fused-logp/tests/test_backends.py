@@ -48,7 +48,7 @@ PLANTED = (
             Bug("id one past the vocabulary accepted, id 0 not", "(id >= 0) & (id < V)", "(id > 0) & (id <= V)"),
             Bug("ignored ids not skipped", "HAS_IGNORED:\n", "False:\n"),
         ),
-        ("temperature-per-token", "pad-token", "indexed", "one-entry"),
+        ("temperature-per-token", "pad-token", "indexed", "one-entry", "rising"),
     ),
 )
 
