@@ -72,24 +72,32 @@ MET = ("attention", "continuous", "head", "logits", "running", "transformers")
 NVRTC = ("cuda-bindings", "nvidia-cuda-nvrtc")
 
 # What `kernels` compiles before a change lands. Products and attention are compiled in BF16 alone: in FP16 the same
-# kernels differ by the dtype of an instruction, and take at most two registers more or less. Triton launches and
-# compiles the same for sm_80, sm_86 and sm_89, of which the last has the least memory. `-- --arch all` compiles all.
-ALL_BUT_FP16 = ("--arch", "all", "--dtype", "bf16", "fp32")
-ONLY_FP16 = [
-    ("--arch", "all", "--dtype", "fp16", "--op", name, "--package", f"rl_kernels.{name}.backends.{backend}")
-    for name, backend in {"fused_logp": "cuda", "linear_logp": "cuda_sm90"}.items()
-]
-TRITON_TARGETS = ("--arch", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
+# kernels differ by the dtype of an instruction, and take at most two registers more or less. Of targets that share
+# their sources all but sm_90 are compiled in BF16. `-- --arch all` compiles all.
+HOPPER = ("--arch", "sm_90", "sm_90a")
+CUDA_TARGETS = (
+    (*HOPPER, "--dtype", "bf16", "fp32"),
+    ("--arch", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120", "--dtype", "bf16"),
+    *(
+        (*HOPPER, "--dtype", "fp16", "--op", name, "--package", f"rl_kernels.{name}.backends.{backend}")
+        for name, backend in {"fused_logp": "cuda", "linear_logp": "cuda_sm90"}.items()
+    ),
+)
+# Triton launches and compiles the same for sm_80, sm_86 and sm_89, of which the last has the least memory. In FP32
+# kernels use no units that sm_100, sm_120 and gfx950 have and the others lack.
+TRITON_TARGETS = (
+    ("--arch", "sm_89", "sm_90", "gfx942"),
+    ("--arch", "sm_100", "sm_120", "gfx950", "--dtype", "bf16"),
+)
 
 # The interpreter of Triton 3.6 needs an older NumPy than the other sessions.
 TRITON = {"3.6": ("triton==3.6.0", "numpy<2.4"), "3.9": ("triton==3.9.0",)}
 # In the interpreter a kernel takes a thousand times longer, and the order of its sums is not that of a GPU, so bits are
-# not checked. One version runs all other tests but FP16; the newest runs those that cover every kernel, and FP16.
-# Recorded launches need no interpreter. Planted bugs are tested by hand
-# (`nox -s "interpreted(3.6)" -- -k "triton and planted"`) and on a GPU.
+# not checked. One version runs all other tests; the newest runs every kernel once more, in FP16. Recorded launches need
+# no interpreter. Planted bugs are tested by hand (`nox -s "interpreted(3.6)" -- -k "triton and planted"`) and on a GPU.
 INTERPRETED = {
     "3.6": "triton and not repeatability and not invariance and not fp16 and not launches and not planted",
-    "3.9": "triton and (accuracy or gradients) and (fp16 or plain)",
+    "3.9": "triton and (accuracy or gradients) and fp16",
 }
 
 # Processes take all cores: threads of theirs would wait for each other, and must not spin meanwhile.
@@ -203,9 +211,10 @@ def kernels(session: nox.Session) -> None:
     session.install(*PINNED, *NVRTC, TRITON["3.6"][0])
     kept = session.create_tmp()
     env = {"RL_KERNELS_CACHE": kept, "TRITON_CACHE_DIR": kept}
-    for options in [session.posargs] if session.posargs else [ALL_BUT_FP16, *ONLY_FP16]:
+    for options in [session.posargs] if session.posargs else CUDA_TARGETS:
         session.run("rl-kernels", "compile", *options, env=env)
-    session.run("rl-kernels", "compile", "--backend", "triton", *(session.posargs or TRITON_TARGETS), env=env)
+    for options in [session.posargs] if session.posargs else TRITON_TARGETS:
+        session.run("rl-kernels", "compile", "--backend", "triton", *options, env=env)
     session.run("python", "-m", "pytest", "-q", "shared/lab/tests/test_compile_triton.py")
 
 

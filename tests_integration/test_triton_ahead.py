@@ -78,6 +78,18 @@ def options(each: TritonLaunch, *names: str) -> tuple[int, ...]:
     return *(each[name] for name in names), each.options["num_warps"], each.options["num_stages"]
 
 
+@pytest.mark.parametrize("arch", ["sm80", "gfx942"])
+def test_tiles_follow_no_rows_where_that_was_not_shown_to_change_no_bit(arch: str) -> None:
+    """Elsewhere than on Hopper a dtype has one tile, of 16 rows and of 4096."""
+    for dtype in DTYPES:
+        with pretended(arch) as recorder:
+            for call in importlib.import_module("rl_kernels.linear_logp.backends.triton.ahead").calls(dtype):
+                call()
+        # Logits that were kept are not recomputed.
+        again = [each for each in recorder.launches if each.name == "states" or not each.arguments.get("KEPT", True)]
+        assert len({options(each, "BLOCK_M", "BLOCK_K") for each in again}) == 1
+
+
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])
 def test_every_schedule_of_a_product_is_compiled(arch: str) -> None:
     with pretended(arch) as recorder:

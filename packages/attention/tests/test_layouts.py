@@ -8,8 +8,9 @@ from itertools import product
 import pytest
 import torch
 
-from rl_kernels.attention import det_attention, reference
-from rl_kernels.attention.op import OPERATOR
+from rl_kernels.attention import det_attention, gpu, reference
+from rl_kernels.attention.op import OPERATOR, ops
+from rl_kernels.attention.spec.raw import dense
 from rl_kernels.core.calls import forget
 from rl_kernels.core.testing import Case, Draw
 from rl_kernels.lab.check import compare
@@ -176,3 +177,53 @@ def test_one_page_and_entries_that_are_not_in_use(backend):
             keys = (x[page, None, :count] for x in (k, v))
             alone = reference.det_attention(q[b : b + 1], *keys, causal=True)
             torch.testing.assert_close(found[b : b + 1], alone, rtol=1e-4, atol=1e-5)
+
+
+def apart(x):
+    """Return the same numbers, none beside the next."""
+    return torch.stack((x, x), -1)[..., 0]
+
+
+def off(x):
+    """Return the same numbers at an address between two multiples of 16 bytes."""
+    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
+def turned(x):
+    """Return the same numbers, each head's together."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def test_arguments_may_have_other_layouts_in_every_call(backend):
+    """Hooks for saved tensors may change a layout between the passes, and a gradient may have any."""
+    draw = Draw(torch.float32, device(), seed=7)
+    given = dense(2, 5, 70, 2, 2, 16, sinks=draw.normal(4), k_start=torch.tensor([3, 0]), dtype=torch.float32)
+    call = {name: x.to(device()) if isinstance(x, torch.Tensor) else x for name, x in given._asdict().items()}
+    out, lse = ops["forward"](*call.values(), backend)
+    call |= {"out": out, "lse": lse, "grad": draw.normal(*out.shape)}
+
+    def results(**changed):
+        *arguments, out, lse, grad = (call | changed).values()
+        return *ops["forward"](*arguments, backend), *ops["backward"](*arguments, out, lse, grad, True, backend)
+
+    expected = results()
+    # The kernels write no key of padding.
+    assert not any(x[0, :3].any() for x in expected[3:5])
+    changes = [(name, change) for name in ("q", "k", "v", "grad", "out") for change in (off, apart, turned)]
+    changes += [(name, apart) for name in ("sinks", "k_start", "lse")] + [("grad", torch._neg_view), ("k_start", int32)]
+    for name, change in changes:
+        sign = -1 if change is torch._neg_view else 1
+        for one, other in zip(results(**{name: change(sign * call[name])}), expected, strict=True):
+            torch.testing.assert_close(one, other, msg=f"{name}, {change.__name__}")
+
+
+def int32(x):
+    return x.to(torch.int32)
+
+
+def test_an_operand_is_copied_for_one_stride_that_kernels_do_not_read():
+    k = torch.zeros(2, 3, 2, 8).bfloat16()
+    q = torch.zeros(128).bfloat16().as_strided((2, 3, 2, 8), (64, 20, 8, 1))
+    assert gpu.unreadable((q, k, k), expanded=True) == [0]
+    one = torch.zeros(128).bfloat16().as_strided((2, 3, 1, 8), (64, 16, 3, 1))
+    assert gpu.unreadable((k, one, one), expanded=False) == []

@@ -176,16 +176,6 @@ def test_autocast_gradients_and_main_grad():
     assert torch.equal(weight.main_grad, det_gemm_dw(x.detach().bfloat16(), upstream, out_dtype=torch.float32).t())
 
 
-def test_double_backward_raises():
-    draw = Draw(torch.float32, seed=11)
-    leaves = [value.requires_grad_() for value in (draw.normal(5, 40), draw.normal(24, 40), draw.normal(24))]
-    for segments, leaf in product((1, 2), leaves):
-        out = det_linear(*leaves, dx_segments=segments).square().sum()
-        (grad,) = torch.autograd.grad(out, leaf, create_graph=True)
-        with pytest.raises(RuntimeError, match="double backward is not supported"):
-            grad.sum().backward()
-
-
 def results(backend, x, weight, bias, upstream, main_grad):
     """Return the product, the gradients of its operands, and the gradient of the weight alone and in a buffer."""
     leaves = [value.detach().requires_grad_() for value in (x, weight, bias)]

@@ -74,12 +74,6 @@ def test_batched_gradients(kinds):
         assert all(torch.equal(whole[place], part) for whole, part in zip(batched, found, strict=True))
 
 
-def test_vmap(kinds):
-    x, weight, _ = (value.detach() for value in leaves())
-    found = torch.func.vmap(det_linear, in_dims=(0, None))(x[:, :1].expand(2, 7, 8), weight)
-    torch.testing.assert_close(found[0, 0], x[0, 0] @ weight.t())
-
-
 @pytest.mark.parametrize("join_tokens", [None, 16])
 def test_main_grad_has_the_gradient_and_a_new_version(join_tokens):
     given, again = leaves(), leaves()
@@ -90,19 +84,6 @@ def test_main_grad_has_the_gradient_and_a_new_version(join_tokens):
     assert given[1].grad is None
     assert torch.equal(given[1].main_grad, again[1].grad)
     assert given[1].main_grad._version > version
-
-
-@pytest.mark.parametrize("main_grad", [False, True])
-def test_unsupported_derivatives_raise(main_grad):
-    given, ones = leaves(), torch.ones(2, 3, 5)
-    if main_grad:
-        given[1].main_grad = torch.zeros(5, 8)
-    for needed in range(3):
-        out = det_linear(*(value if at == needed else value.detach() for at, value in enumerate(given)))
-        with torch.autograd.forward_ad.dual_level():
-            upstream = torch.autograd.forward_ad.make_dual(ones, ones)
-            with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
-                out.backward(upstream)
 
 
 def test_results_may_change_in_place():

@@ -106,16 +106,3 @@ def test_shared_weight_has_one_main_grad():
     first.weight.main_grad = torch.zeros(8, 8)
     second(first(x)).backward(upstream)
     torch.testing.assert_close(first.weight.main_grad, expected)
-
-
-class DTensor(torch.Tensor):
-    pass
-
-
-DTensor.__module__ = "torch.distributed.tensor"
-
-
-def test_dtensor_raises():
-    x = torch.zeros(4, 16).as_subclass(DTensor)
-    with pytest.raises(TypeError, match="x: expected a local tensor for det_linear, got a DTensor"):
-        det_linear(x, torch.zeros(8, 16))

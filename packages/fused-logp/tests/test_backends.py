@@ -48,7 +48,7 @@ PLANTED = (
             Bug("id one past the vocabulary accepted, id 0 not", "(id >= 0) & (id < V)", "(id > 0) & (id <= V)"),
             Bug("ignored ids not skipped", "HAS_IGNORED:\n", "False:\n"),
         ),
-        ("temperature-per-token", "pad-token", "indexed", "one-entry"),
+        ("temperature-per-token", "pad-token", "indexed", "one-entry", "rising"),
     ),
 )
 
@@ -57,6 +57,7 @@ class TestConformance(Conformance):
     operator = OPERATOR
     planted = PLANTED
     smoke = ("stats", "plain")
+    interpreted = {"seq": 4}
     large = (
         Case("few-rows", {"batch": 2, "seq": 512, "vocab": 50257}, {"return_stats": True}),
         Case("many-rows", {"batch": 8, "seq": 512, "vocab": 32768}, {"return_stats": True}),

@@ -73,30 +73,3 @@ def test_rows_and_segments_give_the_same_bits(vocab, monkeypatch):
     for rows in (slice(1), slice(7, 20), slice(2000, 2100)):
         part = fused_logp(logits[rows], ids[rows], return_stats=True, backend=BACKEND)
         assert_same(part, [value[rows] for value in expected[:3]])
-
-
-@pytest.mark.gpu
-def test_rows_not_in_row_indices_are_not_read():
-    logits, ids = drawn(3000, 4100, torch.bfloat16)
-    kept = torch.randint(3000, (700,), device="cuda")
-    expected = results(logits, ids)
-    left = torch.ones(3000, dtype=torch.bool, device="cuda").index_fill_(0, kept, False)
-    logits = logits.masked_fill(left[:, None], torch.nan)
-    found = results(logits, ids, row_indices=kept)
-    ignored = results(logits, ids.masked_fill(left, -100), ignore_index=-100)
-    assert_same(found, ignored)
-    assert_same([value[kept] for value in found], [value[kept] for value in expected])
-    assert all(not bool(value[left].any()) for value in found)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", [BACKEND, "triton"])
-def test_offsets_beyond_32_bits(backend):
-    rows, vocab = 17_000, 131_072
-    logits = torch.randn(rows, vocab, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    ids = torch.randint(vocab, (rows,), device="cuda")
-    last = logits.detach()[-3:].clone().requires_grad_()
-    whole, alone = (fused_logp(x, i, backend=backend) for x, i in ((logits, ids), (last, ids[-3:])))
-    assert bits(whole[-3:], alone).passed
-    (grad,), (expected,) = (torch.autograd.grad(y.sum(), x) for y, x in ((whole, logits), (alone, last)))
-    assert bits(grad[-3:], expected).passed

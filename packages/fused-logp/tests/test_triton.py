@@ -1,4 +1,6 @@
-"""The Triton backend of fused_logp: schedules that follow the rows change no bit, offsets are 64 bits wide."""
+"""The Triton backend of fused_logp: schedules that follow the rows change no bit; its raw ops on any layout."""
+
+import importlib
 
 import pytest
 import torch
@@ -6,13 +8,52 @@ import torch
 from rl_kernels.core.calls import forget
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import Draw
+from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.fused_logp import fused_logp
 from rl_kernels.fused_logp.op import OPERATOR
+from rl_kernels.fused_logp.spec.raw import check_against_reference
 from rl_kernels.lab.check.compare import bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REASON = OPERATOR.backend("triton").why_not(Call.of(torch.zeros(1, device=DEVICE)))
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="draws on the CPU; a GPU runs all cases")
+
+PACKAGE = "rl_kernels.fused_logp"
+MODULES = (f"{PACKAGE}.rows", *(f"{PACKAGE}.backends.triton.{name}" for name in ("kernels", "backend")))
+BUGS = (
+    Bug("upstream gradients exchanged", "contiguous() for grad in grads]", "contiguous() for grad in grads[::-1]]"),
+    Bug("segments rounded down", "segments = ceil_div(vocab, kernels", "segments = max(1, vocab // kernels"),
+    Bug("strided ids read as if contiguous", "target_ids.contiguous()", "target_ids"),
+)
+RAW = (
+    dict(rows=1, vocab=1),
+    dict(rows=5, vocab=4096, layout="odd", indices=True, upstream="expanded"),
+    dict(rows=5, vocab=4097, layout="apart", ignored=0, scale="rows"),
+    dict(rows=9, vocab=8193, layout="column", scale="apart", ids="apart", upstream="lse"),
+    dict(rows=5, vocab=2 * 8192, layout=(8, 0), ignored=-100, upstream="entropy"),
+    dict(rows=1, vocab=3 * 8192 + 5, layout=(3, 1), ids=torch.int32, upstream="apart", indices=True),
+    dict(rows=3, vocab=1024, layout=(16, 1), upstream="logp", dtype=torch.float16),
+    dict(rows=70, vocab=1, scale="rows"),
+)
+
+
+def check_raw():
+    for call in RAW:
+        backend = importlib.import_module(MODULES[-1])
+        check_against_reference({"dtype": torch.float32, "layout": "row", **call}, backend)
+
+
+@interpreted
+def test_raw_ops_compute_the_definition():
+    check_raw()
+
+
+@interpreted
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_planted_bug_shows_in_the_raw_ops(bug):
+    with planted(MODULES, bug), pytest.raises((AssertionError, RuntimeError)):
+        check_raw()
 
 
 def statistics(logits, ids):

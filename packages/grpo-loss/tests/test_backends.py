@@ -202,19 +202,6 @@ def test_a_step_takes_two_raw_ops() -> None:
     assert torch.equal((slope == 0) & slope.signbit(), ~call["completion_mask"])
 
 
-def test_forward_mode_raises() -> None:
-    call = _call()
-    leaf = call["current_logps"]
-    loss, forward_ad = grpo_loss(**call).loss, torch.autograd.forward_ad
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(leaf.detach(), leaf.detach())
-        with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
-            grpo_loss(**{**call, "current_logps": dual})
-        upstream = forward_ad.make_dual(torch.tensor(1.0), torch.tensor(1.0))
-        with pytest.raises(RuntimeError, match="forward-mode AD is not supported"):
-            torch.autograd.grad(loss, leaf, upstream)
-
-
 def test_raw_backward_does_not_overwrite_the_slope() -> None:
     current, count, upstream = torch.zeros(1, 3), torch.tensor(4.0), torch.tensor(2.0)
     slope = torch.tensor([[1.0, -0.0, -6.0]])

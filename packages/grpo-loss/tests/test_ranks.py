@@ -126,6 +126,7 @@ def calls() -> dict[str, dict[str, Any]]:
 
 
 CALLS = calls()
+INTERPRETED = {"kl", "grpo", "dr_grpo", "gspo", "batch", "long", "masked", "packed"}
 
 
 def results(call: dict[str, Any], group: Any = None, **options: Any) -> list[torch.Tensor]:
@@ -175,8 +176,8 @@ def same(result: torch.Tensor, expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CALLS)
 def test_ranks_have_the_bits_of_one_process(name: str, backend: str) -> None:
-    if (name, backend) == ("fp64", "triton"):
-        pytest.skip("FP64 runs in native")
+    if backend == "triton" and name not in (CALLS.keys() - {"fp64"} if DEVICE == "cuda" else INTERPRETED):
+        pytest.skip("FP64 runs in native, and in the interpreter one call of each way to sum")
     call, metrics = CALLS[name], {"return_metrics": True}
     cuts, ways = CUTS if len(call["rewards"]) == BATCH else ((1, 2, 0, 1),), ({}, metrics)
     if (backend, DEVICE) == ("triton", "cpu"):

@@ -1,4 +1,4 @@
-"""The Triton backend of grpo_loss: memory, lanes and segments. Its launches are in test_triton_launches."""
+"""The Triton backend of grpo_loss: memory, lanes and segments."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl_kernels.core.calls import forget
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import Draw, function_of
+from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.core.triton_lib.launch import Launch
 from rl_kernels.grpo_loss import group_advantages
 from rl_kernels.grpo_loss.op import OPERATOR
@@ -25,6 +26,15 @@ REASON = OPERATOR.backend("triton").why_not(Call.of(torch.zeros(1, device=DEVICE
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 BATCH, LENGTH = 4, 130
 TOKENS = ("current_logps", "old_logps", "ref_logps", "completion_mask", "rollout_ratio")
+MODULES = tuple(
+    f"rl_kernels.grpo_loss.backends.triton.{name}"
+    for name in ("groups", "terms", "tokens", "sequence", "kernels", "reduce", "backend")
+)
+BUGS = (
+    Bug("last tokens are not scaled", "ceil_div(size, GRADIENT_BLOCK)", "max(size // GRADIENT_BLOCK, 1)"),
+    Bug("any layout of rows is read", "x.stride(1) == 1 if", "True if"),
+    Bug("numbers of the first call are kept", "arguments[NUMBERS].tolist()", "call.numbers.tolist()"),
+)
 
 
 def _plain(batch: int = BATCH, length: int = 7, **options: Any) -> dict[str, Any]:
@@ -67,6 +77,26 @@ def _close(result: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=3e-5, atol=2e-5 * float(other.abs().max()))
 
 
+def check_host_code() -> None:
+    """Compare calls of one kind with other numbers, in layouts that kernels do not read, and of many tokens."""
+    apart = {name: _plain()[name].detach().t().contiguous().t() for name in TOKENS[:4]}
+    apart["current_logps"].requires_grad_()
+    rewards = Draw(torch.float32, DEVICE, seed=20).normal(2 * BATCH)[::2]
+    calls = _plain(), _plain(beta=0.5, clip_eps=0.4), _plain(rewards=rewards), _plain(**apart), _objective("grpo", 300)
+    for call in calls:
+        _close(_results(call), _results(call, "native"))
+
+
+def test_host_code_on_calls_of_one_kind_and_any_layout() -> None:
+    check_host_code()
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_planted_bug_shows_in_the_host_code(bug: Bug) -> None:
+    with planted(MODULES, bug), pytest.raises(AssertionError):
+        check_host_code()
+
+
 @pytest.fixture
 def prepare_anew() -> Iterator[Callable[[], None]]:
     """Return a function that forgets the prepared launches; those of the test are forgotten at its end."""
@@ -94,7 +124,6 @@ class Launched(TorchDispatchMode):
 def test_no_op_but_our_kernels_is_launched(
     packed: bool, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which kernels are launched is in test_triton_launches."""
     call = {**_objective("dapo"), "validate": False}
     if dtype is not None:
         call["num_tokens"] = torch.tensor(7, dtype=dtype, device=DEVICE)
@@ -142,7 +171,7 @@ def test_unused_lanes_change_no_bit(
     assert _same(result, expected)
 
 
-@pytest.mark.parametrize("sizes", [[2, 16, 17, 1, 30], [600, 3]])
+@pytest.mark.parametrize("sizes", [[2, 16, 17, 1, 30], [258, 3]])
 def test_advantages_in_the_loss_have_the_bits_of_their_own_op(sizes: list[int]) -> None:
     boundaries = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     rewards = 100 + Draw(torch.float32, DEVICE, seed=14).normal(boundaries[-1])

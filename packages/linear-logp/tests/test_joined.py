@@ -143,12 +143,12 @@ def test_chains_are_added_in_order(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", backends())
-@pytest.mark.parametrize("ends", [(0, 48, 200), (0, 96, 144, 200)])
-def test_micro_batches_change_no_bit(backend: str, ends: tuple[int, ...]) -> None:
+def test_micro_batches_change_no_bit(backend: str) -> None:
     for options in OPTIONS[2:3] if few(backend) else OPTIONS:
         batch = Batch(torch.bfloat16, backend=backend, **{**options, "main_grad": True})
         whole = batch.gradients()
-        same(batch.gradients(*ends), whole, "weight")
+        for ends in ((0, 96, 144, 200), *[(0, 48, 200)] * (not few(backend))):
+            same(batch.gradients(*ends), whole, "weight")
         # Inside a chain a cut is another sum.
         assert not torch.equal(batch.gradients(0, 64, 200)["weight"], whole["weight"])
 

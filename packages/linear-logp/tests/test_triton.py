@@ -1,9 +1,11 @@
-"""The Triton backend of linear_logp: pieces of the vocabulary and blocks of rows, at sizes where they are cut."""
+"""The Triton backend of linear_logp: pieces of the vocabulary, blocks of rows, and its raw ops on any layout."""
 
 from __future__ import annotations
 
+import importlib
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,13 +13,16 @@ import torch
 from rl_kernels.core.calls import forget
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import IGNORED, Draw
+from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.lab.check.compare import bits
 from rl_kernels.linear_logp import Memory, linear_logp
 from rl_kernels.linear_logp.op import OPERATOR
+from rl_kernels.linear_logp.spec.raw import check_case, check_shards
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REASON = OPERATOR.backend("triton").why_not(Call.of(torch.zeros(1, device=DEVICE)))
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="draws on the CPU; a GPU runs all cases")
 
 if REASON is None:
     import triton
@@ -34,6 +39,48 @@ if REASON is None:
 
 
 ROWS, SIZE, VOCAB = 300, 24, 1500
+PACKAGE = "rl_kernels.linear_logp"
+MODULES = (
+    *(f"{PACKAGE}.{name}" for name in ("vocabulary", "inputs", "backward")),
+    *(f"{PACKAGE}.backends.triton.{name}" for name in ("kernels", "backward", "backend")),
+)
+BUGS = (
+    Bug("dH added to uninitialized memory", "weight, out, continues=continues", "weight, out, continues=True"),
+    Bug("strided temperatures read as if contiguous", "temperature.contiguous()", "temperature"),
+    Bug("last rows are not finished", "(ceil_div(count, kernels.ROWS.value),)", "(count // kernels.ROWS.value or 1,)"),
+    Bug("gradient counted from column 0", "block.start, block.vocab, count", "0, block.vocab, count"),
+)
+RAW: tuple[dict[str, Any], ...] = (
+    dict(rows=1, vocab=1, size=8, bias=True),
+    dict(rows=33, vocab=257, layout="odd", ids="apart", upstream="expanded"),
+    dict(rows=65, vocab=1025, layout="column", scale="rows", ignored=0, bias=True, upstream="logp"),
+    dict(rows=40, vocab=2304, layout="apart", scale="apart", ignored=-100, bias=True, upstream="apart"),
+    dict(rows=40, vocab=600, size=40, bias=True, upstream="entropy"),
+    dict(rows=33, vocab=300, size=8, upstream="lse", ids=torch.int32),
+    dict(rows=33, vocab=1100, cap=(5.0, 0.3), bias=True, scale="rows", ignored=0),
+    dict(rows=40, vocab=2304, saved=(1, 2304), scale="rows", ignored=-100, cap=(5.0, 0.3)),
+    dict(rows=150, vocab=600, bias=True, join=128),
+)
+
+
+def check_raw() -> None:
+    backend, backward = (importlib.import_module(MODULES[place]) for place in (-1, 2))
+    for call in RAW:
+        with patch.multiple(backward, LEAST_PIECE=1024, LEAST_HEIGHT=128):
+            forget()
+            check_shards(check_case({"dtype": torch.float32, "layout": "row", "size": 24, **call}, backend), backend)
+
+
+@interpreted
+def test_raw_ops_compute_the_definition() -> None:
+    check_raw()
+
+
+@interpreted
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_planted_bug_shows_in_the_raw_ops(bug: Bug) -> None:
+    with planted(MODULES, bug), pytest.raises((AssertionError, RuntimeError)):
+        check_raw()
 
 
 def _gradients(workspace_mib: int, *, main_grad: bool = False, **options: Any) -> list[torch.Tensor]:
@@ -49,7 +96,7 @@ def _gradients(workspace_mib: int, *, main_grad: bool = False, **options: Any) -
     return [leaf.grad if leaf.grad is not None else leaf.main_grad for leaf in leaves]
 
 
-@pytest.mark.parametrize("more", [{}, {"main_grad": True}, {"join_tokens": 208}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"main_grad": True, "join_tokens": 208}], ids=str)
 def test_pieces_and_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
     from rl_kernels.linear_logp import backward
 

@@ -113,8 +113,13 @@ def few_rows_equal_many(backend, width, many):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_of_few_rows_equal_those_of_many(backend):
-    for width, many in ((40, 4200), (600, 600), (1030, 530)):
+def test_gradients_of_few_rows_equal_those_of_many(backend, monkeypatch):
+    if backend == "triton" and DEVICE == "cpu":
+        # The interpreter takes a minute for as many steps as fill a GPU.
+        monkeypatch.setattr(OPERATOR.backend(backend).load(), "FEW_STEPS", 2)
+    for width, many in (
+        ((40, 4200), (600, 600), (1030, 530)) if DEVICE == "cuda" else ((40, 270), (600, 40), (1030, 35))
+    ):
         assert few_rows_equal_many(backend, width, many), width
 
 

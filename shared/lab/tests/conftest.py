@@ -138,6 +138,22 @@ def install(announce, make_module):
     return register
 
 
+@pytest.fixture
+def refused(capsys):
+    """Return ``refused(main, argv)``: the one line that a command says of arguments with which nothing can be run."""
+
+    def run(main, argv):
+        try:
+            status = main(argv)
+        except SystemExit as stopped:
+            status = stopped.code
+        out, err = capsys.readouterr()
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        return err
+
+    return run
+
+
 HEAD = """
 import builtins, os, signal, sys, threading, time
 import torch

@@ -301,18 +301,11 @@ def test_shapes_and_markdown(bench, capsys):
         (["--plot", "no/such/file.png"], "argument --plot: expected a file that can be written"),
     ],
 )
-def test_mistakes_are_one_line_and_nothing_is_timed(arguments, message, capsys, monkeypatch):
+def test_mistakes_are_one_line_and_nothing_is_timed(arguments, message, refused, monkeypatch):
     monkeypatch.setattr(cli, "run", lambda *_: pytest.fail("timed"))
-    try:
-        status = cli.main(["--device", "cpu", *arguments])
-    except SystemExit as error:
-        status = error.code
-    out, err = capsys.readouterr()
-    assert status == 2
-    assert not out
-    assert err.startswith("rl-kernels bench: ")
-    assert message in err
-    assert err.count("\n") == 1
+    line = refused(cli.main, ["--device", "cpu", *arguments])
+    assert line.startswith("rl-kernels bench: ")
+    assert message in line
 
 
 def test_without_a_gpu_or_matplotlib(capsys, monkeypatch, tmp_path):

@@ -21,24 +21,11 @@ def toy(install, double_operator, doubled):
     install(cli, double_operator, doubled, double=lambda x, *, backend=None: 2 * x)
 
 
-def refused(argv, capsys):
-    """Return the one line that is said of arguments with which nothing can be run."""
-    try:
-        status = cli.main(argv)
-    except SystemExit as stopped:
-        status = stopped.code
-    assert status == 2
-    out, err = capsys.readouterr()
-    assert not out
-    assert len(err.splitlines()) == 1
-    return err
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_no_gpu(capsys):
-    assert "--candidate cuda: runs on a GPU" in refused(["--candidate", "cuda"], capsys)
-    assert "cannot run it here: cuda-sm90: runs on cuda" in refused(["--candidate", "cuda-sm90"], capsys)
-    assert "--device: cuda does not exist" in refused(["--device", "cuda"], capsys)
+def test_no_gpu(refused):
+    assert "--candidate cuda: runs on a GPU" in refused(cli.main, ["--candidate", "cuda"])
+    assert "cannot run it here: cuda-sm90: runs on cuda" in refused(cli.main, ["--candidate", "cuda-sm90"])
+    assert "--device: cuda does not exist" in refused(cli.main, ["--device", "cuda"])
 
 
 @pytest.mark.smoke
@@ -67,8 +54,8 @@ def test_no_gpu(capsys):
         (["--width", str(2**70)], "argument --width: expected an integer below 2^31, got"),
     ],
 )
-def test_usage(argv, message, capsys):
-    assert message in refused(argv, capsys)
+def test_usage(argv, message, refused):
+    assert message in refused(cli.main, argv)
 
 
 def test_help_says_what_every_argument_is(double_operator):
@@ -90,14 +77,14 @@ def test_help_says_what_every_argument_is(double_operator):
         ("double/no_such:f/fp32/accuracy/plain", "cannot import no_such"),
     ],
 )
-def test_usage_of_replay(case_id, message, capsys):
-    assert message in refused(["--replay", case_id, *ON_CPU], capsys)
+def test_usage_of_replay(case_id, message, refused):
+    assert message in refused(cli.main, ["--replay", case_id, *ON_CPU])
 
 
-def test_a_replay_chooses_what_runs(capsys):
+def test_a_replay_chooses_what_runs(refused):
     chosen = {"op": "double", "candidate": "auto", "dtype": "fp32", "relation": "accuracy", "suite": "quick"}
     for flags in (*([f"--{name}", value] for name, value in chosen.items()), ["--check-grad"], ["--list"]):
-        assert f"--replay: cannot be combined with {flags[0]}" in refused([*REPLAY, *flags, *ON_CPU], capsys)
+        assert f"--replay: cannot be combined with {flags[0]}" in refused(cli.main, [*REPLAY, *flags, *ON_CPU])
 
 
 def test_nothing_ran_is_no_pass():
@@ -121,22 +108,22 @@ def test_nothing_ran_is_no_pass():
         (lambda document: document["arch_overrides"].pop("cpu"), "'cpu' of cpu is not in the tolerance contract"),
     ],
 )
-def test_a_contract_with_a_mistake(change, message, tmp_path, capsys):
+def test_a_contract_with_a_mistake(change, message, tmp_path, refused):
     document = json.loads(CONTRACT)
     change(document)
     path = tmp_path / "contract.json"
     path.write_text(json.dumps(document))
-    assert message in refused([*ON_CPU, "--contract", str(path)], capsys)
+    assert message in refused(cli.main, [*ON_CPU, "--contract", str(path)])
 
 
-def test_a_file_that_is_no_contract_or_report(tmp_path, capsys):
+def test_a_file_that_is_no_contract_or_report(tmp_path, refused):
     path = tmp_path / "mine.json"
-    assert f"--contract: {path} cannot be read" in refused([*ON_CPU, "--contract", str(path)], capsys)
+    assert f"--contract: {path} cannot be read" in refused(cli.main, [*ON_CPU, "--contract", str(path)])
     for text, more in (("{", ""), ("[" * 100_000, ""), ("[]", ": the tolerance contract: expected an object, got []")):
         path.write_text(text)
-        assert f"--contract: {path} {NO_CONTRACT}{more}" in refused([*ON_CPU, "--contract", str(path)], capsys)
+        assert f"--contract: {path} {NO_CONTRACT}{more}" in refused(cli.main, [*ON_CPU, "--contract", str(path)])
     path.write_text("{}")
-    assert f"--against: {path} is not a report" in refused([*ON_CPU, "--against", str(path)], capsys)
+    assert f"--against: {path} is not a report" in refused(cli.main, [*ON_CPU, "--against", str(path)])
 
 
 def test_reports_are_written_beside_the_text_in_a_path_that_may_begin_at_home(tmp_path, capsys, monkeypatch):
@@ -148,12 +135,12 @@ def test_reports_are_written_beside_the_text_in_a_path_that_may_begin_at_home(tm
 
 
 @pytest.mark.parametrize(("flag", "writer"), [("--junit", "write_junit"), ("--html", "write_html")])
-def test_a_report_that_cannot_be_written(flag, writer, tmp_path, capsys, monkeypatch):
+def test_a_report_that_cannot_be_written(flag, writer, tmp_path, capsys, monkeypatch, refused):
     with monkeypatch.context() as patch:
         patch.setattr(cli, "run", lambda *_: pytest.fail("ran"))
         for place in (tmp_path / "none" / "report", tmp_path):
             message = f"argument {flag}: expected a file that can be written"
-            assert message in refused([flag, str(place), *ON_CPU], capsys)
+            assert message in refused(cli.main, [flag, str(place), *ON_CPU])
     if Path("/dev/full").exists():
         assert full_disk([*ON_CPU, flag, "/dev/full"], capsys).startswith(f"rl-kernels check: {flag}: /dev/full cannot")
 

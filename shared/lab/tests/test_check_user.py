@@ -76,12 +76,11 @@ def file(tmp_path):
     return write
 
 
-def refused(candidate, capsys, *flags):
-    """Return the one line that is said of a candidate that cannot be checked."""
-    assert cli.main([*(flags or ["--op", "scaled"]), "--candidate", candidate, "--device", "cpu"]) == 2
-    out, err = capsys.readouterr()
-    assert (out, len(err.splitlines())) == ("", 1)
-    return err
+@pytest.fixture
+def line(refused):
+    """Return ``line(candidate, *flags)``: what is said of a candidate that cannot be checked."""
+    op = ("--op", "scaled")
+    return lambda candidate, *flags: refused(cli.main, [*(flags or op), "--candidate", candidate, "--device", "cpu"])
 
 
 def entries(report):
@@ -141,16 +140,16 @@ def test_its_name_and_options_say_which_cases_it_is_for(name, source, case, reas
         ("*args", "no keywords: x is missing; y is missing"),
     ],
 )
-def test_a_signature_that_no_call_fits_ends_in_two(parameters, message, file, capsys):
+def test_a_signature_that_no_call_fits_ends_in_two(parameters, message, file, line):
     target = f"{file(f'def mine({parameters}): return 0')}:mine"
-    line = refused(target, capsys)
-    assert f"--candidate {target}: scaled is called with x, y by name, and options; it takes {message}" in line
+    said = line(target)
+    assert f"--candidate {target}: scaled is called with x, y by name, and options; it takes {message}" in said
 
 
 @pytest.mark.parametrize("base", ["torch.nn.Module", "object"])
-def test_a_class_is_not_called_in_place_of_an_instance(base, file, capsys):
+def test_a_class_is_not_called_in_place_of_an_instance(base, file, line):
     written = file(f"import torch\nclass Mine({base}):\n    def forward(self, x, y): return x + y")
-    assert refused(f"{written}:Mine", capsys).endswith("Mine is a class; name an instance of it, or a function\n")
+    assert line(f"{written}:Mine").endswith("Mine is a class; name an instance of it, or a function\n")
 
 
 @pytest.mark.parametrize("parameters", ["**kwargs", "x, **kwargs", "y, x, unknown=3"])
@@ -199,7 +198,7 @@ UNUSABLE = [
 
 
 @pytest.mark.parametrize(("pattern", "message"), UNUSABLE)
-def test_what_cannot_be_found_is_said(pattern, message, file, tmp_path, capsys):
+def test_what_cannot_be_found_is_said(pattern, message, file, tmp_path, line):
     files = {
         "file": "NUMBER = 1\ndef mine(x): return x",
         "raises": "raise RuntimeError('at import')",
@@ -209,14 +208,14 @@ def test_what_cannot_be_found_is_said(pattern, message, file, tmp_path, capsys):
     target = pattern.format(folder=tmp_path, **{name: file(source, f"{name}.py") for name, source in files.items()})
     with pytest.raises(ValueError, match=re.escape(message)):
         load(target)
-    assert message in refused(target, capsys)
+    assert message in line(target)
 
 
-def test_several_operators_are_one_too_many(file, capsys, announce):
+def test_several_operators_are_one_too_many(file, announce, line):
     announce(cli, OPERATOR, replace(OPERATOR, name="other"))
     both = ("--op", "scaled", "--op", "other")
-    assert "say which operator it implements, with --op" in refused(f"{file(HONEST)}:mine", capsys, *both)
-    assert "say which operator it implements, with --op" in refused(f"{file(HONEST)}:mine", capsys, "--suite", "quick")
+    assert "say which operator it implements, with --op" in line(f"{file(HONEST)}:mine", *both)
+    assert "say which operator it implements, with --op" in line(f"{file(HONEST)}:mine", "--suite", "quick")
 
 
 def test_a_wrong_implementation_fails(check, file):

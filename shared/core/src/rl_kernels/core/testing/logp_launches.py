@@ -76,22 +76,6 @@ def dense(x: torch.Tensor, *shape: int) -> torch.Tensor:
     return x
 
 
-def triton_temperature(launch: Any, rows: int) -> torch.Tensor:
-    """Return the temperatures ``[rows]`` of a Triton launch, in FP64: one number, or one for each row."""
-    value = launch["temperature"]
-    if launch["PER_ROW"]:
-        return dense(value, rows).double()
-    assert isinstance(value, float)
-    return torch.full((rows,), value).double()
-
-
-def triton_upstream(launch: Any, rows: int) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
-    """Return the upstream gradients of a Triton launch, None for one that is missing, and the entropy if it counts."""
-    flags = {"grad_logp": "HAS_LOGP", "grad_logsumexp": "HAS_LSE", "grad_entropy": "HAS_ENTROPY"}
-    upstream = [dense(launch[name], rows) if launch[flag] else None for name, flag in flags.items()]
-    return upstream, dense(launch["entropies"], rows) if launch["HAS_ENTROPY"] else None
-
-
 class Rows(NamedTuple):
     """Arguments of a call for each row besides logits: ids, temperatures, the ignored id, upstream gradients."""
 

@@ -89,10 +89,14 @@ class Cell:
 
     @property
     def is_brief(self) -> bool:
-        """Whether only one more kind of upstream gradient is checked: for generated and for large cases."""
+        """Whether only one more kind of upstream gradient is checked.
+
+        It is for generated and for large cases; where calls are slow, for all but the plainest and the richest.
+        """
         tensors = (value for value in self.inputs.values() if isinstance(value, torch.Tensor))
         most = LARGE_SLOW if self.is_slow else LARGE
-        return bool(self.case.relations) or sum(value.numel() for value in tensors) > most
+        is_plain = self.is_slow and not (self.is_first or self.is_richest)
+        return bool(self.case.relations) or is_plain or sum(value.numel() for value in tensors) > most
 
     @cached_property
     def seed(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import pytest
@@ -35,6 +35,8 @@ from rl_kernels.lab.check.rules import Rules, cell, device, fits, runnable, sett
 
 CHECKED = {"fp32": tuple(RELATIONS), "bf16": ("accuracy", "gradients", "invariance"), "fp16": ("accuracy", "gradients")}
 """Relations by dtype; the CPU computes every dtype in FP32, so bits are not checked in a third dtype."""
+HALVES = ("bf16", "fp16")
+"""Dtypes of which a CPU checks a generated case in one."""
 SMALL, SHORT = 5000, 40
 """Largest product of the sizes, and largest size (except the last), of generated cases in Triton's interpreter."""
 
@@ -49,6 +51,8 @@ class Conformance(Rules):
     """Bugs in its backends that the quick cases must catch."""
     smoke: ClassVar[Sequence[str]] = ()
     """Cases whose accuracy and gradients in FP32, and of the first the invariance too, are quick tests."""
+    interpreted: ClassVar[Mapping[str, int]] = {}
+    """Largest sizes of the named cases in Triton's interpreter, where each row takes milliseconds."""
 
     @classmethod
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
@@ -59,7 +63,7 @@ class Conformance(Rules):
             starts = {bad.case or cases[0].name for bad in spec.illegal}
             names = [
                 pytest.param(
-                    *(backend, relation, dtype, case),
+                    *(backend, relation, dtype, cls._resized(case) if _runs_interpreted(backend) else case),
                     id=f"{backend}-{relation}-{dtype}-{case.name}",
                     marks=[pytest.mark.smoke] * cls._is_smoke(backend, relation, dtype, case),
                 )
@@ -70,6 +74,7 @@ class Conformance(Rules):
                 for case in cases
                 if not _runs_interpreted(backend) or _is_checked_interpreted(spec, cls.planted, case, relation, dtype)
                 if not case.relations or relation in case.relations
+                if not case.relations or dtype != HALVES[zlib.crc32(case.name.encode()) % 2] or device().type == "cuda"
                 # A case with its own dtype is the same in every run.
                 if not case.dtype or dtype == next(iter(CHECKED))
                 if relation != "robustness" or case.name in starts
@@ -106,6 +111,10 @@ class Conformance(Rules):
         return relation in ("accuracy", "gradients", "robustness") or (
             relation == "invariance" and case.name == cls.smoke[0]
         )
+
+    @classmethod
+    def _resized(cls, case: Case) -> Case:
+        return case.resized({name: min(size, cls.interpreted.get(name, size)) for name, size in case.sizes.items()})
 
     def test_relation(self, backend: str, relation: str, dtype: str, case: Case) -> None:
         """Rules 3 to 9 and the tolerance contract."""
@@ -203,21 +212,25 @@ def _runs_interpreted(backend: str) -> bool:
 def _is_checked_interpreted(spec: Spec, planted: Sequence[Mutants], case: Case, relation: str, dtype: str) -> bool:
     """Return whether a case runs in Triton's interpreter; a GPU runs all cases.
 
-    Hygiene and parity run on the first case and on the cases that catch the planted bugs. In FP16 a case with gradients
-    checks either its outputs or its gradients. A generated case checks one of the two, in one dtype.
+    All that is checked there runs on the first case, and but for ``torch`` on the cases that catch the planted bugs.
+    The others run in FP32, and check their outputs or their gradients; of generated ones half of the small.
     """
-    if relation == "torch":
-        return case.name == spec.first_of(case.function).name
-    if relation in ("hygiene", "parity"):
-        shown = {name for mutants in planted if mutants.backend == "triton" for name in mutants.cases}
-        return case.name in shown or case.name == spec.first_of(case.function).name
-    of_relation, of_dtype = divmod(zlib.crc32(case.name.encode()) % 4, 2)
+    is_first = case.name == spec.first_of(case.function).name
+    shown = {name for mutants in planted if mutants.backend == "triton" for name in mutants.cases}
+    if relation == "torch" or is_first:
+        return is_first
+    if case.name in shown and not case.relations:
+        return True
+    of_relation, left_out = divmod(zlib.crc32(case.name.encode()) % 4, 2)
     its_relation = of_relation == (relation == "gradients") or not case.grad
-    if not case.relations:
-        return its_relation or dtype != "fp16" or relation not in ("accuracy", "gradients")
     sizes = list(case.sizes.values())
     is_small = math.prod(sizes) <= SMALL and max(sizes[:-1], default=0) <= SHORT
-    return is_small and its_relation and of_dtype == (dtype == "fp16")
+    return (
+        dtype == "fp32"
+        and relation not in ("hygiene", "parity")
+        and (its_relation or relation not in ("accuracy", "gradients"))
+        and (not case.relations or (is_small and not left_out))
+    )
 
 
 def _backends_with_all_promises(operator: Operator) -> list[str]:

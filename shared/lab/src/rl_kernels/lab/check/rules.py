@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
@@ -128,19 +126,6 @@ class Rules:
                 (grad,) = torch.autograd.grad(next(iter(results.values())).sum(), leaf)
                 assert grad.any()
                 assert not weight.main_grad.any()
-
-    def test_import_is_quiet_and_light(self) -> None:
-        """Rule 11: importing the package prints nothing and imports no GPU library."""
-        code = (
-            # PyTorch itself imports a part of cuda.bindings, if that is installed.
-            "import sys, torch; before = set(sys.modules)\n"
-            f"import {self.operator.package}, {self.operator.spec}\n"
-            "heavy = {'triton', 'cuda', 'cuda.core', 'cuda.bindings.nvrtc'} & sys.modules.keys() - before\n"
-            "assert not heavy, heavy\n"
-            "assert not torch.cuda.is_initialized()"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
     def test_every_option_is_exercised(self) -> None:
         """Rule 1 and the checker: each optional argument takes a non-default value in some case."""
