@@ -118,8 +118,8 @@ class TestLaunches(CudaHost):
         "rl_kernels.fused_logp.backends.cuda.backend",
     )
     bugs = (
-        Bug("temperature missing", "1.0 if places[1] else tensors[1]", "1.0"),
-        Bug("upstream gradients exchanged", "norm, row_entropy, *grads\n", "norm, row_entropy, *grads[::-1]\n"),
+        Bug("temperature missing", "else (0, scale)", "else (0, 1.0)"),
+        Bug("upstream gradients exchanged", "norm, row_entropy, *grads)", "norm, row_entropy, *grads[::-1])"),
         Bug(
             "last columns have no gradient", "-(-vocab // (threads * COLUMNS))", "max(vocab // (threads * COLUMNS), 1)"
         ),

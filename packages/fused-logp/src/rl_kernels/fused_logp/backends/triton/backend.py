@@ -97,7 +97,7 @@ def _gradient(*inputs: Any, inplace: bool) -> Launches:
         entropy: torch.Tensor | None,
         *grads: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        out = logits if inplace else logits.new_empty(logits.shape)
+        out = logits if inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
         if count:
             ids, scale, marks = per_row(target_ids, temperature, row_indices)
             rows = (ids, scale, ids if marks is None else marks)
