@@ -125,7 +125,7 @@ class TestLaunches(CudaHost):
         ),
         Bug("strides in elements", "count, *(stride * logits.itemsize for", "count, *(stride for"),
         Bug("no room for the states of a row", "units * STATE)]", "STATE)]"),
-        Bug("norm in the dtype of logits", "(count, 2), dtype=torch.float32", "(count, 2), dtype=like.dtype"),
+        Bug("norm in the dtype of logits", "count, 2, dtype=torch.float32", "count, 2, dtype=like.dtype"),
     )
     stand_ins = {one.__name__: one for one in (forward_parts, merge_parts, forward_rows, backward)}
     calls = (

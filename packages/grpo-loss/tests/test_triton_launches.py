@@ -159,7 +159,7 @@ class TestLaunches(TritonHost):
     )
     bugs = (
         Bug("stride of rewards taken for 1", "rewards.stride(0)", "1"),
-        Bug("sums of another layout", "new_empty(shape, dtype", "new_empty(shape[::-1], dtype"),
+        Bug("sums of another layout", "new_empty(*shape, dtype", "new_empty(*shape[::-1], dtype"),
         Bug("last tokens are not scaled", "ceil_div(size, GRADIENT_BLOCK)", "max(size // GRADIENT_BLOCK, 1)"),
         Bug("any layout of rows is read", "x.stride(1) == 1 if", "True if"),
         Bug("numbers of the first call are kept", "arguments[NUMBERS].tolist()", "call.numbers.tolist()"),

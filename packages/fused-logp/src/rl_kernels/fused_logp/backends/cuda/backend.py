@@ -89,7 +89,7 @@ def _statistics(logits: torch.Tensor, target_ids: torch.Tensor, *_: Any, entropy
         row_indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         logp, norm, lse, row_entropy = statistics_room(logits, entropy=entropy)
-        parts = logits.new_empty((units, 3, count), dtype=torch.float32) if is_split else None
+        parts = logits.new_empty(units, 3, count, dtype=torch.float32) if is_split else None
         rows = per_row(target_ids if is_long else target_ids.to(torch.int64), temperature, row_indices)
         tensors = logits, logp, norm, lse, row_entropy, parts
         numbers = _numbers(rows, ignore_index, tensors, sizes)
@@ -119,7 +119,7 @@ def _gradient(logits: torch.Tensor, target_ids: torch.Tensor, *rest: Any, inplac
         row_entropy: torch.Tensor | None,
         *upstream: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        out = logits if inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
+        out = logits if inplace else logits.new_empty(count, vocab)
         grads = [None if grad is None else grad.contiguous() for grad in upstream]
         rows = per_row(target_ids if is_long else target_ids.to(torch.int64), temperature, row_indices)
         if count:
