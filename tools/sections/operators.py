@@ -102,7 +102,13 @@ def call_paths(results: Mapping[str, Any]) -> str:
     for record in results["records"]:
         cells = passes.setdefault((record["call"], record["backend"]), [])
         cells += [str(record["functions"]), str(record["frames"])]
-    head = ("function", "backend", *(f"{step}: {what}" for step in ("forward", "backward") for what in ("run", "frames")))
-    counts = [(name, str(count), f"{named}{' and options' * more}") for name, count, named, more in results["arguments"]]
+    head = (
+        "function",
+        "backend",
+        *(f"{step}: {what}" for step in ("forward", "backward") for what in ("run", "frames")),
+    )
+    counts = [
+        (name, str(count), f"{named}{' and options' * more}") for name, count, named, more in results["arguments"]
+    ]
     arguments = as_table([("function", "positional", "keywords"), *counts])
     return f"{as_table([head, *[(*key, *cells) for key, cells in passes.items()]])}\n\n{arguments}"

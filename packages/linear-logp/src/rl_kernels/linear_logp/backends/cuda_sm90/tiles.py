@@ -138,9 +138,7 @@ class Maps:
     def __init__(self) -> None:
         self._maps: dict[tuple[int, int, int], tuple[TensorMap, ...]] = {}
 
-    def of(
-        self, hidden: torch.Tensor, weight: torch.Tensor, tile: torch.Tensor | None = None
-    ) -> tuple[TensorMap, ...]:
+    def of(self, hidden: torch.Tensor, weight: torch.Tensor, tile: torch.Tensor | None = None) -> tuple[TensorMap, ...]:
         """Return the maps of the operands, which are ``copyable``, and of what tiles are stored to."""
         addresses = hidden.data_ptr(), weight.data_ptr(), 0 if tile is None else tile.data_ptr()
         maps = self._maps.get(addresses)
