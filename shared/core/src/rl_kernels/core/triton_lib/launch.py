@@ -114,7 +114,7 @@ def _runner(compiled: Any, sizes: tuple[int, ...]) -> Callable[..., None]:
     """
     observed = compiled[sizes]
     if not all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
-        return observed  # type: ignore[no-any-return]
+        return observed
     from triton import knobs
 
     run, hooks, grid = compiled.run, knobs.runtime, sizes[:3]
