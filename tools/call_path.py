@@ -8,6 +8,7 @@ first function of its module. The second table has the arguments of each public 
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from rl_kernels.core.dispatch import without_canaries
 from rl_kernels.core.operator import Backend
 from rl_kernels.core.registry import kernel_registry
 from rl_kernels.core.testing.launches import Recorder
-from rl_kernels.core.testing.triton_launches import TritonRecorder
+from rl_kernels.core.testing.triton_launches import ALIGNED, TritonRecorder
 from rl_kernels.lab.bench.report import as_table
 
 OWN, TESTING = "rl_kernels/", "core/testing/"
@@ -143,6 +144,8 @@ def recorded(operator: str, backend: str) -> Iterator[None]:
     # A CUDA backend may launch kernels of the Triton backend too.
     with patch.object(Backend, "why_not", lambda *_: None), without_canaries(), TritonRecorder().pretended():
         kernel_registry.load(operator).backend(backend).load()
+        # All memory is aligned alike then, so that a second call compiles nothing.
+        importlib.import_module("rl_kernels.core.triton_lib.launch").ALIGNMENT = ALIGNED  # type: ignore[attr-defined]
         names = [name for name, module in sys.modules.items() if name.startswith("rl_kernels.") and _uses_gpu(module)]
         with Recorder().watching(*names):
             yield
@@ -202,7 +205,8 @@ def main() -> int:
     arguments = [[name, str(count), f"{named}{' and options' * more}"] for name, count, named, more in keywords()]
     print("", as_table([["function", "positional", "keywords"], *arguments]), sep="\n")
     if args.json:
-        write_json(args.json, {"version": 2, "records": [dict(zip(HEAD, row, strict=True)) for row in table]})
+        records = [dict(zip(HEAD, row, strict=True)) for row in table]
+        write_json(args.json, {"version": 3, "records": records, "arguments": list(keywords())})
     return 0
 
 

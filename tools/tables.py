@@ -70,6 +70,7 @@ SECTIONS = (
     Section("docs/demo.md", "mismatch", "mismatch.json", mismatch.section),
     Section("docs/benchmarks/grpo-step.md", "grpo step", "*-grpo-step*.json", training.grpo),
     Section("docs/benchmarks/host-time.md", "host time", "*-host.json", operators.host, read),
+    Section("docs/call.md", "call path", "call-path.json", operators.call_paths),
     Section("docs/many-gpus.md", "ranks", "*-ranks.json", ranks.measured),
     Section("docs/many-gpus.md", "shards", "*-shards.json", ranks.shards),
     Section("docs/many-gpus.md", "estimates", "h?00-ranks.json", ranks.estimates),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from sections.text import filled, picture
 
@@ -93,3 +94,21 @@ def host(document: Document) -> str:
 
 def _call(measured: Measured | None) -> tuple[str, str]:
     return ("", "") if measured is None else (f"{measured.timing.call_us:.0f}", quotient(measured.call_ratio))
+
+
+def call_paths(results: Mapping[str, Any]) -> str:
+    """Return what runs between a call and its launches, and the arguments of public functions."""
+    passes: dict[tuple[str, str], list[str]] = {}
+    for record in results["records"]:
+        cells = passes.setdefault((record["call"], record["backend"]), [])
+        cells += [str(record["functions"]), str(record["frames"])]
+    head = (
+        "function",
+        "backend",
+        *(f"{step}: {what}" for step in ("forward", "backward") for what in ("run", "frames")),
+    )
+    counts = [
+        (name, str(count), f"{named}{' and options' * more}") for name, count, named, more in results["arguments"]
+    ]
+    arguments = as_table([("function", "positional", "keywords"), *counts])
+    return f"{as_table([head, *[(*key, *cells) for key, cells in passes.items()]])}\n\n{arguments}"

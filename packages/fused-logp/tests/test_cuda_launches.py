@@ -118,14 +118,14 @@ class TestLaunches(CudaHost):
         "rl_kernels.fused_logp.backends.cuda.backend",
     )
     bugs = (
-        Bug("temperature missing", "1.0 if places[1] else tensors[1]", "1.0"),
-        Bug("upstream gradients exchanged", "norm, row_entropy, *grads\n", "norm, row_entropy, *grads[::-1]\n"),
+        Bug("temperature missing", "else (0, scale)", "else (0, 1.0)"),
+        Bug("upstream gradients exchanged", "norm, row_entropy, *grads)", "norm, row_entropy, *grads[::-1])"),
         Bug(
             "last columns have no gradient", "-(-vocab // (threads * COLUMNS))", "max(vocab // (threads * COLUMNS), 1)"
         ),
         Bug("strides in elements", "count, *(stride * logits.itemsize for", "count, *(stride for"),
         Bug("no room for the states of a row", "units * STATE)]", "STATE)]"),
-        Bug("norm in the dtype of logits", "(count, 2), dtype=torch.float32", "(count, 2), dtype=like.dtype"),
+        Bug("norm in the dtype of logits", "count, 2, dtype=torch.float32", "count, 2, dtype=like.dtype"),
     )
     stand_ins = {one.__name__: one for one in (forward_parts, merge_parts, forward_rows, backward)}
     calls = (

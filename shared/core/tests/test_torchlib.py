@@ -18,7 +18,7 @@ from rl_kernels.core.calls import forget, prepared
 from rl_kernels.core.dispatch import BackendUnavailable, Choice, choose, record_dispatch, use_backend
 from rl_kernels.core.operator import INVARIANT, Backend, Call, Operator
 from rl_kernels.core.registry import GROUP, KernelRegistry
-from rl_kernels.core.torchlib.derivatives import first_order, no_lost_derivatives
+from rl_kernels.core.torchlib.derivatives import apply_of, first_order, no_lost_derivatives
 from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.core.torchlib.ops import define, define_check
 
@@ -142,8 +142,16 @@ def test_launches_are_prepared_once_for_each_kind_of_arguments_whoever_calls():
     forget()
     ops["forward"](a, b, "prepares")
     assert len(prepares.kinds) == 7
-    # A wrapped tensor is left to PyTorch's dispatcher.
+    # A wrapped tensor is left to PyTorch's dispatcher, one that outlives its transform too.
     assert ops["forward"].ready(a, b.as_subclass(Subclass), "prepares").launches is None
+    wrapped = []
+    torch.func.vmap(lambda x: wrapped.append(x) or x)(b[None])
+    ready = ops["forward"].ready(a, wrapped[0], "prepares")
+    assert ready.launches is None
+    assert apply_of(_Product, ready) == _Product.apply
+    ready = ops["forward"].ready(a, b, "native")
+    out = apply_of(_Product, ready)(a, b, ready)
+    assert torch.equal(torch.autograd.grad(out.sum(), a)[0], torch.ones_like(out) @ b.t())
 
 
 def test_fake_tensors_have_the_shape_without_running_a_backend():

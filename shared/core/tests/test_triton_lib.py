@@ -1,5 +1,8 @@
 """Where a Triton backend can run: reasons, not surprises."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -112,6 +115,31 @@ def test_what_is_remembered_is_bounded(launched, monkeypatch):
         assert len(launch._compiled) <= 3
         planned(BASE[place : place + 16])
         assert len(planned._runs) <= 3
+
+
+class Chain:
+    """A chain of hooks as Triton has it: always there, mostly empty."""
+
+    def __init__(self, *calls: object) -> None:
+        self.calls = list(calls)
+
+
+@pytest.mark.parametrize("hook", [None, Chain(), Chain(print), print])
+def test_hooks_of_triton_are_called_where_a_profiler_has_set_one(hook, launched, monkeypatch):
+    hooks = SimpleNamespace(launch_enter_hook=None, launch_exit_hook=hook)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(knobs=SimpleNamespace(runtime=hooks)))
+    compiled, runs = Kernel(launched), []
+    compiled.run = lambda *args: runs.append(args)
+    compiled.function, compiled.packed_metadata = "function", "metadata"
+    planned = launch.Launch(Kernel([], compiled), (5, 2), (7,), num_warps=4)
+    for _ in range(2):
+        planned(BASE[:16])
+    if hook is None or getattr(hook, "calls", [hook]) == []:
+        assert [(*run[:9], run[10]) for run in runs] == [(5, 2, 1, 40, "function", "metadata", None, None, None, 7)]
+        assert launched == []
+    else:
+        assert runs == []
+        assert [options for *_, options in launched] == [{"stream": 40}]
 
 
 @pytest.mark.parametrize("how", ["direct", "a hook that keeps it from compiling"])

@@ -13,7 +13,7 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.calls import Ready
 from rl_kernels.core.dispatch import choose, remembered
 from rl_kernels.core.saved import save
-from rl_kernels.core.torchlib.derivatives import first_order, no_lost_derivatives
+from rl_kernels.core.torchlib.derivatives import apply_of, first_order, no_lost_derivatives
 
 Window = tuple[int | None, int | None]
 
@@ -163,7 +163,8 @@ def det_attention(
     if needs_grad:
         if seqused_k is not None or block_table is not None:
             checks.no_gradients_of_a_cache(k, v)
-        out, lse = _DetAttention.apply(q, k, v, sinks, _Settings(integer_tensors, numbers, ready))
+        settings = _Settings(integer_tensors, numbers, ready)
+        out, lse = apply_of(_DetAttention, ready)(q, k, v, sinks, settings)
     elif return_lse:
         out, lse = ops["forward"].call(ready, q, k, v, sinks, *integer_tensors, *numbers)
     else:

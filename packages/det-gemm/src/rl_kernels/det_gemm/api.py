@@ -7,7 +7,7 @@ import torch
 from rl_kernels.core import validate as check
 from rl_kernels.core.main_grad import fold_grad_into_main_grad, refuse_checkpoint
 from rl_kernels.core.torchlib.autocast import autocast_linear
-from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
+from rl_kernels.core.torchlib.derivatives import apply_of, no_lost_derivatives
 from rl_kernels.det_gemm.arguments import prepare_dw, prepare_gemm, prepare_linear
 from rl_kernels.det_gemm.autograd import Product, Settings, needs_graph, output, raw_product
 from rl_kernels.det_gemm.op import ops
@@ -112,7 +112,7 @@ def det_linear(
     out: torch.Tensor
     if needs_graph(operand, matrix, bias):
         settings = Settings(ready, operand.dtype, k_segments, dx_segments, join_tokens, main_grad)
-        out = Product.apply(operand, matrix, bias, settings)
+        out = apply_of(Product, ready)(operand, matrix, bias, settings)
     else:
         op, args = raw_product(operand, matrix, bias, operand.dtype, k_segments)
         out = op.call(ready, *args)

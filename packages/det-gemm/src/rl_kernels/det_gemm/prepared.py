@@ -38,7 +38,7 @@ def _segmented(
     multiply = product(a, weight, a.new_empty(shape, dtype=out_dtype), bias, b_transposed=True, **cut)
 
     def launch(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *_: Any) -> torch.Tensor:
-        out = a.new_empty(shape, dtype=out_dtype)
+        out = a.new_empty(*shape, dtype=out_dtype)
         multiply(a, weight, out, bias)
         return out
 
@@ -59,7 +59,7 @@ def _weight_gradient(product: Any, a: torch.Tensor, dc: torch.Tensor, out_dtype:
     multiply = product(a, dc, a.new_empty(shape, dtype=out_dtype), a_transposed=True)
 
     def launch(a: torch.Tensor, dc: torch.Tensor, _: torch.dtype) -> torch.Tensor:
-        out = a.new_empty(shape, dtype=out_dtype)
+        out = a.new_empty(*shape, dtype=out_dtype)
         multiply(a, dc, out)
         return out
 

@@ -12,7 +12,7 @@ from rl_kernels.core.dispatch import choose, remembered
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.saved import are_hooked, save
-from rl_kernels.core.torchlib.derivatives import first_order, no_lost_derivatives
+from rl_kernels.core.torchlib.derivatives import apply_of, first_order, no_lost_derivatives
 from rl_kernels.core.torchlib.ops import Op
 from rl_kernels.core.torchlib.scalars import scalar_or_rows
 from rl_kernels.fused_logp.op import OPERATOR, describe, ops
@@ -115,12 +115,12 @@ def fused_logp(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
-    # A number is not part of the kind, or each would be checked and prepared anew.
-    scale = temperature if isinstance(temperature, torch.Tensor) else 1.0
     options = (out, out_dtype, return_stats, inplace_backward, backend)
-    ready = _prepare(logits, target_ids, scale, ignore_index, row_indices, *options)
-    dtype = compute_dtype(logits.dtype)
-    check.temperature(temperature, target_ids.shape, logits.device, dtype, values=validate)
+    ready, scale = _prepare(logits, target_ids, temperature, ignore_index, row_indices, *options)
+    if scale is None:
+        dtype = compute_dtype(logits.dtype)
+        check.temperature(temperature, target_ids.shape, logits.device, dtype, values=validate)
+        scale = scalar_or_rows(temperature, target_ids.numel(), dtype)
     if validate:
         checked = target_ids
         if row_indices is not None:
@@ -130,10 +130,11 @@ def fused_logp(
     if out is not None:
         _check_writable(out, logits)
     no_lost_derivatives("fused_logp", logits, temperature, out)
-    ids, scale, rows = _per_row(dtype, target_ids, temperature, row_indices)
+    ids, rows = _flat(target_ids, row_indices)
     op = ops["forward_stats" if return_stats else "forward"]
     if logits.requires_grad and torch.is_grad_enabled():
-        results = _FusedLogp.apply(logits, ids, scale, rows, _Settings(op, ready, ignore_index, inplace_backward))
+        settings = _Settings(op, ready, ignore_index, inplace_backward)
+        results = apply_of(_FusedLogp, ready)(logits, ids, scale, rows, settings)
     else:
         results = op.call(ready, logits.reshape(-1, logits.shape[-1]), ids, scale, ignore_index, rows)
     # Views and casts that change nothing would cost host time, those of a graph in backward too.
@@ -160,8 +161,11 @@ def _prepare(
     return_stats: bool,
     inplace_backward: bool,
     backend: str | None,
-) -> Ready:
-    """Check what is the same for all calls of a kind, and choose a backend."""
+) -> tuple[Ready, torch.Tensor | None]:
+    """Check what is the same for all calls of a kind, and choose a backend.
+
+    Return the forward pass, and the temperature, None if it is a tensor.
+    """
     check.tensor("logits", logits, check.FLOATS, least=1)
     if logits.shape[-1] == 0:
         raise ValueError(f"logits: expected a vocabulary (last dim) of at least 1, got shape {tuple(logits.shape)}")
@@ -182,9 +186,10 @@ def _prepare(
         check.own_storage("inplace_backward: logits", logits)
     dtype = compute_dtype(logits.dtype)
     check.temperature(temperature, target_ids.shape, logits.device, dtype, values=False)
-    ids, scale, rows = _per_row(dtype, target_ids, temperature, row_indices)
+    (ids, rows), scale = _flat(target_ids, row_indices), scalar_or_rows(temperature, target_ids.numel(), dtype)
     op, name = ops["forward_stats" if return_stats else "forward"], choose(OPERATOR, describe(logits), backend).name
-    return op.ready(logits.reshape(-1, logits.shape[-1]), ids, scale, ignore_index, rows, name)
+    ready = op.ready(logits.reshape(-1, logits.shape[-1]), ids, scale, ignore_index, rows, name)
+    return ready, None if isinstance(temperature, torch.Tensor) else scale
 
 
 def _check_writable(out: torch.Tensor, logits: torch.Tensor) -> None:
@@ -196,15 +201,13 @@ def _check_writable(out: torch.Tensor, logits: torch.Tensor) -> None:
             raise ValueError("out: expected a tensor that does not require grad, because it is overwritten")
 
 
-def _per_row(
-    dtype: torch.dtype, target_ids: torch.Tensor, temperature: float | torch.Tensor, row_indices: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return ids, temperature and row indices of the raw ops; with validate=False indices may be out of range."""
-    count, rows = target_ids.numel(), row_indices
+def _flat(target_ids: torch.Tensor, row_indices: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return ids and row indices of the raw ops; with validate=False indices may be out of range."""
+    rows = row_indices
     if rows is not None:
+        count = target_ids.numel()
         rows = rows.long().clamp(0, count - 1) if count else rows.new_empty(0, dtype=torch.int64)
-    ids = target_ids if target_ids.ndim == 1 else target_ids.reshape(-1)
-    return ids, scalar_or_rows(temperature, count, dtype), rows
+    return target_ids if target_ids.ndim == 1 else target_ids.reshape(-1), rows
 
 
 def _write(out: torch.Tensor, logp: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:

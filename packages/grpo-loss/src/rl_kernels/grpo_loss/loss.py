@@ -13,7 +13,7 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.calls import Ready
 from rl_kernels.core.dispatch import choose, remembered
 from rl_kernels.core.saved import are_hooked
-from rl_kernels.core.torchlib.derivatives import first_order, may_overwrite, no_lost_derivatives
+from rl_kernels.core.torchlib.derivatives import apply_of, first_order, may_overwrite, no_lost_derivatives
 from rl_kernels.core.torchlib.scalars import scalars
 from rl_kernels.grpo_loss.advantages import advantages_of_rank, check_groups
 from rl_kernels.grpo_loss.call import INPUTS, UNSET, Estimator, LossCall
@@ -112,7 +112,7 @@ def _call(inputs: LossCall, objective: Objective, options: Options) -> LossCall:
 def loss_of(call: LossCall, ready: Ready, batch: Batch | None = None) -> GRPOLossOutput | LossAndMetrics:
     """Return the loss of a checked call; with ``batch`` that of its ranks."""
     if call.current_logps.requires_grad and torch.is_grad_enabled():
-        outputs = _GRPOLoss.apply(call[0], (call[1:], ready, batch))
+        outputs = apply_of(_GRPOLoss, ready)(call[0], (call[1:], ready, batch))
     elif batch is None:
         outputs = ops["forward"].call(ready, *call)
     else:

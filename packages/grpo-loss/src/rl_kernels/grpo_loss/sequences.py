@@ -8,7 +8,7 @@ import torch
 
 from rl_kernels.core.calls import Ready
 from rl_kernels.core.saved import are_hooked, save
-from rl_kernels.core.torchlib.derivatives import first_order, may_overwrite
+from rl_kernels.core.torchlib.derivatives import apply_of, first_order, may_overwrite
 from rl_kernels.grpo_loss.call import UNSET, LossCall
 from rl_kernels.grpo_loss.extras import NO_EXTRAS, NO_NORMALIZER, Extras, Normalizer, value_or_default
 from rl_kernels.grpo_loss.loss import checked_call
@@ -75,7 +75,7 @@ def sequence_losses(
     options = value_or_default("normalizer", normalizer, NO_NORMALIZER), False, validate, backend
     call, ready = checked_call("sequence_losses", "sums", inputs, objective, *options)
     if current_logps.requires_grad and torch.is_grad_enabled():
-        losses: torch.Tensor = _SequenceLosses.apply(current_logps, tuple(call[1:]), ready)
+        losses: torch.Tensor = apply_of(_SequenceLosses, ready)(current_logps, tuple(call[1:]), ready)
         return losses
     return _losses(ops["sums"].call(ready, *call), call, ready.backend)[0]
 

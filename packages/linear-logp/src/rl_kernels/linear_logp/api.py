@@ -11,6 +11,7 @@ import torch
 
 from rl_kernels.core.main_grad import fold_grad_into_main_grad
 from rl_kernels.core.outputs import LogpStats
+from rl_kernels.core.torchlib.derivatives import apply_of
 from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.linear_logp.arguments import Call, Memory, Options
 from rl_kernels.linear_logp.autograd import LinearLogp, agreed, check_known, forward
@@ -168,7 +169,7 @@ def linear_logp(
         *(memory, vocab_size, vocab_segments, validate, backend),
     )
     operands, call = agreed(hidden, lm_head_weight, target_ids, bias, process_group, options)
-    results = LinearLogp.apply(*operands, call) if call.needs_gradient else forward(*operands, call)
+    results = (apply_of(LinearLogp, call.ready) if call.needs_gradient else forward)(*operands, call)
     return _finished(lm_head_weight, target_ids, call, results)
 
 
@@ -244,7 +245,7 @@ def linear_logp_from_known(
     operands, call = agreed(hidden, lm_head_weight, target_ids, bias, group, settings)
     if settings.validate and not values_hidden(hidden):
         check_known(operands, call, check_rows)
-    results = LinearLogp.apply(*operands, call) if call.needs_gradient else forward(*operands, call)
+    results = (apply_of(LinearLogp, call.ready) if call.needs_gradient else forward)(*operands, call)
     return _finished(lm_head_weight, target_ids, call, results)
 
 

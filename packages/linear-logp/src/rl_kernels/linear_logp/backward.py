@@ -61,7 +61,7 @@ class Steps:
     def room(self, hidden: torch.Tensor, width: int) -> torch.Tensor:
         """Return room for dz ``[rows, width]``; its rows are padded so that TMA can address them for every width."""
         padded = -(-width // BLOCK) * BLOCK
-        dz = hidden.new_empty((hidden.shape[0], padded))
+        dz = hidden.new_empty(hidden.shape[0], padded)
         return dz if padded == width else dz[:, :width]
 
     def cut(
@@ -156,9 +156,9 @@ class Backward:
         dlogits, products = self._dlogits, self._products
         inputs, dweight, main_grad, dbias = self._begin(steps.begin(args), *args[20:])
         waiting: list[torch.Tensor] = []
-        shape = inputs.hidden.shape if needed[0] else 0
+        shape = inputs.hidden.shape if needed[0] else (0,)
         for number, pieces in enumerate(self._segments, 1):
-            dhidden = inputs.hidden.new_empty(shape, dtype=self._total)
+            dhidden = inputs.hidden.new_empty(*shape, dtype=self._total)
             for piece in pieces:
                 weight, width = part_of(inputs.weight, piece.columns), piece.columns.stop - piece.columns.start
                 totals = sums = self._totals(piece.columns, dweight, main_grad, dbias)
@@ -216,7 +216,7 @@ class Backward:
         if self._is_cleaned:
             # Ignored rows add 0 to dW, also where they are NaN or inf.
             inputs = inputs._replace(hidden=inputs.keep(inputs.hidden))
-        dweight = weight.new_empty(weight.shape) if self._owns_weight else None
+        dweight = weight.new_empty(*weight.shape) if self._owns_weight else None
         if dweight is not None and not self._segments:
             dweight.zero_()
         if needs_bias and dbias is None:

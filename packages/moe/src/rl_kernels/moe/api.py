@@ -9,7 +9,7 @@ import torch
 from rl_kernels.core import validate as check
 from rl_kernels.core.main_grad import fold_grad_into_main_grad
 from rl_kernels.core.torchlib.autocast import autocast_linear
-from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
+from rl_kernels.core.torchlib.derivatives import apply_of, no_lost_derivatives
 from rl_kernels.moe.arguments import check_ids, prepare_experts, prepare_route
 from rl_kernels.moe.autograd import Experts, Route, RouteSettings, Settings, choose_routes
 from rl_kernels.moe.op import ops
@@ -101,7 +101,7 @@ def route(
     arguments = (hidden, weight, bias, correction_bias, ids, settings)
     if not (torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in (hidden, weight, bias)])):
         return Routes(*choose_routes(*arguments))
-    routes = Routes(*Route.apply(*arguments))
+    routes = Routes(*apply_of(Route, ready)(*arguments))
     if main_grad is not None and router.requires_grad:
         fold_grad_into_main_grad("weight", router, routes.weights)
     return routes
@@ -186,7 +186,7 @@ def experts(
         out: torch.Tensor = ops["forward"].call(ready, hidden, gate_up, down, ids, weights, *form)
         return out
     settings = Settings(ready, activation, interleaved, recompute, (buffers[0], buffers[1]))
-    out = Experts.apply(hidden, gate_up, down, weights, gate_up_bias, down_bias, shared, ids, settings)
+    out = apply_of(Experts, ready)(hidden, gate_up, down, weights, gate_up_bias, down_bias, shared, ids, settings)
     for name, value, buffer in (("gate_up", first, buffers[0]), ("down", second, buffers[1])):
         if buffer is not None and value.requires_grad:
             fold_grad_into_main_grad(name, value, out)

@@ -11,7 +11,7 @@ from rl_kernels.core.calls import Ready
 from rl_kernels.core.dispatch import choose, remembered
 from rl_kernels.core.main_grad import fold_grad_into_main_grad
 from rl_kernels.core.saved import save
-from rl_kernels.core.torchlib.derivatives import first_order, is_asked_for, no_lost_derivatives
+from rl_kernels.core.torchlib.derivatives import apply_of, first_order, is_asked_for, no_lost_derivatives
 from rl_kernels.core.torchlib.ops import Op
 from rl_kernels.norm.op import OPERATOR, describe, ops
 from rl_kernels.norm.results import NormAndSum
@@ -215,7 +215,7 @@ def _norm(
     no_lost_derivatives(name, x, weight, bias, residual)
     inputs = (x, residual, weight, bias)
     if torch.is_grad_enabled() and any([value is not None and value.requires_grad for value in inputs]):
-        outputs = _Norm.apply(*inputs, _Settings(main_grad, float(eps), options, ready))
+        outputs = apply_of(_Norm, ready)(*inputs, _Settings(main_grad, float(eps), options, ready))
         if main_grad is not None and weight is not None and weight.requires_grad:
             fold_grad_into_main_grad("weight", weight, outputs[0])
     else:

@@ -29,7 +29,7 @@ def statistics_room(
     norm is ``[N, 2]``, the others ``[N]``. Without ``entropy`` logp stands in for two that a kernel does not write.
     """
     count = like.shape[0]
-    logp, norm = like.new_empty(count, dtype=torch.float32), like.new_empty((count, 2), dtype=torch.float32)
+    logp, norm = like.new_empty(count, dtype=torch.float32), like.new_empty(count, 2, dtype=torch.float32)
     if not entropy:
         return logp, norm, logp, logp
     return logp, norm, like.new_empty(count, dtype=torch.float32), like.new_empty(count, dtype=torch.float32)

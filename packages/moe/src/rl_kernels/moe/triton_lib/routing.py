@@ -61,8 +61,8 @@ def route_choose(
     def launch(
         logits: torch.Tensor, correction_bias: torch.Tensor | None, ids: torch.Tensor | None, *_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out = logits.new_empty((tokens, top_k), dtype=torch.int32)
-        weights = logits.new_empty((tokens, top_k), dtype=torch.float32)
+        out = logits.new_empty(tokens, top_k, dtype=torch.int32)
+        weights = logits.new_empty(tokens, top_k, dtype=torch.float32)
         if tokens:
             operands = [x if x is None else readable(x, x.is_contiguous()) for x in (logits, correction_bias, ids)]
             with device_of(logits):

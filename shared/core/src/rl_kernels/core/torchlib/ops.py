@@ -66,7 +66,7 @@ class Op:
     def ready(self, *args: Any) -> Ready:
         """Prepare calls with arguments of this kind, for ``call``; the last argument names a backend."""
         # In this order: torch.compile cannot trace the import of a backend.
-        return Ready(args[-1], self._launches(args) if _may_run(args) else None)
+        return Ready(args[-1], self._launches(args) if _may_run(args) and kind_of(args) is not None else None)
 
     def call(self, ready: Ready, *args: Any) -> Any:
         """Call the op with arguments of the kind that ``ready`` was made for, without the backend."""

@@ -107,6 +107,33 @@ def launch(
         _compiled[key] = kernel, compiled
 
 
+def _runner(compiled: Any, sizes: tuple[int, ...]) -> Callable[..., None]:
+    """Return ``compiled[sizes]``, called with a stream.
+
+    Triton's own prepares and calls hooks in each launch, also if a profiler has set none.
+    """
+    observed = compiled[sizes]
+    if not all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
+        return observed
+    from triton import knobs
+
+    run, hooks, grid = compiled.run, knobs.runtime, sizes[:3]
+    fixed = compiled.function, compiled.packed_metadata, None, None, None
+
+    def launch(*args: Any, stream: int) -> None:
+        if _is_set(hooks.launch_enter_hook) or _is_set(hooks.launch_exit_hook):
+            observed(*args, stream=stream)
+        else:
+            run(*grid, stream, *fixed, *args)
+
+    return launch
+
+
+def _is_set(hook: Any) -> bool:
+    """Say whether a hook does anything; one that nobody has set is None or an empty chain."""
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
 def _specialization(x: Any) -> tuple[Any, ...]:
     """Return the properties of a tensor, or of a descriptor of Triton's class, on which a kernel is specialized."""
     if isinstance(x, torch.Tensor):
@@ -155,5 +182,4 @@ class Launch:
         if not direct and compiled is not None:
             if len(self._runs) >= CACHE_SIZE:
                 self._runs.clear()
-            sizes = (*self._grid, 1, 1)
-            self._runs[key] = compiled[sizes]
+            self._runs[key] = _runner(compiled, (*self._grid, 1, 1))

@@ -87,8 +87,8 @@ def _forward(*arguments: Any, with_lse: bool) -> Launches:
         args = gpu.with_copies(args, copied) if copied else args
         q, _, _, sinks = args[:4]
         sinks = sinks.float() if widens_sinks else sinks
-        out = q.new_empty(out_shape)
-        lse = q.new_empty(lse_shape, dtype=torch.float32) if with_lse else None
+        out = q.new_empty(*out_shape)
+        lse = q.new_empty(*lse_shape, dtype=torch.float32) if with_lse else None
         states = q.new_empty(state_size, dtype=torch.float32) if state_size else None
         counter = q.new_zeros(1, dtype=torch.int32) if claims else None
         rest = (*args[INTEGER_TENSORS], *shape, q, out, lse, sinks, states, *strides, counter, *numbers)
@@ -140,10 +140,10 @@ def backward(*arguments: Any) -> Launches:
         args = gpu.with_copies(args, copied) if copied else args
         q, k, v, sinks = args[:4]
         out, lse, grad, _ = args[gpu.OUT :]
-        dq, shapes = q.new_empty(q.shape), (k.shape, v.shape) if needs_keys else (0, 0)
+        dq, shapes = q.new_empty(*q.shape), (k.shape, v.shape) if needs_keys else (0, 0)
         # Padding gets zeros.
         dk, dv = [q.new_zeros(shape) if has_padding else q.new_empty(shape) for shape in shapes]
-        lses, deltas = lse.new_empty(row_shape), lse.new_empty(row_shape)
+        lses, deltas = lse.new_empty(*row_shape), lse.new_empty(*row_shape)
         counters = lse.new_empty(2, dtype=torch.int32)
         query_counter, key_counter = counters.unbind()
         integer_tensors, maps = args[INTEGER_TENSORS], (k_map(args), v_map(args))

@@ -35,8 +35,8 @@ def _forward(*arguments: Any, with_lse: bool) -> Launches:
 
     def launch(*args: Any) -> Any:
         q, k, v, sinks, *integer_tensors, table = (gpu.with_copies(args, copied) if copied else args)[:10]
-        out = q.new_empty(out_shape)
-        lse = q.new_empty(lse_shape, dtype=torch.float32) if with_lse else None
+        out = q.new_empty(*out_shape)
+        lse = q.new_empty(*lse_shape, dtype=torch.float32) if with_lse else None
         if may_skip_rows:
             out.zero_()
             if lse is not None:
@@ -78,10 +78,10 @@ def backward(*arguments: Any) -> Launches:
         args = gpu.with_copies(args, copied) if copied else args
         q, k, v, sinks, *integer_tensors, table = args[:10]
         out, lse, grad, _ = args[gpu.OUT :]
-        dq = q.new_zeros(q.shape) if may_skip_rows else q.new_empty(q.shape)
+        dq = q.new_zeros(q.shape) if may_skip_rows else q.new_empty(*q.shape)
         shapes = (k.shape, v.shape) if needs_keys else (0, 0)
         dk, dv = [q.new_zeros(shape) if may_skip_keys else q.new_empty(shape) for shape in shapes]
-        lses, deltas = lse.new_empty(row_shape), lse.new_empty(row_shape)
+        lses, deltas = lse.new_empty(*row_shape), lse.new_empty(*row_shape)
         described = descriptors_of(key_boxes, k, v) if key_boxes else (None, None)
         with device_of(q):
             rows(out, grad, lse, lses, deltas)

@@ -63,8 +63,8 @@ def programs(arch: str) -> list[Program]:
     return [program(file, arch, dtype, entropy=entropy) for file in files for dtype, entropy in variants]
 
 
-def _statistics(logits: torch.Tensor, *_: Any, entropy: bool) -> Launches:
-    count, vocab = logits.shape
+def _statistics(logits: torch.Tensor, target_ids: torch.Tensor, *_: Any, entropy: bool) -> Launches:
+    (count, vocab), is_long = logits.shape, target_ids.dtype == torch.int64
     units = _units(vocab)
     is_split = units > MOST_UNITS or (units > 1 and count < SPLIT_BELOW)
     sizes = (count, *(stride * logits.itemsize for stride in logits.stride()), vocab)
@@ -89,10 +89,10 @@ def _statistics(logits: torch.Tensor, *_: Any, entropy: bool) -> Launches:
         row_indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         logp, norm, lse, row_entropy = statistics_room(logits, entropy=entropy)
-        parts = logits.new_empty((units, 3, count), dtype=torch.float32) if is_split else None
-        ids, scale, marks = per_row(target_ids.to(torch.int64), temperature, row_indices)
-        tensors = ids, scale, marks, logits, logp, norm, lse, row_entropy, parts
-        numbers = _numbers(tensors, ignore_index, sizes)
+        parts = logits.new_empty(units, 3, count, dtype=torch.float32) if is_split else None
+        rows = per_row(target_ids if is_long else target_ids.to(torch.int64), temperature, row_indices)
+        tensors = logits, logp, norm, lse, row_entropy, parts
+        numbers = _numbers(rows, ignore_index, tensors, sizes)
         for start, grid, threads, shared in starts:
             start(grid, threads, shared, False, numbers)
         return (logp, lse, row_entropy, norm) if entropy else (logp, norm)
@@ -100,8 +100,8 @@ def _statistics(logits: torch.Tensor, *_: Any, entropy: bool) -> Launches:
     return launch
 
 
-def _gradient(logits: torch.Tensor, *rest: Any, inplace: bool) -> Launches:
-    (count, vocab), entropy = logits.shape, rest[-1] is not None
+def _gradient(logits: torch.Tensor, target_ids: torch.Tensor, *rest: Any, inplace: bool) -> Launches:
+    (count, vocab), entropy, is_long = logits.shape, rest[-1] is not None, target_ids.dtype == torch.int64
     threads = min(-(-vocab // (COLUMNS * WARP)) * WARP, MOST_THREADS)
     chunks = -(-vocab // (threads * COLUMNS))
     out_strides = logits.stride() if inplace else (vocab, 1)
@@ -119,12 +119,11 @@ def _gradient(logits: torch.Tensor, *rest: Any, inplace: bool) -> Launches:
         row_entropy: torch.Tensor | None,
         *upstream: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        out = logits if inplace else logits.new_empty(logits.shape)
+        out = logits if inplace else logits.new_empty(count, vocab)
         grads = [None if grad is None else grad.contiguous() for grad in upstream]
-        ids, scale, marks = per_row(target_ids.to(torch.int64), temperature, row_indices)
+        rows = per_row(target_ids if is_long else target_ids.to(torch.int64), temperature, row_indices)
         if count:
-            tensors = ids, scale, marks, logits, out, norm, row_entropy, *grads
-            numbers = _numbers(tensors, ignore_index, sizes)
+            numbers = _numbers(rows, ignore_index, (logits, out, norm, row_entropy, *grads), sizes)
             gradient.start((count * chunks, 1, 1), threads, 0, False, numbers)
         return None if inplace else out
 
@@ -135,14 +134,21 @@ forward, forward_stats = prepared(partial(_statistics, entropy=False)), prepared
 backward, backward_inplace = prepared(partial(_gradient, inplace=False)), prepared(partial(_gradient, inplace=True))
 
 
-def _numbers(tensors: tuple[Any, ...], ignore_index: int | None, sizes: tuple[int, ...]) -> tuple[float, ...]:
-    """Return the arguments of a kernel: the fields of ``struct Rows``, whose temperature may be a number, then others.
+def _numbers(
+    rows: tuple[torch.Tensor, torch.Tensor | float, torch.Tensor | None],
+    ignore_index: int | None,
+    tensors: tuple[torch.Tensor | None, ...],
+    sizes: tuple[int, ...],
+) -> tuple[float, ...]:
+    """Return the arguments of a kernel: the fields of ``struct Rows`` from ``per_row``, then addresses and sizes.
 
     The caller keeps the tensors until the kernel is launched.
     """
-    places = [x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in tensors]
-    scale = 1.0 if places[1] else tensors[1]
-    return *places[:3], ignore_index or 0, scale, ignore_index is not None, *places[3:], *sizes
+    ids, scale, marks = rows
+    place, number = (scale.data_ptr(), 1.0) if isinstance(scale, torch.Tensor) else (0, scale)
+    pointers = ids.data_ptr(), place, 0 if marks is None else marks.data_ptr()
+    addresses = [0 if x is None else x.data_ptr() for x in tensors]
+    return *pointers, ignore_index or 0, number, ignore_index is not None, *addresses, *sizes
 
 
 def sharing(size: int) -> int:

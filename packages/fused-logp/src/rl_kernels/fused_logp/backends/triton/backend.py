@@ -55,7 +55,7 @@ def _statistics(*inputs: Any, entropy: bool) -> Launches:
                 rows = logits if fits else readable(logits, fits)
                 inputs = (rows, ids, scale, ids if marks is None else marks)
                 if is_split:
-                    parts = logits.new_empty((segments, 3, count), dtype=torch.float32)
+                    parts = logits.new_empty(segments, 3, count, dtype=torch.float32)
                     split(*inputs, parts)
                     merge(*inputs, parts, logp, norm, lse, row_entropy)
                 else:
@@ -97,7 +97,7 @@ def _gradient(*inputs: Any, inplace: bool) -> Launches:
         entropy: torch.Tensor | None,
         *grads: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        out = logits if inplace else logits.new_empty(logits.shape)
+        out = logits if inplace else logits.new_empty(count, vocab)
         if count:
             ids, scale, marks = per_row(target_ids, temperature, row_indices)
             rows = (ids, scale, ids if marks is None else marks)

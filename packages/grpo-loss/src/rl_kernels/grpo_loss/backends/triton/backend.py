@@ -82,7 +82,7 @@ def backward(
     def launch(
         current_logps: torch.Tensor, divisor: torch.Tensor, slope: torch.Tensor, upstream: torch.Tensor
     ) -> torch.Tensor:
-        grad = current_logps.new_empty(current_logps.shape)
+        grad = current_logps.new_empty(*current_logps.shape)
         if size:
             with device_of(grad):
                 scale(readable(slope, fits), divisor, upstream, grad)
@@ -132,8 +132,8 @@ def _prepare_loss(*arguments: Any, has_slope: bool, has_total: bool) -> Launches
             tensors[SCORES] = tensors[SCORES][:, 0]
         for number in copied:
             tensors[number] = readable(tensors[number], False)
-        sums = current.new_empty(shape, dtype=torch.float32)
-        slope = current.new_empty(current.shape, dtype=torch.float32) if has_slope else None
+        sums = current.new_empty(*shape, dtype=torch.float32)
+        slope = current.new_empty(*current.shape, dtype=torch.float32) if has_slope else None
         with device_of(current):
             if shape[2]:
                 segment_terms(*tensors, sums, slope, *sizes, 1 - low, 1 + high, beta, *bounds, eps)

@@ -16,7 +16,6 @@ from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.cuda.gemm.ahead import programs_of
 from rl_kernels.core.cuda.launch import Kernel, kernel
 from rl_kernels.core.cuda.program import Program
-from rl_kernels.core.cuda.tensor_map import tensor_map
 from rl_kernels.core.outputs import statistics_room
 from rl_kernels.linear_logp import inputs
 from rl_kernels.linear_logp.backends.cuda_sm90.backward import Steps
@@ -28,11 +27,10 @@ from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
     FORWARD,
     HEIGHT,
     INPUTS,
-    SWIZZLE,
     Cut,
     Fields,
+    Maps,
     copyable,
-    maps_of,
     program,
     read,
 )
@@ -102,6 +100,7 @@ class _Block(NamedTuple):
     Attributes:
         rows: the block.
         fields: members of the kernels' arguments.
+        maps: tensor maps of ``states``.
         states: the kernel that writes states and selected logits.
         after: the kernel that writes the statistics, or merges blocks to units; None if there is nothing to merge.
         shape: parts of the vocabulary with a state, numbers of a state, rows.
@@ -112,6 +111,7 @@ class _Block(NamedTuple):
 
     rows: slice
     fields: Fields
+    maps: Maps
     states: Kernel
     after: Kernel | None
     shape: tuple[int, int, int]
@@ -150,6 +150,7 @@ class _Forward:
         return _Block(
             rows,
             fields,
+            Maps(),
             kernel(compiled, "states", f"TT{'T' * keeps}{form}", hidden.device),
             after,
             (parts, inputs.STATE, count),
@@ -161,21 +162,19 @@ class _Forward:
     def __call__(self, *args: Any) -> tuple[torch.Tensor, ...]:
         """Launch the kernels, block by block."""
         hidden, entropy, slots = args[0], self._entropy, self._slots
-        logits = hidden.new_empty((hidden.shape[0], self._width), dtype=torch.float32)
+        logits = hidden.new_empty(hidden.shape[0], self._width, dtype=torch.float32)
         call = read(*args[:7], kept=logits, start=self._start, vocab=self._vocab)
         results: tuple[torch.Tensor, ...] = statistics_room(hidden, entropy=entropy) if slots is None else ()
         packed = () if slots is None else inputs.packed_room(hidden, slots, entropy=entropy)
         for one in self._blocks:
             block = call.block(one.rows)
             x = copyable(block.hidden)
-            parts, chosen = x.new_empty(one.shape, dtype=torch.float32), x.new_empty(one.shape[2], dtype=torch.float32)
+            parts, chosen = x.new_empty(*one.shape, dtype=torch.float32), x.new_empty(one.shape[2], dtype=torch.float32)
             members, _order = one.fields.of(block)
             written = results if len(self._blocks) == 1 else [part_of(value, one.rows) for value in results]
             addresses = [value.data_ptr() for value in (chosen, parts, *written)] + [0] * (4 - len(written))
             arguments = *members, *addresses, *one.numbers
-            maps: tuple[Any, ...] = maps_of(x, block.weight)
-            if block.kept is not None and self._width:
-                maps = *maps, tensor_map(block.kept, (HEIGHT, SWIZZLE // logits.itemsize), swizzle=SWIZZLE)
+            maps = one.maps.of(x, block.weight, block.kept if self._width else None)
             one.states.start(*one.start, (*maps, *arguments))
             # Free a copy before the next one is made.
             del x

@@ -11,16 +11,13 @@ import torch
 
 from rl_kernels.core.cuda.gemm import matmul
 from rl_kernels.core.cuda.launch import kernel
-from rl_kernels.core.cuda.tensor_map import tensor_map
 from rl_kernels.linear_logp import backward
 from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
     BACKWARD,
     BLOCK,
-    HEIGHT,
-    SWIZZLE,
     Fields,
+    Maps,
     copyable,
-    maps_of,
     program,
     read,
 )
@@ -64,19 +61,18 @@ class Steps(backward.Steps):
             gradient = kernel(compiled, "gradient", f"TTT{form}", device)
             grid = cut.grid(count, -(-width // BLOCK), dz.get_device()), 1, 1
             threads, shared = cut.threads, cut.shared(stores=True)
-        add = kernel(compiled, "add_rows", "PPii", device) if sums_bias else None
+        add, maps = kernel(compiled, "add_rows", "PPii", device) if sums_bias else None, Maps()
 
         def step(block: Inputs, dbias: torch.Tensor | None, dz: torch.Tensor) -> None:
             hidden, norm = block.hidden, block.norm
-            sums = hidden.new_empty((terms, width), dtype=torch.float32) if sums_bias else None
+            sums = hidden.new_empty(terms, width, dtype=torch.float32) if sums_bias else None
             members, _order = fields.of(block)
             logits = block.kept[:, place] if is_kept and block.kept is not None else None
             # The kernel reads the entropy only if it has a gradient, and then it is there.
             tensors = norm, norm if block.entropy is None else block.entropy, *block[10:13], sums, logits, dz
             arguments = *members, *[0 if x is None else x.data_ptr() for x in tensors], *numbers
             if not is_kept:
-                dz_map = tensor_map(dz, (HEIGHT, SWIZZLE // dz.itemsize), swizzle=SWIZZLE)
-                arguments = *maps_of(hidden, block.weight), dz_map, *arguments
+                arguments = *maps.of(hidden, block.weight, dz), *arguments
             gradient.start(grid, threads, shared, False, arguments)
             if add is not None and sums is not None and dbias is not None:
                 add.start((-(-width // 256), 1, 1), 256, 0, False, (sums.data_ptr(), dbias.data_ptr(), count, width))

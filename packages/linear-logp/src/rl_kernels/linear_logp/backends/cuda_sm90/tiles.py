@@ -35,6 +35,8 @@ SHARED = 227 * 1024
 """Bytes of shared memory available to a block."""
 STAGE = (HEIGHT + BLOCK) * SWIZZLE
 """Bytes of a stage."""
+CACHE_SIZE = 4096
+"""Number of addresses at which the tensor maps of a launch are forgotten."""
 BOXES = 2 * HEIGHT * SWIZZLE
 """Bytes of the shared-memory boxes through which one consumer stores its part of dz, or of kept logits."""
 
@@ -130,12 +132,24 @@ class Fields:
         return (*pointers, *numbers, *limits), order
 
 
-def maps_of(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[TensorMap, TensorMap]:
-    """Return the tensor maps of the operands, which are ``copyable``."""
-    return (
-        tensor_map(hidden, (HEIGHT, INNER), swizzle=SWIZZLE),
-        tensor_map(weight, (BLOCK, INNER), swizzle=SWIZZLE),
-    )
+class Maps:
+    """The tensor maps of a launch for tensors of one kind, remembered by their addresses alone."""
+
+    def __init__(self) -> None:
+        self._maps: dict[tuple[int, int, int], tuple[TensorMap, ...]] = {}
+
+    def of(self, hidden: torch.Tensor, weight: torch.Tensor, tile: torch.Tensor | None = None) -> tuple[TensorMap, ...]:
+        """Return the maps of the operands, which are ``copyable``, and of what tiles are stored to."""
+        addresses = hidden.data_ptr(), weight.data_ptr(), 0 if tile is None else tile.data_ptr()
+        maps = self._maps.get(addresses)
+        if maps is None:
+            if len(self._maps) >= CACHE_SIZE:
+                self._maps.clear()
+            operands = ((hidden, (HEIGHT, INNER)), (weight, (BLOCK, INNER)))
+            stored = () if tile is None else ((tile, (HEIGHT, SWIZZLE // tile.itemsize)),)
+            maps = tuple([tensor_map(x, box, swizzle=SWIZZLE) for x, box in (*operands, *stored)])
+            self._maps[addresses] = maps
+        return maps
 
 
 def read(*args: Any, **more: Any) -> Inputs:
@@ -153,6 +167,6 @@ def _group() -> int:
 
 def copyable(x: torch.Tensor) -> torch.Tensor:
     """Return ``x``, or a copy of it, with rows that begin at multiples of 16 bytes, as TMA requires."""
-    size = x.element_size()
-    fits = x.stride(1) == 1 and x.stride(0) * size % ALIGNED == 0 and x.stride(0) >= x.shape[1]
-    return x if fits and x.data_ptr() % ALIGNED == 0 else readable(x, False)
+    row, column = x.stride()
+    is_aligned = not (row * x.itemsize | x.data_ptr()) % ALIGNED
+    return readable(x, is_aligned and column == 1 and row >= x.shape[1])

@@ -115,20 +115,20 @@ class _Forward:
     ) -> tuple[torch.Tensor, ...]:
         """Launch the kernels."""
         count, entropy, slots = len(hidden), self._entropy, self._slots
-        logits = hidden.new_empty((count, self._width), dtype=torch.float32)
+        logits = hidden.new_empty(count, self._width, dtype=torch.float32)
         results: tuple[torch.Tensor, ...] = statistics_room(hidden, entropy=entropy) if slots is None else ()
         parts = chosen = hidden
         if not self._is_empty:
             ids, scale = target_ids.contiguous(), number_or_rows(temperature)
             numbers, added = NO_CAP if cap is None else cap.tolist(), hidden if bias is None else bias
             chosen = hidden.new_empty(count, dtype=torch.float32)
-            parts = hidden.new_empty((self._blocks, 3, count), dtype=torch.float32)
+            parts = hidden.new_empty(self._blocks, 3, count, dtype=torch.float32)
             operands = self._hidden.of(hidden), self._weight.of(weight)
             with device_of(hidden):
                 self._states(*operands, added, *numbers, scale, parts, logits if self._width else parts)
                 self._selected(hidden, weight, added, *numbers, ids, chosen)
                 if self._blocks > self._units:
-                    merged = hidden.new_empty((self._units, 3, count), dtype=torch.float32)
+                    merged = hidden.new_empty(self._units, 3, count, dtype=torch.float32)
                     self._merge(parts, merged, scale)
                     parts = merged
                 if results:

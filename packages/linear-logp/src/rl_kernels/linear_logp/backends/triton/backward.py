@@ -88,7 +88,7 @@ class Steps(backward.Steps):
         def step(block: Inputs, dbias: torch.Tensor | None, dz: torch.Tensor) -> None:
             hidden, norm = block.hidden, block.norm
             saved = [norm if value is None else value for value in (block.entropy, *block[10:13])]
-            partial = hidden.new_empty((row_tiles, width), dtype=torch.float32) if sums_bias else hidden
+            partial = hidden.new_empty(row_tiles, width, dtype=torch.float32) if sums_bias else hidden
             with device_of(hidden):
                 form(
                     *(first.of(hidden), second.of(block.weight), hidden if block.bias is None else block.bias),

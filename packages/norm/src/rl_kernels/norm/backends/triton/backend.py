@@ -73,8 +73,8 @@ def _forward(
 
     def launch(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
         residual, weight, bias = rest[:3] if has_residual else (None, *rest[:2])
-        output, stats = x.new_empty(x.shape, dtype=dtype), x.new_empty((2, count), dtype=torch.float32)
-        total = x.new_empty(x.shape) if has_residual else None
+        output, stats = x.new_empty(count, size, dtype=dtype), x.new_empty(2, count, dtype=torch.float32)
+        total = x.new_empty(count, size) if has_residual else None
         operands = [x, residual, weight, bias]
         for place in copied:
             operands[place] = readable(operands[place], False)
@@ -123,11 +123,11 @@ def _backward(saved: list[Any], main_grad: torch.Tensor | None, needs_weight: bo
         for place in copied:
             operands[place] = readable(operands[place], False)
         x, stats = operands[2], operands[4]
-        dx = x.new_empty(x.shape)
+        dx = x.new_empty(count, size)
         dweight = args[7] if is_continued else stats.new_empty(size if needs_weight else 0)
         dbias = stats.new_empty(size if needs_bias else 0)
-        weight_parts = stats.new_empty((programs, size)) if needs_weight else None
-        bias_parts = stats.new_empty((programs, size)) if needs_bias else None
+        weight_parts = stats.new_empty(programs, size) if needs_weight else None
+        bias_parts = stats.new_empty(programs, size) if needs_bias else None
         with device_of(x):
             if count:
                 gradients(*operands, dx, weight_parts, bias_parts)
