@@ -34,8 +34,8 @@ BUGS = (
     Bug("a weight that TMA cannot read is not copied", "readable(b, self._fits)", "readable(b, True)"),
     Bug("an operand at an odd address is not copied", "readable(a, not a.data_ptr() % ALIGNED)", "readable(a, True)"),
     Bug("stages beyond the room", "(SHARED - self._fixed) // self._stage", "1 + (SHARED - self._fixed) // self._stage"),
-    Bug("a buffer's chain begins anew", "if buffer is None:\n", "if True:\n"),
-    Bug("rows of the wrong operand are tokens", "left=left_gathered)", "left=right_gathered)"),
+    Bug("buffer's strides left out", "if buffer is None else buffer.stride()", "if True else buffer.stride()"),
+    Bug("rows of the wrong operand are tokens", "left=left_gathered,", "left=right_gathered,"),
 )
 FAILURES = (AssertionError, RuntimeError, ValueError, IndexError)
 Plant = Callable[[], AbstractContextManager[None]]
@@ -100,6 +100,9 @@ def gradient(launch: Launch) -> None:
     assert launch["map"].box == (64, 64)
     assert launch["map"].tensor.shape[1] == (k if constants["LEFT"] else n)
     bounds, routes, out = launch["bounds"].tolist(), launch["routes"], launch["out"]
+    if constants["CONTINUES"]:
+        strides = (launch["out_expert"], launch["out_row"], launch["out_column"])
+        out = out.as_strided((count, n, k), strides, out.storage_offset())
     assert out.shape == (count, n, k)
     for expert in range(count):
         at = torch.arange(bounds[expert], bounds[expert + 1])
@@ -107,7 +110,9 @@ def gradient(launch: Launch) -> None:
         left, right = launch["left"], launch["right"]
         left = left[tokens] if constants["LEFT"] else left[at]
         right = right[at] if constants["LEFT"] else right[tokens]
-        out[expert] = (left.double().t() @ right.double()).to(out.dtype)
+        out[expert] = (left.double().t() @ right.double() + (out[expert] if constants["CONTINUES"] else 0)).to(
+            out.dtype
+        )
 
 
 CALLS = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -42,20 +41,9 @@ On an H200 tiles of 64 routes whose consumers take turns were slower at all of f
 
 def kit_of(routes: int, experts: int, dtype: torch.dtype, device: torch.device) -> Kit:
     """Return the products of a call."""
-    triton = grouped.kit_of(routes, experts, dtype, device)
     if routes <= FEW * experts:
-        return triton
-    return Kit(Schedules(PAIR, WHOLE, WHOLE, WHOLE), GateUp, Product, partial(weight_gradient, triton))
-
-
-def weight_gradient(
-    triton: Kit, weight: torch.Tensor, buffer: torch.Tensor | None, slots: int, _: Schedule, **gathered: bool
-) -> Callable[..., None]:
-    """Return the chains of a weight's gradient; those that continue in a buffer are Triton's."""
-    if buffer is None:
-        return WeightGradient(weight, slots, **gathered)
-    launch: Callable[..., None] = triton.weight_gradient(weight, buffer, slots, triton.cuts.gradient, **gathered)
-    return launch
+        return grouped.kit_of(routes, experts, dtype, device)
+    return Kit(Schedules(PAIR, WHOLE, WHOLE, WHOLE), GateUp, Product, WeightGradient)
 
 
 forward, forward_kept, backward, backward_into = raw_ops(kit_of)
@@ -67,10 +55,11 @@ def programs(arch: str) -> list[Program]:
     """Return the programs to compile for a target: all of them for ``sm_90a``, none for others."""
     # Those of core are for route.
     halves = [dtype for dtype in CODES if dtype != torch.float32] if arch == "sm_90a" else []
+    flags = [(left, continues) for left in (False, True) for continues in (False, True)]
     return [
         *programs_of(arch),
         *(form.program for dtype in halves for form in _forms(dtype)),
-        *(gradient.program(dtype, left=left) for dtype in halves for left in (False, True)),
+        *(gradient.program(dtype, left=left, continues=continues) for dtype in halves for left, continues in flags),
     ]
 
 
