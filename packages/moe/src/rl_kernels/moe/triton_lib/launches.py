@@ -31,16 +31,21 @@ BIAS_COLUMNS = 64
 
 
 class Kit(NamedTuple):
-    """The products of a call and their schedules; the classes of ``grouped`` say what they take."""
+    """The products of a call and their schedules; the classes of ``grouped`` say what they take.
+
+    Unless ``is_sorted``, products of the forward pass take ids in place of the order, and no tiles; rows between them
+    are then routes.
+    """
 
     cuts: Schedules
     gate_up: Callable[..., Any]
     product: Callable[..., Any]
     weight_gradient: Callable[..., Any]
+    is_sorted: bool = True
 
 
-KitOf = Callable[[int, int, torch.dtype, torch.device], Kit]
-"""A function of the numbers of routes and experts, the dtype and the device of a call."""
+KitOf = Callable[[Inputs, bool], Kit]
+"""A function of the inputs of a call, and whether its order is used: for outputs that are kept, or in backward."""
 
 
 def raw_ops(kit_of: KitOf) -> tuple[prepared, ...]:
@@ -51,21 +56,22 @@ def raw_ops(kit_of: KitOf) -> tuple[prepared, ...]:
 
 def _forward(kit_of: KitOf, keeps: bool, *arguments: Any) -> Launches:
     """Return the output ``[T, D]``; with ``keeps`` also ``z[T k, 2F]`` and the order."""
-    hidden, gate_up, down, ids, *_, activation, interleaved = Inputs(*arguments)
+    inputs = Inputs(*arguments)
+    _, gate_up, down, ids, *_, activation, interleaved = inputs
     (count, _, width), (routes, slots) = gate_up.shape, (ids.numel(), ids.shape[1])
-    kit = kit_of(routes, count, hidden.dtype, hidden.device)
+    kit = kit_of(inputs, keeps)
     sort = Sort(ids, count, kit.cuts.gate_up.rows)
     first = kit.gate_up(gate_up, routes, slots, kit.cuts.gate_up, NAMES.index(activation), interleaved, keeps)
     second = kit.product(down, routes, slots, kit.cuts.down, scattered=True)
     combine = _combine(ids, count, width)
     # The routes of a single token need no order: each is a tile.
-    is_alone = len(ids) == 1 and not keeps
+    is_sorted = kit.is_sorted and (keeps or len(ids) != 1)
 
     def launch(*arguments: Any) -> Any:
         hidden, gate_up, down, ids, weights, gate_up_bias, down_bias, shared, *_ = _readable(arguments)
         out = hidden.new_empty(hidden.shape)
         with device_of(hidden):
-            order, tiles = (ids, None) if is_alone else sort(ids)
+            order, tiles = sort(ids) if is_sorted else (ids, None)
             z, h = first(hidden, gate_up, gate_up_bias, order, tiles)
             if routes:
                 combine(second(h, down, down_bias, order, tiles), ids, weights, shared, out)
@@ -83,10 +89,11 @@ def _first_backward(kit_of: KitOf, *arguments: Any) -> Launches:
 
 def _backward(kit_of: KitOf, *arguments: Any) -> Launches:
     """Return the same, and add the gradients of gate_up and down to FP32 buffers where they are given."""
-    hidden, gate_up, down, ids, *_, activation, interleaved = Inputs(*arguments[:COUNT])
+    inputs = Inputs(*arguments[:COUNT])
+    _, gate_up, down, ids, *_, activation, interleaved = inputs
     *_, gate_up_grad, down_grad, _ = arguments
     (count, double, width), (routes, slots) = gate_up.shape, (ids.numel(), ids.shape[1])
-    kit = kit_of(routes, count, hidden.dtype, hidden.device)
+    kit = kit_of(inputs, True)
     cuts = kit.cuts
     sort, list_tiles = Sort(ids, count, cuts.backward.rows), List(routes, count, cuts.backward.rows)
     # Columns as in the forward pass, where one tile has gate and up.

@@ -11,9 +11,10 @@ from rl_kernels.core.cuda.gemm.matmul import Product as MatrixProduct
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.triton_lib.schedule import Schedule
 from rl_kernels.moe.activations import NAMES
-from rl_kernels.moe.backends.cuda_sm90 import gradient
+from rl_kernels.moe.backends.cuda_sm90 import few, gradient
 from rl_kernels.moe.backends.cuda_sm90.gradient import WeightGradient
 from rl_kernels.moe.backends.cuda_sm90.products import CODES, HALVES, NEIGHBORS, ROWS, Form, GateUp, Product
+from rl_kernels.moe.inputs import Inputs
 from rl_kernels.moe.triton_lib import grouped, routing
 from rl_kernels.moe.triton_lib.launches import Kit, raw_ops
 from rl_kernels.moe.triton_lib.schedule import Schedules
@@ -32,6 +33,8 @@ __all__ = [
 
 FEW = 24
 """Largest mean number of an expert's routes for which products are bound by loads, and Triton's tiles are lower."""
+FEWEST = 8
+"""Largest mean number for which the kernel of few routes is used, where nothing is kept for backward."""
 PAIR, WHOLE = Schedule(ROWS, 128, 64, 12, 4), Schedule(ROWS, 256, 64, 12, 4)
 """Tiles of the first product, whose columns are those of the activation, and of all others.
 
@@ -39,10 +42,15 @@ On an H200 tiles of 64 routes whose consumers take turns were slower at all of f
 """
 
 
-def kit_of(routes: int, experts: int, dtype: torch.dtype, device: torch.device) -> Kit:
+def kit_of(inputs: Inputs, is_sorted: bool) -> Kit:
     """Return the products of a call."""
+    routes, experts = inputs.ids.numel(), inputs.gate_up.shape[0]
     if routes <= FEW * experts:
-        return grouped.kit_of(routes, experts, dtype, device)
+        kit = grouped.kit_of(inputs, is_sorted)
+        if is_sorted or routes > FEWEST * experts or not few.reads(inputs):
+            return kit
+        first, second = (partial(one, inputs.ids) for one in (few.GateUp, few.Product))
+        return kit._replace(gate_up=first, product=second, is_sorted=False)
     return Kit(Schedules(PAIR, WHOLE, WHOLE, WHOLE), GateUp, Product, WeightGradient)
 
 
@@ -59,6 +67,7 @@ def programs(arch: str) -> list[Program]:
     return [
         *programs_of(arch),
         *(form.program for dtype in halves for form in _forms(dtype)),
+        *few.programs(halves),
         *(gradient.program(dtype, left=left, continues=continues) for dtype in halves for left, continues in flags),
     ]
 
