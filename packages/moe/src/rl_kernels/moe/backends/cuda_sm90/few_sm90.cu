@@ -6,7 +6,8 @@
 //
 // Order of every sum, which is the contract: one FP32 chain per element over K, 16 terms a step, as in core's product.
 //
-//   segment    up to 16 routes of one expert; their rows of a are in shared memory
+//   segment    up to 16 routes of one expert; of a single token each route is one
+//   phase      segments of a block with up to 16 routes, whose rows of a are in shared memory; most blocks have one phase
 //   unit       16 rows of the expert's weights: 8 of gate and 8 of up with PAIR; the work of a warp
 //   block      units from an equal share of all segments' units; its warps take them in turns
 //   ring       of each warp: STAGES stages of 64 BOXES terms of its unit, which TMA fills across units and segments
@@ -35,8 +36,8 @@ constexpr int WIDTH = PAIR ? ROWS / 2 : ROWS;
 
 struct Shared {
     Barrier full[WARPS * STAGES];
-    // A segment's expert, and its number among the expert's, above 16 bits.
-    int segments[SEGMENTS], counts[EXPERTS], total, live, route[MOST];
+    // A segment's expert; above 16 bits its number among the expert's, or its route of a single token.
+    int segments[SEGMENTS], counts[EXPERTS], total, route[MOST];
     short ids[ROUTES];
 };
 
@@ -70,8 +71,23 @@ __device__ inline int id_of(const Args& p, int route) {
     return id >= 0 && id < p.experts ? static_cast<int>(id) : -1;
 }
 
+__device__ inline bool is_single(const Args& p) { return p.routes == p.slots && p.routes <= WARP; }
+
+// Lists the routes of a single token as segments; by one warp.
+__device__ void list_routes(const Args& p, Shared& s) {
+    const int lane = threadIdx.x, id = lane < p.routes ? id_of(p, lane) : -1;
+    const u32 live = __ballot_sync(ALL, id >= 0);
+    if (id >= 0) s.segments[__popc(live & ((1u << lane) - 1))] = id | lane << 16;
+    if (lane == 0) s.total = __popc(live);
+}
+
 // Lists the segments of all experts.
 __device__ void list_segments(const Args& p, Shared& s) {
+    if (is_single(p)) {
+        if (threadIdx.x < WARP) list_routes(p, s);
+        __syncthreads();
+        return;
+    }
     for (int i = threadIdx.x; i < p.experts; i += THREADS) s.counts[i] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < p.routes; i += THREADS) {
@@ -99,25 +115,34 @@ __device__ void list_segments(const Args& p, Shared& s) {
     __syncthreads();
 }
 
+// The number of routes of a segment.
+__device__ inline int live_of(const Args& p, const Shared& s, int segment) {
+    const int one = s.segments[segment];
+    return is_single(p) ? 1 : min(MOST, s.counts[one & 0xffff] - (one >> 16) * MOST);
+}
+
 // Collects the routes of a segment, by one warp.
-__device__ void collect(const Args& p, Shared& s, int segment) {
-    const int expert = segment & 0xffff, first = (segment >> 16) * MOST, lane = threadIdx.x;
-    int count = -first;
+__device__ void collect(const Args& p, const Shared& s, int segment, int* routes) {
+    const int expert = segment & 0xffff, lane = threadIdx.x % WARP;
+    if (is_single(p)) {
+        if (lane == 0) routes[0] = segment >> 16;
+        return;
+    }
+    int count = -(segment >> 16) * MOST;
     for (int begin = 0; begin < p.routes && count < MOST; begin += WARP) {
         const int route = begin + lane;
         const bool is_own = route < p.routes && s.ids[route] == expert;
         const u32 all = __ballot_sync(ALL, is_own);
         const int place = count + __popc(all & ((1u << lane) - 1));
-        if (is_own && place >= 0 && place < MOST) s.route[place] = route;
+        if (is_own && place >= 0 && place < MOST) routes[place] = route;
         count += __popc(all);
     }
-    if (lane == 0) s.live = min(count, MOST);
 }
 
-// Copies the rows of a segment's routes; terms beyond K up to a whole step are 0.
-__device__ void copy_rows(const Args& p, const Shared& s, char* rows, int stride) {
-    const int chunks = (p.inner + STEP_K - 1) / STEP_K * STEP_K / PER_CHUNK<Number>, end = s.live * chunks;
-    for (int i = threadIdx.x; i < end; i += THREADS) {
+// Copies the rows of a phase's routes; terms beyond K up to a whole step are 0.
+__device__ void copy_rows(const Args& p, const Shared& s, int count, char* rows, int stride) {
+    const int chunks = (p.inner + STEP_K - 1) / STEP_K * STEP_K / PER_CHUNK<Number>;
+    for (int i = threadIdx.x; i < count * chunks; i += THREADS) {
         const int row = i / chunks, chunk = i % chunks;
         const int from = GATHERED ? s.route[row] / p.slots : s.route[row];
         const bool is_beyond = chunk * PER_CHUNK<Number> >= p.inner;
@@ -150,12 +175,14 @@ struct Loader {
     }
 };
 
-// Adds a unit's chains to d: PARTS times 8 routes.
+// Adds a unit's chains to d: PARTS times 8 routes from row `first` on. Rows beyond the `room` of the block, whose sums are
+// not stored, are the last one.
 template <int PARTS>
-__device__ void multiply_unit(const Args& p, Loader& loader, Slot<STAGES>& slot, u32 rows, int stride, float (&d)[2][4]) {
+__device__ void multiply_unit(const Args& p, Loader& loader, Slot<STAGES>& slot, u32 rows, int first, int room, int stride,
+                              float (&d)[2][4]) {
     const int lane = threadIdx.x % WARP, row = lane % 16;
     const u32 left = row * SWIZZLE, flip = row % 8;
-    const u32 right = rows + (lane % 8 + lane / 16 * 8) * stride + lane / 8 % 2 * CHUNK;
+    const u32 right = rows + min(first + lane % 8 + lane / 16 * 8, room - 1) * stride + lane / 8 % 2 * CHUNK;
     for (int k = 0; k < p.inner; k += BOXES * SPAN, slot.advance()) {
         loader.full[slot.stage].wait(slot.parity);
         const u32 stage = shared_address(loader.ring + slot.stage * STAGE) + left;
@@ -185,7 +212,7 @@ __device__ void multiply_unit(const Args& p, Loader& loader, Slot<STAGES>& slot,
 __device__ inline void store(void* out, i64 at, float x) { Number::write(static_cast<char*>(out) + at * Number::SIZE, x); }
 
 // Adds the bias to a unit's sums of 8 routes, and stores them or their activation.
-__device__ void finish(const Args& p, const Shared& s, int expert, int first, int part, float (&d)[4]) {
+__device__ void finish(const Args& p, const int* routes, int live, int expert, int first, int part, float (&d)[4]) {
     const int lane = threadIdx.x % WARP, row = first + lane / 4, column = part * 8 + lane % 4 * 2;
     const int other = PAIR ? row + p.columns : row + 8;
     if (row >= p.columns) return;
@@ -203,8 +230,8 @@ __device__ void finish(const Args& p, const Shared& s, int expert, int first, in
 #endif
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        if (column + i >= s.live) continue;
-        const i64 at = static_cast<i64>(s.route[column + i]) * p.columns;
+        if (column + i >= live) continue;
+        const i64 at = static_cast<i64>(routes[column + i]) * p.columns;
         store(p.out, at + row, high[i]);
         if (!PAIR && has_other) store(p.out, at + other, low[i]);
     }
@@ -241,24 +268,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few(const __grid_consta
         wait_for_prerequisites();
         launch_dependents();
     }
+    const int room = p.routes <= MOST / 2 ? MOST / 2 : MOST;
     Slot<STAGES> slot;
     int unit = begin + warp;
-    for (int segment = begin / tiles; segment * tiles < end; ++segment) {
+    for (int first = begin / tiles, after; first * tiles < end; first = after) {
+        // All threads find the same phase.
+        int count = 0;
+        for (after = first; after * tiles < end; ++after) {
+            const int live = live_of(p, s, after);
+            if (count + live > MOST) break;
+            count += live;
+        }
         __syncthreads();
-        if (threadIdx.x < WARP) collect(p, s, s.segments[segment]);
+        for (int segment = first, row = 0; segment < after; row += live_of(p, s, segment), ++segment)
+            if ((segment - first) % WARPS == warp) collect(p, s, s.segments[segment], s.route + row);
         __syncthreads();
-        copy_rows(p, s, rows, stride);
+        copy_rows(p, s, count, rows, stride);
         __syncthreads();
-        const int expert = s.segments[segment] & 0xffff, last = min(end, (segment + 1) * tiles);
-        for (; unit < last; unit += WARPS) {
+        int segment = first, row = 0;
+        for (; unit < min(end, after * tiles); unit += WARPS) {
+            for (; segment < unit / tiles; ++segment) row += live_of(p, s, segment);
+            const int live = live_of(p, s, segment), expert = s.segments[segment] & 0xffff;
             float d[2][4] = {};
-            if (s.live > 8)
-                multiply_unit<2>(p, loader, slot, shared_address(rows), stride, d);
+            if (live > 8)
+                multiply_unit<2>(p, loader, slot, shared_address(rows), row, room, stride, d);
             else
-                multiply_unit<1>(p, loader, slot, shared_address(rows), stride, d);
+                multiply_unit<1>(p, loader, slot, shared_address(rows), row, room, stride, d);
 #pragma unroll
             for (int part = 0; part < 2; ++part)
-                if (part * 8 < s.live) finish(p, s, expert, unit % tiles * WIDTH, part, d[part]);
+                if (part * 8 < live) finish(p, s.route + row, live, expert, unit % tiles * WIDTH, part, d[part]);
         }
     }
 }
