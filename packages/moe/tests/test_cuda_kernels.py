@@ -40,7 +40,8 @@ KERNELS = {
     ),
     "few_sm90.cu": (
         Bug("an expert's first routes again", "(segment >> 16) * MOST", "(segment >> 16) * 0"),
-        Bug("a block's last segment is left out", "segment * tiles < end", "(segment + 1) * tiles < end"),
+        Bug("a block's last segment is left out", "; first * tiles < end", "; (first + 1) * tiles < end"),
+        Bug("rows of a block's first expert", "++segment) row += live_of", "++segment) row += 0 * live_of"),
         Bug("rows of other tokens", "s.route[row] / p.slots :", "s.route[row] / p.slots / 2 :"),
         Bug("eight routes for the next eight", "multiply(d[1], a, b[2], b[3])", "multiply(d[1], a, b[0], b[1])"),
         Bug("gate's bias for up", "PAIR ? row + p.columns : row + 8", "row + 8"),
