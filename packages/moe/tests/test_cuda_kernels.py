@@ -40,12 +40,11 @@ KERNELS = {
     ),
     "few_sm90.cu": (
         Bug("an expert's first routes again", "(segment >> 16) * MOST", "(segment >> 16) * 0"),
-        Bug("a block's last segment is left out", "; first * tiles < end", "; (first + 1) * tiles < end"),
         Bug("rows of a block's first expert", "++segment) row += live_of", "++segment) row += 0 * live_of"),
         Bug("rows of other tokens", "s.route[row] / p.slots :", "s.route[row] / p.slots / 2 :"),
         Bug("eight routes for the next eight", "multiply(d[1], a, b[2], b[3])", "multiply(d[1], a, b[0], b[1])"),
         Bug("gate's bias for up", "PAIR ? row + p.columns : row + 8", "row + 8"),
-        Bug("units of another warp", "k = 0, unit += WARPS;", "k = 0, unit += WARPS + 1;"),
+        Bug("weights of the next unit", "row = unit % tiles * WIDTH;", "row = (unit + 1) % tiles * WIDTH;"),
     ),
     "activation.cuh": (Bug("up without its bounds", "copysignf(fminf(fabsf(up[i]), LIMIT), up[i])", "up[i]"),),
 }
