@@ -42,7 +42,7 @@ KERNELS = {
         Bug("an expert's first routes again", "(segment >> 16) * MOST", "(segment >> 16) * 0"),
         Bug("rows of a block's first expert", "++segment) row += live_of", "++segment) row += 0 * live_of"),
         Bug("rows of other tokens", "s.route[row] / p.slots :", "s.route[row] / p.slots / 2 :"),
-        Bug("eight routes for the next eight", "multiply(d[1], a, b[2], b[3])", "multiply(d[1], a, b[0], b[1])"),
+        Bug("eight routes for the next eight", "(d[1], a, b[2], b[3])", "(d[1], a, b[0], b[1])"),
         Bug("gate's bias for up", "PAIR ? row + p.columns : row + 8", "row + 8"),
         Bug("weights of the next unit", "row = unit % tiles * WIDTH;", "row = (unit + 1) % tiles * WIDTH;"),
     ),

@@ -14,6 +14,8 @@
 //
 // Defines: DTYPE 1 BF16, 2 FP16; PAIR: 0 or 1: rows of gate, then those of up; ACTIVATION is read only with PAIR; GATHERED:
 // rows of a are tokens, else routes; WIDE_IDS: ids are 64-bit; WARPS, STAGES, BOXES.
+#include <rl_kernels/warp_mma.cuh>
+
 #include "activation.cuh"
 #include "rows.cuh"
 
@@ -40,27 +42,6 @@ struct Shared {
     int segments[SEGMENTS], counts[EXPERTS], total, route[MOST];
     short ids[ROUTES];
 };
-
-// Four 8 x 8 matrices of 16-bit numbers, or the first two: lane l gives the address of row l % 8 of matrix l / 8.
-__device__ inline void load_matrices(u32 (&word)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
-                 : "r"(at));
-}
-__device__ inline void load_matrices(u32 (&word)[2], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(word[0]), "=r"(word[1]) : "r"(at));
-}
-
-// d += a b: 16 x 16 by 16 x 8.
-__device__ inline void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-#if DTYPE == 1
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-#else
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-#endif
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 __device__ inline int id_of(const Args& p, int route) {
 #if WIDE_IDS
@@ -195,12 +176,12 @@ __device__ void multiply_unit(const Args& p, Loader& loader, Slot<STAGES>& slot,
             if constexpr (PARTS == 2) {
                 u32 b[4];
                 load_matrices(b, right + (k + step) * Number::SIZE);
-                multiply(d[0], a, b[0], b[1]);
-                multiply(d[1], a, b[2], b[3]);
+                add_product<Number>(d[0], a, b[0], b[1]);
+                add_product<Number>(d[1], a, b[2], b[3]);
             } else {
                 u32 b[2];
                 load_matrices(b, right + (k + step) * Number::SIZE);
-                multiply(d[0], a, b[0], b[1]);
+                add_product<Number>(d[0], a, b[0], b[1]);
             }
         }
         fence_copies();
