@@ -64,8 +64,8 @@ def _forward(kit_of: KitOf, keeps: bool, *arguments: Any) -> Launches:
     first = kit.gate_up(gate_up, routes, slots, kit.cuts.gate_up, NAMES.index(activation), interleaved, keeps)
     second = kit.product(down, routes, slots, kit.cuts.down, scattered=True)
     combine = _combine(ids, count, width)
-    # The routes of a single token need no order: each is a tile.
-    is_sorted = kit.is_sorted and (keeps or len(ids) != 1)
+    # The routes of a single token need no order: each is a tile, of which there are as many as experts.
+    is_sorted = kit.is_sorted and (keeps or len(ids) != 1 or slots > count)
 
     def launch(*arguments: Any) -> Any:
         hidden, gate_up, down, ids, weights, gate_up_bias, down_bias, shared, *_ = _readable(arguments)

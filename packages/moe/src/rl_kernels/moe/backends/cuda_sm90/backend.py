@@ -11,7 +11,7 @@ from rl_kernels.core.cuda.gemm.matmul import Product as MatrixProduct
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.triton_lib.schedule import Schedule
 from rl_kernels.moe.activations import NAMES
-from rl_kernels.moe.backends.cuda_sm90 import few, gradient
+from rl_kernels.moe.backends.cuda_sm90 import gradient, token
 from rl_kernels.moe.backends.cuda_sm90.gradient import WeightGradient
 from rl_kernels.moe.backends.cuda_sm90.products import CODES, HALVES, NEIGHBORS, ROWS, Form, GateUp, Product
 from rl_kernels.moe.inputs import Inputs
@@ -33,8 +33,6 @@ __all__ = [
 
 FEW = 24
 """Largest mean number of an expert's routes for which products are bound by loads, and Triton's tiles are lower."""
-FEWEST = 8
-"""Largest mean number for which the kernel of few routes is used, where nothing is kept for backward."""
 PAIR, WHOLE = Schedule(ROWS, 128, 64, 12, 4), Schedule(ROWS, 256, 64, 12, 4)
 """Tiles of the first product, whose columns are those of the activation, and of all others.
 
@@ -47,9 +45,9 @@ def kit_of(inputs: Inputs, is_sorted: bool) -> Kit:
     routes, experts = inputs.ids.numel(), inputs.gate_up.shape[0]
     if routes <= FEW * experts:
         kit = grouped.kit_of(inputs, is_sorted)
-        if is_sorted or routes > FEWEST * experts or not few.reads(inputs):
+        if is_sorted or not token.reads(inputs):
             return kit
-        first, second = (partial(one, inputs.ids) for one in (few.GateUp, few.Product))
+        first, second = (partial(one, inputs.ids) for one in (token.GateUp, token.Product))
         return kit._replace(gate_up=first, product=second, is_sorted=False)
     return Kit(Schedules(PAIR, WHOLE, WHOLE, WHOLE), GateUp, Product, WeightGradient)
 
@@ -67,7 +65,7 @@ def programs(arch: str) -> list[Program]:
     return [
         *programs_of(arch),
         *(form.program for dtype in halves for form in _forms(dtype)),
-        *few.programs(halves),
+        *token.programs(halves),
         *(gradient.program(dtype, left=left, continues=continues) for dtype in halves for left, continues in flags),
     ]
 

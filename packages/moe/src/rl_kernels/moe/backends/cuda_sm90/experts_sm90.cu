@@ -18,7 +18,7 @@
 // Defines: DTYPE 1 BF16, 2 FP16; OUT: type of out, 0 FP32, 1 BF16, 2 FP16; TILE_N: columns of b; STAGES; B_MAJOR:
 // 0 terms of K contiguous, 1 columns contiguous; GATHERED, SCATTERED: rows of a are tokens, rows of out are routes; PAIR:
 // 0 none, 1 HALVES: the first half of a tile's columns is gate, the second up; 2 NEIGHBORS: they alternate; ACTIVATION and
-// KEEPS (columns of b are stored too) are read only with PAIR; LAG: stages by which the second consumer is behind.
+// KEEPS (columns of b are stored too) are read only with PAIR.
 #include "activation.cuh"
 #include "rows.cuh"
 
@@ -259,12 +259,10 @@ __device__ void store(const Args& p, Mine& mine, const Tile& tile, const Sums& d
 __device__ void consume(const Args& p, const Ring& ring) {
     Mine mine(ring);
     const int stages = Ring::stages_of(p.inner);
-    Turns turns(ring.turns, mine.group);
     Ring::Slot slot;
     for (Walk walk(p); !walk.done(); walk.advance()) {
         const Tile tile = walk.tile;
         walk.read_ahead();
-        if (LAG) turns.follow();
         if (mine.idles(tile)) {
             ring.leave(slot, stages);
             continue;
@@ -273,7 +271,7 @@ __device__ void consume(const Args& p, const Ring& ring) {
         Sums d;
 #pragma unroll
         for (int i = 0; i < TILE_N / 2; ++i) d[i] = 0.0f;
-        ring.mainloop<false, GATHERED, LAG>(slot, stages, mine.group, turns, d);
+        ring.mainloop<false, GATHERED>(slot, stages, mine.group, Turns(ring.turns, mine.group), d);
         if (p.bias) add_bias(p, mine, tile, d);
         store(p, mine, tile, d);
     }

@@ -63,7 +63,7 @@ class WeightGradient:
         in_order = tensor_map(ordered, (BOX, BOX), swizzle=SWIZZLE)
         pointers = [x.data_ptr() for x in (left, right, out)]
         rest = (routes.data_ptr(), bounds.data_ptr())
-        self._kernel.start(*self._sizes, products.PDL, (in_order, *pointers, *self._strides, *rest, *self._numbers))
+        self._kernel.start(*self._sizes, False, (in_order, *pointers, *self._strides, *rest, *self._numbers))
 
 
 def program(dtype: torch.dtype, *, left: bool, continues: bool) -> Program:
@@ -74,6 +74,5 @@ def program(dtype: torch.dtype, *, left: bool, continues: bool) -> Program:
         "STAGES": STAGES,
         "LEFT": int(left),
         "CONTINUES": int(continues),
-        "LAG": products.LAG,
     }
     return Program(products.PACKAGE, "gradient_sm90.cu", "sm_90a", tuple(numbers.items()))

@@ -10,8 +10,7 @@
 //   operands   rows of one are tokens, which the producer's threads copy; rows of the other are in the order of routes: TMA
 //              copies them but for an expert's last ones, behind which the threads write zeros
 //
-// Defines: DTYPE 1 BF16, 2 FP16; TILE_N; STAGES; LEFT: rows of left are tokens, else those of right; CONTINUES;
-// LAG: stages by which the second consumer is behind.
+// Defines: DTYPE 1 BF16, 2 FP16; TILE_N; STAGES; LEFT: rows of left are tokens, else those of right; CONTINUES.
 #include "rows.cuh"
 
 using namespace rlk;
@@ -186,7 +185,6 @@ __device__ void exchange(const Args& p, const Tile& tile, int group, Sums& d) {
 __device__ void consume(const Args& p, const Ring& ring) {
     const int group = warp_index() / WARPS_OF_GROUP - 1;
     Stores stores(ring.end() + group * 2 * PIECE, 1 + group);
-    Turns turns(ring.turns, group);
     Ring::Slot slot;
     for (Walk walk(p); !walk.done(); walk.advance()) {
         const Tile tile = walk.tile;
@@ -196,8 +194,7 @@ __device__ void consume(const Args& p, const Ring& ring) {
 #pragma unroll
         for (int i = 0; i < TILE_N / 2; ++i) d[i] = 0.0f;
         if constexpr (CONTINUES) exchange<false>(p, tile, group, d);
-        if (LAG) turns.follow();
-        ring.mainloop<false, true, LAG>(slot, tile.stages(), group, turns, d);
+        ring.mainloop<false, true>(slot, tile.stages(), group, Turns(ring.turns, group), d);
         if constexpr (CONTINUES) {
             exchange<true>(p, tile, group, d);
         } else {

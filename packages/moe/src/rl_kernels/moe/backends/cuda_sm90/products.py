@@ -27,12 +27,8 @@ BOX, ROWS, SWIZZLE = 64, 128, 128
 """Terms of K in a stage, routes of a tile, bytes of a row of a box."""
 THREADS = 384
 """Threads of a block."""
-LAG = 0
-"""Stages by which the second consumer of a block is behind the first, whose epilogue then runs beside its products."""
 SHARED = 227 * 1024 - 1024
 """Bytes of dynamic shared memory that a block may have, less barriers."""
-PDL = False
-"""Whether a block may start while the kernel before still runs."""
 MOST_MAPS = 1024
 """Number of tensor maps of an operand at which they are forgotten."""
 
@@ -83,7 +79,6 @@ class Form(NamedTuple):
             "PAIR": self.pair,
             "ACTIVATION": self.activation,
             "KEEPS": int(self.keeps),
-            "LAG": LAG,
         }
         return Program(PACKAGE, "experts_sm90.cu", "sm_90a", tuple(numbers.items()))
 
@@ -222,4 +217,4 @@ class _Launch:
         a, b = readable(a, not a.data_ptr() % ALIGNED), weights.readable(b)
         a_map = NO_MAP if self.form.gathered else tensor_map(a, (ROWS, BOX), swizzle=SWIZZLE)
         pointers = [0 if x is None else x.data_ptr() for x in (a, bias, out, z, routes, tiles)]
-        self._kernel.start(*self._sizes, PDL, (a_map, weights.map_of(b), *pointers, *self._numbers))
+        self._kernel.start(*self._sizes, False, (a_map, weights.map_of(b), *pointers, *self._numbers))

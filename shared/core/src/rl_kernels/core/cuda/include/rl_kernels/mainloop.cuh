@@ -54,11 +54,6 @@ struct Turns {
         barriers[group].wait(parity);
         parity ^= 1;
     }
-    // The second of two consumers follows the first by some stages, in place of `wait`: at most one tile is begun ahead.
-    __device__ void follow() {
-        wait();
-        if (group) pass();
-    }
     // After the last stage of a tile was full. All earlier phases of the ring are then complete, so the next consumer
     // may wait for its own stages.
     __device__ void pass() const {
@@ -220,20 +215,15 @@ struct RingOf {
 
     // Consumer: adds the chain of a tile's `count` stages to d. A stage is released when its products are done, while
     // those of the next stage are in flight. TURNS: called in this consumer's turn, which it passes on. FENCED: threads
-    // have copied into the stages, not TMA alone. BEHIND: consumer 0 passes the turn after so many stages, so that the next
-    // one (Turns::follow) stays behind, and the epilogue of one runs beside the products of the other.
-    template <bool TURNS, bool FENCED = false, int BEHIND = 0, int COUNT>
+    // have copied into the stages, not TMA alone.
+    template <bool TURNS, bool FENCED = false, int COUNT>
     __device__ void mainloop(Slot& slot, int count, int part, const Turns& turns, float (&d)[COUNT]) const {
         int before = 0;
-        if constexpr (BEHIND > 0)
-            if (count == 0 && turns.group == 0) turns.pass();
 #pragma unroll 1
         for (int i = 0; i < count; ++i, slot.advance()) {
             full[slot.stage].wait(slot.parity);
             if constexpr (FENCED) fence_copies();
             multiply(slot.stage, part, d);
-            if constexpr (BEHIND > 0)
-                if (turns.group == 0 && i + 1 == min(BEHIND, count)) turns.pass();
             products_done<1>();
             if (i) give_back(empty[before]);
             before = slot.stage;
