@@ -51,7 +51,7 @@ def reads(inputs: Inputs) -> bool:
 
 
 def _row(k: int) -> int:
-    """Return the bytes of one of them, with padding against bank conflicts."""
+    """Return the bytes of a row of K numbers in shared memory, padded against bank conflicts."""
     return -(-k // STEP) * STEP * 2 + ALIGNED
 
 
