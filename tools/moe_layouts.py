@@ -4,7 +4,8 @@ A pool of tokens is computed one token at a time: ids, weights, output, and the 
 puts some of them into a batch: packed or padded, among neighbors that choose their own experts or all the same, whole,
 in chunks, token by token or a few at a time, as a decoder would; with gradients where the batch is whole. Counted are
 tokens with any other bit than alone: for rl-kernels, and as a control for stock operators, which are a linear router,
-softmax, `torch.topk`, and the experts of transformers (on a CPU those of its eager modules).
+softmax, `torch.topk`, and the experts of transformers (on a CPU those of its eager modules). Stock routers multiply in
+the dtype of the model, as Qwen3-MoE's does, or in FP32, as those of DeepSeek-V3 and GLM-4.5 do.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +25,12 @@ from rl_kernels.moe import experts, route
 from rl_kernels.moe.spec.bench import eager, grouped
 
 PACKAGES = ("rl-kernels-core", "rl-kernels-moe")
-FULL, SMALL = (2048, 768, 128, 8, 192, 4096), (64, 24, 16, 4, 12, 96)
-"""D, F, E, k, tokens of the pool, most tokens of a batch: of Qwen3-30B-A3B, and for a CPU."""
+FULL, SMALL = (4096, 1408, 128, 8, 192, 4096), (64, 24, 16, 4, 12, 96)
+"""D, F, E, k, tokens of the pool, most tokens of a batch: of GLM-4.5-Air, and for a CPU.
+
+On an H200 cuBLAS multiplies BF16 rows of 2048 by 128 alike in all batches, those of 4096 with another kernel from 1,000
+rows on, so with the widths of Qwen3-30B-A3B the stock layer is no control.
+"""
 CUTS = ("whole", "chunks", "few", "one")
 COUNTED = ("experts", "weights", "output", "gradient")
 Results = tuple[torch.Tensor, ...]
@@ -55,9 +61,9 @@ def ours(w: Weights, hidden: torch.Tensor) -> Results:
     return routes.ids, routes.weights, experts(hidden, w.gate_up, w.down, routes.ids, routes.weights)
 
 
-def stock(w: Weights, hidden: torch.Tensor) -> Results:
-    """Return those of the operators that transformers calls."""
-    scores = F.linear(hidden, w.router).float().softmax(-1)
+def stock(w: Weights, hidden: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> Results:
+    """Return those of the operators that transformers calls, with a router that multiplies in ``dtype``."""
+    scores = F.linear(hidden.to(dtype), w.router.to(dtype)).float().softmax(-1)
     weights, ids = torch.topk(scores, w.slots, dim=-1)
     weights = (weights / weights.sum(-1, keepdim=True)).to(hidden.dtype)
     layer = grouped() if hidden.is_cuda else eager
@@ -142,7 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts: dict[str, Any] = {}
     keys = ("tokens", "gradients", *COUNTED)
     print(f"{args.layouts} layouts; tokens that differ from themselves alone:")
-    for name, layer in (("rl-kernels", ours), ("stock", stock)):
+    stock_in_fp32 = partial(stock, dtype=torch.float32)
+    for name, layer in (("rl-kernels", ours), ("stock", stock), ("stock, router in FP32", stock_in_fp32)):
         counted = measured(lambda x, layer=layer: layer(weights, x), pool, upstream, args.layouts, most)
         counts[name] = counted
         print(f"{name}:", ", ".join(f"{counted[key]} {key}" for key in keys), flush=True)

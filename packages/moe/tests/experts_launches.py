@@ -217,20 +217,21 @@ def check(module: str, call: dict) -> None:
     grad, tensors, biases, shared = operands(**call)
     form = call.get("activation", "silu"), call.get("interleaved", False)
     near = partial(torch.testing.assert_close, rtol=2e-2, atol=4e-2)
-    out, z, order = backend.forward_kept(*tensors, *biases, shared, *form)
-    expected = native.forward_kept(*tensors, *biases, shared, *form)
+    inputs = (*tensors, *biases, shared, *form)
+    out, z, order = backend.forward_kept(*inputs)
+    expected = native.forward_kept(*inputs)
     assert torch.equal(order, expected[2])
     end = order[-1]
     near(out, expected[0])
     near(z[:end], expected[1][:end])
-    assert torch.equal(backend.forward(*tensors, *biases, shared, *form), out)
+    assert torch.equal(backend.forward(*inputs), out)
     needs = [True, True, True, True, *(bias is not None for bias in biases)]
-    expected = native.backward(grad, *tensors, *biases, z.nan_to_num(), order, *form, needs)
+    expected = native.backward(*inputs, grad, z.nan_to_num(), order, needs)
     for kept in ((z, order), (None, None)):
-        for value, other in zip(backend.backward(grad, *tensors, *biases, *kept, *form, needs), expected, strict=True):
+        for value, other in zip(backend.backward(*inputs, grad, *kept, needs), expected, strict=True):
             near(value, other)
     buffers = [torch.ones(*x.shape[:2], 2 * x.shape[2])[..., ::2] for x in tensors[1:3]]
     needs[2:4] = False, False
-    backend.backward_into(grad, *tensors, *biases, z, order, *form, *buffers, needs)
+    backend.backward_into(*inputs, grad, z, order, *buffers, needs)
     for buffer, other in zip(buffers, expected[2:4], strict=True):
         near(buffer, 1 + other.float())

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from experts_launches import STAND_INS, check
 
 PACKAGE = "rl_kernels.moe.backends.cuda_sm90"
-MODULES = tuple(f"{PACKAGE}.{name}" for name in ("products", "gradient", "backend"))
+MODULES = tuple(f"{PACKAGE}.{name}" for name in ("products", "token", "gradient", "backend"))
 PROCESSORS = 5
 DTYPES = {0: torch.float32, 1: torch.bfloat16, 2: torch.float16}
 BUGS = (
@@ -34,8 +34,11 @@ BUGS = (
     Bug("a weight that TMA cannot read is not copied", "readable(b, self._fits)", "readable(b, True)"),
     Bug("an operand at an odd address is not copied", "readable(a, not a.data_ptr() % ALIGNED)", "readable(a, True)"),
     Bug("stages beyond the room", "(SHARED - self._fixed) // self._stage", "1 + (SHARED - self._fixed) // self._stage"),
-    Bug("a buffer's chain begins anew", "if buffer is None:\n", "if True:\n"),
-    Bug("rows of the wrong operand are tokens", "left=left_gathered)", "left=right_gathered)"),
+    Bug("buffer's strides left out", "if buffer is None else buffer.stride()", "if True else buffer.stride()"),
+    Bug("a token's rows do not fit", "RING.size + MOST * _row(k)\n", "RING.size\n"),
+    Bug("a token's routes are sorted", "is_sorted=False)", "is_sorted=True)"),
+    Bug("a token's activation is left out", "(b, ids, True, activation)", "(b, ids, True)"),
+    Bug("rows of the wrong operand are tokens", "left=left_gathered,", "left=right_gathered,"),
 )
 FAILURES = (AssertionError, RuntimeError, ValueError, IndexError)
 Plant = Callable[[], AbstractContextManager[None]]
@@ -100,6 +103,9 @@ def gradient(launch: Launch) -> None:
     assert launch["map"].box == (64, 64)
     assert launch["map"].tensor.shape[1] == (k if constants["LEFT"] else n)
     bounds, routes, out = launch["bounds"].tolist(), launch["routes"], launch["out"]
+    if constants["CONTINUES"]:
+        strides = (launch["out_expert"], launch["out_row"], launch["out_column"])
+        out = out.as_strided((count, n, k), strides, out.storage_offset())
     assert out.shape == (count, n, k)
     for expert in range(count):
         at = torch.arange(bounds[expert], bounds[expert + 1])
@@ -107,7 +113,33 @@ def gradient(launch: Launch) -> None:
         left, right = launch["left"], launch["right"]
         left = left[tokens] if constants["LEFT"] else left[at]
         right = right[at] if constants["LEFT"] else right[tokens]
-        out[expert] = (left.double().t() @ right.double()).to(out.dtype)
+        out[expert] = (left.double().t() @ right.double() + (out[expert] if constants["CONTINUES"] else 0)).to(
+            out.dtype
+        )
+
+
+def token(launch: Launch) -> None:
+    """Compute the products of a token's routes, in FP64 as the stand-ins of Triton do."""
+    constants, count, columns, inner = launch.constants, launch["experts"], launch["columns"], launch["inner"]
+    parts, ids, left, out = 1 + constants["PAIR"], launch["ids"], launch["a"], launch["out"]
+    assert launch.grid == (PROCESSORS, 1, 1)
+    assert launch.block == 32 * constants["WARPS"]
+    ring = constants["WARPS"] * constants["STAGES"] * constants["BOXES"] * 16 * 128
+    assert 1024 + ring + 8 * (-(-inner // 16) * 32 + 16) <= launch.shared <= 226 * 1024
+    assert (launch["map"].box, launch["map"].swizzle) == ((1, parts, 16 // parts, 64), 128)
+    assert launch["map"].tensor.shape == (count, parts, columns, inner)
+    assert constants["WIDE_IDS"] == (ids.dtype == torch.int64)
+    assert not left.data_ptr() % 16
+    assert launch["routes"] == ids.numel() == len(out) <= 8
+    b = launch["map"].tensor.reshape(count, parts * columns, inner)
+    for route, expert in enumerate(ids.flatten().tolist()):
+        if not 0 <= expert < count:
+            continue
+        sums = b[expert].double() @ left[0 if constants["PAIR"] else route].double()
+        if launch["bias"] is not None:
+            sums += launch["bias"][expert].double()
+        sums = sums.to(out.dtype)
+        out[route] = activate(*split(sums, False), NAMES[constants["ACTIVATION"]]) if constants["PAIR"] else sums
 
 
 CALLS = (
@@ -117,11 +149,14 @@ CALLS = (
     dict(tokens=400, width=72, inner=136, experts=4, slots=2, interleaved=True, activation="clamped_swiglu"),
     dict(tokens=400, width=40, inner=24, experts=2, slots=2, biases=True, activation="gelu_tanh", layout="odd"),
     dict(tokens=5, width=40, inner=24, experts=2, slots=2),
+    dict(tokens=1, width=64, inner=136, experts=9, slots=4, biases=True, activation="gelu_tanh", dtype=torch.float16),
+    dict(tokens=1, width=2048, inner=72, experts=3, slots=8, biases=True, activation="clamped_swiglu"),
+    dict(tokens=1, width=64, inner=40, experts=3, slots=9),
 )
 
 
 def check_all(plant: Plant = nullcontext) -> None:
-    recorder = Recorder({"experts": experts, "gradient": gradient}, processors=PROCESSORS)
+    recorder = Recorder({"experts": experts, "gradient": gradient, "token": token}, processors=PROCESSORS)
     for call in CALLS:
         with TritonRecorder(STAND_INS, arch="sm90").pretended(), plant(), recorder.watching(*MODULES), poisoned_empty():
             check(f"{PACKAGE}.backend", call)

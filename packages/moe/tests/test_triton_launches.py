@@ -34,6 +34,7 @@ Plant = Callable[[], AbstractContextManager[None]]
 
 CALLS = (
     dict(tokens=1, width=64, inner=48, experts=8, slots=4),
+    dict(tokens=1, width=64, inner=40, experts=3, slots=9),
     dict(tokens=1100, width=32, inner=40, experts=3, slots=2, layout="transposed", biases=True),
     dict(tokens=50, width=128, inner=64, experts=4, slots=3, layout="transposed", interleaved=True),
     dict(tokens=40, width=30, inner=9, experts=2, slots=1, biases=True, activation="gelu_tanh"),

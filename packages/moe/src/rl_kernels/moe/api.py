@@ -172,21 +172,20 @@ def experts(
     # hidden has the autocast dtype by now: it stands for a shared[T, D] that is not there.
     last, down, down_bias = autocast_linear(hidden if shared is None else shared, down, down_bias)
     shared = None if shared is None else last
-    inputs = (hidden, gate_up, down, weights, gate_up_bias, down_bias, shared)
-    needs_grad = torch.is_grad_enabled() and any([x is not None and getattr(x, "requires_grad", False) for x in inputs])
+    tensors = (hidden, gate_up, down, ids, weights, gate_up_bias, down_bias, shared)
+    needs_grad = torch.is_grad_enabled() and any([getattr(x, "requires_grad", False) for x in tensors])
     check.flag("recompute", recompute)
     keeps = needs_grad and not recompute
-    form = (gate_up_bias, down_bias, shared, activation, interleaved)
-    ready = prepare_experts(hidden, gate_up, down, ids, weights, *form, transposed, keeps, backend)
+    ready = prepare_experts(*tensors, activation, interleaved, transposed, keeps, backend)
     check_ids(ids, gate_up.shape[0] + 1, validate)
-    no_lost_derivatives("experts", *inputs)
+    no_lost_derivatives("experts", *tensors)
     if transposed:
-        gate_up, down = gate_up.mT, down.mT
+        tensors = (hidden, gate_up.mT, down.mT, *tensors[3:])
     if not needs_grad:
-        out: torch.Tensor = ops["forward"].call(ready, hidden, gate_up, down, ids, weights, *form)
+        out: torch.Tensor = ops["forward"].call(ready, *tensors, activation, interleaved)
         return out
     settings = Settings(ready, activation, interleaved, recompute, (buffers[0], buffers[1]))
-    out = apply_of(Experts, ready)(hidden, gate_up, down, weights, gate_up_bias, down_bias, shared, ids, settings)
+    out = apply_of(Experts, ready)(*tensors, settings)
     for name, value, buffer in (("gate_up", first, buffers[0]), ("down", second, buffers[1])):
         if buffer is not None and value.requires_grad:
             fold_grad_into_main_grad(name, value, out)

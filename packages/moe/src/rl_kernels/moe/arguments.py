@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,26 +11,21 @@ from rl_kernels.core.calls import Ready
 from rl_kernels.core.dispatch import choose, remembered
 from rl_kernels.moe.activations import NAMES
 from rl_kernels.moe.choice import SCORINGS
+from rl_kernels.moe.inputs import COUNT, Inputs
 from rl_kernels.moe.op import OPERATOR, describe, describe_route, ops
 
 
 @remembered
-def prepare_experts(
-    hidden: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    shared: torch.Tensor | None,
-    activation: str,
-    interleaved: bool,
-    transposed: bool,
-    keeps: bool,
-    backend: str | None,
-) -> Ready:
-    """Check the arguments, choose a backend, and prepare the forward pass; ``keeps``: that of ``forward_kept``."""
+def prepare_experts(*arguments: Any) -> Ready:
+    """Check the arguments of ``experts``, choose a backend, and prepare the forward pass.
+
+    Args:
+        arguments: the fields of ``Inputs``, where weights may be transposed; then ``transposed``, whether the outputs
+            of the first product are kept, and ``backend``.
+    """
+    inputs = Inputs(*arguments[:COUNT])
+    transposed, keeps, backend = arguments[COUNT:]
+    hidden, gate_up, down, ids, weights, gate_up_bias, down_bias, shared, activation, interleaved = inputs
     _check_operands(hidden, gate_up, down, transposed)
     check.tensor("ids", ids, check.INTEGERS, ndim=2)
     if not ids.shape[1]:
@@ -53,11 +48,9 @@ def prepare_experts(
     check.flag("interleaved", interleaved)
     check.backend_name(backend)
     if transposed:
-        gate_up, down = gate_up.mT, down.mT
-    name = choose(OPERATOR, describe(hidden, gate_up, down, ids), backend).name
-    op = ops["forward_kept" if keeps else "forward"]
-    form = (gate_up_bias, down_bias, shared, activation, interleaved)
-    return op.ready(hidden, gate_up, down, ids, weights, *form, name)
+        inputs = inputs._replace(gate_up=gate_up.mT, down=down.mT)
+    name = choose(OPERATOR, describe(*inputs[:4]), backend).name
+    return ops["forward_kept" if keeps else "forward"].ready(*inputs, name)
 
 
 def _check_operands(hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, transposed: bool) -> None:

@@ -9,7 +9,11 @@ import torch
 from rl_kernels.core.calls import Ready
 from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib.derivatives import first_order, is_asked_for, no_lost_derivatives
+from rl_kernels.moe.inputs import Inputs
 from rl_kernels.moe.op import ops
+
+SHARED = Inputs._fields.index("shared")
+"""Place of ``shared``, the last tensor, which backward does not read."""
 
 
 class Settings(NamedTuple):
@@ -34,27 +38,16 @@ class Experts(torch.autograd.Function):
     """Experts of a mixture; saves hidden, and unless ``recompute`` the outputs of the first product."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        weights: torch.Tensor,
-        gate_up_bias: torch.Tensor | None,
-        down_bias: torch.Tensor | None,
-        shared: torch.Tensor | None,
-        ids: torch.Tensor,
-        settings: Settings,
-    ) -> torch.Tensor:
-        """Return the output ``[T, D]``."""
-        form = (gate_up_bias, down_bias, shared, settings.activation, settings.interleaved)
+    def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
+        """Return the output ``[T, D]``; the arguments are the tensors of ``Inputs``, then ``Settings``."""
+        *tensors, settings = arguments
         op = ops["forward" if settings.recompute else "forward_kept"]
-        results = op.call(settings.ready, hidden, gate_up, down, ids, weights, *form)
+        results = op.call(settings.ready, *tensors, settings.activation, settings.interleaved)
         out, z, order = (results, None, None) if settings.recompute else results
-        save(ctx, hidden, gate_up, down, ids, weights, gate_up_bias, down_bias, z, order)
+        save(ctx, *tensors[:SHARED], z, order)
         ctx.settings = settings
         # Autograd counts only the tensors.
-        present = [x is not None for x in (hidden, gate_up, down, weights, gate_up_bias, down_bias)]
+        present = [x is not None for x in tensors]
         ctx.places = [sum(present[:number]) for number in range(len(present))]
         return out
 
@@ -64,9 +57,10 @@ class Experts(torch.autograd.Function):
         settings = ctx.settings
         inputs = zip(ctx.needs_input_grad, ctx.places, strict=False)
         asked = [is_needed and is_asked_for(ctx, place) for is_needed, place in inputs]
-        hidden, gate_up, down, weights, gate_up_bias, down_bias = asked
+        hidden, gate_up, down, _, weights, gate_up_bias, down_bias, _ = asked
         needs = [hidden, weights, gate_up, down, gate_up_bias, down_bias]
-        arguments = (grad, *ctx.saved_tensors, settings.activation, settings.interleaved)
+        *tensors, z, order = ctx.saved_tensors
+        arguments = (*tensors, None, settings.activation, settings.interleaved, grad, z, order)
         if any(buffer is not None for buffer in settings.main_grads):
             no_lost_derivatives("experts", *arguments)
             buffers = [
@@ -81,8 +75,8 @@ class Experts(torch.autograd.Function):
             result if is_needed else None for result, is_needed in zip(results, needs, strict=True)
         )
         # A copy: the caller may write to a gradient, and the upstream gradient is not ours.
-        dshared = grad.clone() if ctx.needs_input_grad[6] else None
-        return dhidden, dgate_up, ddown, dweights, dgate_up_bias, ddown_bias, dshared, None, None
+        dshared = grad.clone() if ctx.needs_input_grad[SHARED] else None
+        return dhidden, dgate_up, ddown, None, dweights, dgate_up_bias, ddown_bias, dshared, None
 
 
 class RouteSettings(NamedTuple):

@@ -26,24 +26,23 @@ from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Opera
 from rl_kernels.core.torchlib.ops import define
 from rl_kernels.core.triton_lib.launch import triton_backend
 from rl_kernels.core.triton_lib.launch import why_not as triton_why_not
+from rl_kernels.moe.inputs import COUNT, Inputs
 
 PER_CHUNK = 8
 """Numbers of 16 bits in 16 bytes, of which TMA's rows are multiples."""
-_WEIGHTS = "Tensor gate_up, Tensor down"
-_BIASES = "Tensor? gate_up_bias, Tensor? down_bias"
-_FORM = "str activation, bool interleaved"
-_FORWARD = f"Tensor hidden, {_WEIGHTS}, Tensor ids, Tensor weights, {_BIASES}, Tensor? shared, {_FORM}"
-_BACKWARD = (
-    f"Tensor grad, Tensor hidden, {_WEIGHTS}, Tensor ids, Tensor weights, {_BIASES}, Tensor? z, Tensor? order, {_FORM}"
+_INPUTS = (
+    "Tensor hidden, Tensor gate_up, Tensor down, Tensor ids, Tensor weights, Tensor? gate_up_bias, Tensor? down_bias, "
+    "Tensor? shared, str activation, bool interleaved"
 )
+_BACKWARD = f"{_INPUTS}, Tensor grad, Tensor? z, Tensor? order"
 _SCORING = "str scoring, bool normalize, float scale"
 _ROUTE_BACKWARD = (
     f"Tensor grad_weights, Tensor? grad_logits, Tensor hidden, Tensor weight, Tensor logits, Tensor ids, {_SCORING}"
 )
 SCHEMAS = {
-    "forward": f"({_FORWARD}, str backend) -> Tensor",
-    "forward_kept": f"({_FORWARD}, str backend) -> (Tensor, Tensor, Tensor)",
-    "backward": (f"({_BACKWARD}, bool[] needs, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"),
+    "forward": f"({_INPUTS}, str backend) -> Tensor",
+    "forward_kept": f"({_INPUTS}, str backend) -> (Tensor, Tensor, Tensor)",
+    "backward": f"({_BACKWARD}, bool[] needs, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "backward_into": (
         f"({_BACKWARD}, Tensor(a!)? gate_up_grad, Tensor(b!)? down_grad, bool[] needs, str backend)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -69,34 +68,22 @@ def _fake_forward(hidden: torch.Tensor, *_: Any) -> torch.Tensor:
     return hidden.new_empty(hidden.shape)
 
 
-def _fake_forward_kept(
-    hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, ...]:
+def _fake_forward_kept(*args: Any) -> tuple[torch.Tensor, ...]:
+    hidden, gate_up, _, ids, *_ = args
     order = ids.new_empty(order_size(ids, gate_up.shape[0]), dtype=torch.int32)
     return hidden.new_empty(hidden.shape), hidden.new_empty((ids.numel(), gate_up.shape[1])), order
 
 
-def gradients(needs: list[bool], *shaped_like: torch.Tensor | None) -> list[torch.Tensor]:
+def gradients(needs: list[bool], inputs: Inputs) -> list[torch.Tensor]:
     """Return an empty tensor for each gradient of ``backward``: with the argument's shape if it is needed."""
-    first = next(x for x in shaped_like if x is not None)
     return [
-        x.new_empty(x.shape) if x is not None and is_needed else first.new_empty(0)
-        for x, is_needed in zip(shaped_like, needs, strict=True)
+        x.new_empty(x.shape) if x is not None and is_needed else inputs.hidden.new_empty(0)
+        for x, is_needed in zip(inputs.differentiable, needs, strict=True)
     ]
 
 
-def _fake_backward(
-    grad: torch.Tensor,
-    hidden: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    *rest: Any,
-) -> tuple[Any, ...]:
-    return tuple(gradients(rest[-1], hidden, weights, gate_up, down, gate_up_bias, down_bias))
+def _fake_backward(*args: Any) -> tuple[Any, ...]:
+    return tuple(gradients(args[-1], Inputs(*args[:COUNT])))
 
 
 def _fake_choose(

@@ -17,59 +17,45 @@ from rl_kernels.core import products
 from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.moe.activations import activate, activate_backward
 from rl_kernels.moe.choice import chosen_experts, logits_gradient, scores_of, weights_of
+from rl_kernels.moe.inputs import COUNT, Inputs
 from rl_kernels.moe.op import gradients, route_gradients
 from rl_kernels.moe.reference import split
 from rl_kernels.moe.routes import sort_routes
 
 
-def forward(hidden: torch.Tensor, *arguments: Any) -> torch.Tensor:
+def forward(*arguments: Any) -> torch.Tensor:
     """Return the output ``[T, D]``."""
-    return forward_kept(hidden, *arguments)[0]
+    return forward_kept(*arguments)[0]
 
 
-def forward_kept(
-    hidden: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    shared: torch.Tensor | None,
-    activation: str,
-    interleaved: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def forward_kept(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output, ``z[T k, 2F]`` and the order."""
-    order = sort_routes(ids, gate_up.shape[0])
-    z = first_product(hidden, gate_up, ids, gate_up_bias, order)
+    inputs = Inputs(*arguments)
+    hidden, ids, count = inputs.hidden, inputs.ids, inputs.gate_up.shape[0]
+    order = sort_routes(ids, count)
+    z = first_product(inputs, order)
     y = hidden.new_zeros((ids.numel(), hidden.shape[1]))
-    for expert, first, end in spans(order, ids, gate_up):
-        h = activate(*split(z[first:end], interleaved), activation)
-        bias = None if down_bias is None else down_bias[expert]
-        y[order[first:end]] = products.matmul(h, down[expert].t(), bias, hidden.dtype)
-    return combine(y, ids, weights, shared, gate_up.shape[0]), z, order
+    for expert, first, end in spans(order, inputs):
+        h = activate(*split(z[first:end], inputs.interleaved), inputs.activation)
+        bias = None if inputs.down_bias is None else inputs.down_bias[expert]
+        y[order[first:end]] = products.matmul(h, inputs.down[expert].t(), bias, hidden.dtype)
+    return combine(y, ids, inputs.weights, inputs.shared, count), z, order
 
 
-def spans(order: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor) -> list[tuple[int, int, int]]:
+def spans(order: torch.Tensor, inputs: Inputs) -> list[tuple[int, int, int]]:
     """Return (expert, position of its first route, end) of each expert that has routes."""
-    bounds = order[ids.numel() :].tolist()
-    every = [(expert, bounds[expert], bounds[expert + 1]) for expert in range(gate_up.shape[0])]
+    bounds = order[inputs.ids.numel() :].tolist()
+    every = [(expert, bounds[expert], bounds[expert + 1]) for expert in range(inputs.gate_up.shape[0])]
     return [span for span in every if span[1] < span[2]]
 
 
-def first_product(
-    hidden: torch.Tensor,
-    gate_up: torch.Tensor,
-    ids: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    order: torch.Tensor,
-) -> torch.Tensor:
+def first_product(inputs: Inputs, order: torch.Tensor) -> torch.Tensor:
     """Return ``z[T k, 2F]``; 0 for routes without an expert."""
-    z = hidden.new_zeros((ids.numel(), gate_up.shape[1]))
-    for expert, first, end in spans(order, ids, gate_up):
-        bias = None if gate_up_bias is None else gate_up_bias[expert]
-        rows = hidden[order[first:end] // ids.shape[1]]
-        z[first:end] = products.matmul(rows, gate_up[expert].t(), bias, hidden.dtype)
+    hidden, gate_up, slots = inputs.hidden, inputs.gate_up, inputs.ids.shape[1]
+    z = hidden.new_zeros((inputs.ids.numel(), gate_up.shape[1]))
+    for expert, first, end in spans(order, inputs):
+        bias = None if inputs.gate_up_bias is None else inputs.gate_up_bias[expert]
+        z[first:end] = products.matmul(hidden[order[first:end] // slots], gate_up[expert].t(), bias, hidden.dtype)
     return z
 
 
@@ -96,34 +82,21 @@ def backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     return run(*rest, None, None, needs)
 
 
-def backward_into(
-    grad: torch.Tensor,
-    hidden: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    z: torch.Tensor | None,
-    order: torch.Tensor | None,
-    activation: str,
-    interleaved: bool,
-    gate_up_grad: torch.Tensor | None,
-    down_grad: torch.Tensor | None,
-    needs: list[bool],
-) -> tuple[torch.Tensor, ...]:
+def backward_into(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """Return the same, and add the gradients of gate_up and down to FP32 buffers where they are given."""
+    inputs = Inputs(*arguments[:COUNT])
+    grad, z, order, gate_up_grad, down_grad, needs = arguments[COUNT:]
+    hidden, gate_up, down, ids, weights, _, bias, _, activation, interleaved = inputs
     if order is None or z is None:
         order = sort_routes(ids, gate_up.shape[0])
-        z = first_product(hidden, gate_up, ids, gate_up_bias, order)
-    results = gradients(needs, hidden, weights, gate_up, down, gate_up_bias, down_bias)
+        z = first_product(inputs, order)
+    results = gradients(needs, inputs)
     dhidden, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias = results
     dx = hidden.new_zeros((ids.numel(), hidden.shape[1]))
     route_weights, dots = weights.float().flatten(), dx.new_zeros(ids.numel(), dtype=torch.float32)
     for each in (dgate_up, ddown, dgate_up_bias, ddown_bias):
         each.zero_()
-    for expert, first, end in spans(order, ids, gate_up):
+    for expert, first, end in spans(order, inputs):
         routes = order[first:end]
         tokens = routes // ids.shape[1]
         rows, scale = grad[tokens], route_weights[routes][:, None]
@@ -132,7 +105,7 @@ def backward_into(
         # In FP32, and without the route's weight, whose gradient then needs no product of its own.
         dh = products.matmul(rows, down[expert], None, torch.float32)
         dot = row_sum(dh * h)
-        dots[routes] = dot if down_bias is None else dot + row_sum(rows.float() * down_bias[expert].float())
+        dots[routes] = dot if bias is None else dot + row_sum(rows.float() * bias[expert].float())
         dz = torch.empty_like(z[first:end])
         for part, value in zip(
             split(dz, interleaved), activate_backward(scale * dh, gate, up, activation), strict=True

@@ -11,6 +11,7 @@ from rl_kernels.core.triton_lib.gemm import Box, box_of, described
 from rl_kernels.core.triton_lib.gemm_kernels import COLUMNS, POINTERS, ROWS
 from rl_kernels.core.triton_lib.launch import Launch, ceil_div
 from rl_kernels.core.triton_lib.schedule import Schedule
+from rl_kernels.moe.inputs import Inputs
 from rl_kernels.moe.triton_lib import products
 from rl_kernels.moe.triton_lib.launches import Kit
 from rl_kernels.moe.triton_lib.schedule import LEAST_INNER, dividing, schedules_for
@@ -200,6 +201,7 @@ class WeightGradient:
         self._launch(left, right, out, routes, bounds)
 
 
-def kit_of(routes: int, experts: int, dtype: torch.dtype, device: torch.device) -> Kit:
+def kit_of(inputs: Inputs, _: bool) -> Kit:
     """Return the products of a call."""
-    return Kit(schedules_for(routes, experts, dtype, device), GateUp, Product, WeightGradient)
+    hidden, routes, experts = inputs.hidden, inputs.ids.numel(), inputs.gate_up.shape[0]
+    return Kit(schedules_for(routes, experts, hidden.dtype, hidden.device), GateUp, Product, WeightGradient)

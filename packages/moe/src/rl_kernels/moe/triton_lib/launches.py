@@ -18,6 +18,7 @@ from rl_kernels.core.gpu import device_of
 from rl_kernels.core.layout import readable
 from rl_kernels.core.triton_lib.launch import Launch, ceil_div, next_power_of_2
 from rl_kernels.moe.activations import NAMES
+from rl_kernels.moe.inputs import COUNT, Inputs
 from rl_kernels.moe.op import gradients
 from rl_kernels.moe.triton_lib import rows
 from rl_kernels.moe.triton_lib.schedule import Schedules
@@ -30,16 +31,21 @@ BIAS_COLUMNS = 64
 
 
 class Kit(NamedTuple):
-    """The products of a call and their schedules; the classes of ``grouped`` say what they take."""
+    """The products of a call and their schedules; the classes of ``grouped`` say what they take.
+
+    Unless ``is_sorted``, products of the forward pass take ids in place of the order, and no tiles; rows between them
+    are then routes.
+    """
 
     cuts: Schedules
     gate_up: Callable[..., Any]
     product: Callable[..., Any]
     weight_gradient: Callable[..., Any]
+    is_sorted: bool = True
 
 
-KitOf = Callable[[int, int, torch.dtype, torch.device], Kit]
-"""A function of the numbers of routes and experts, the dtype and the device of a call."""
+KitOf = Callable[[Inputs, bool], Kit]
+"""A function of the inputs of a call, and whether its order is used: for outputs that are kept, or in backward."""
 
 
 def raw_ops(kit_of: KitOf) -> tuple[prepared, ...]:
@@ -48,35 +54,24 @@ def raw_ops(kit_of: KitOf) -> tuple[prepared, ...]:
     return tuple(prepared(make) for make in (*makers, partial(_backward, kit_of)))
 
 
-def _forward(
-    kit_of: KitOf,
-    keeps: bool,
-    hidden: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    shared: torch.Tensor | None,
-    activation: str,
-    interleaved: bool,
-) -> Launches:
+def _forward(kit_of: KitOf, keeps: bool, *arguments: Any) -> Launches:
     """Return the output ``[T, D]``; with ``keeps`` also ``z[T k, 2F]`` and the order."""
+    inputs = Inputs(*arguments)
+    _, gate_up, down, ids, *_, activation, interleaved = inputs
     (count, _, width), (routes, slots) = gate_up.shape, (ids.numel(), ids.shape[1])
-    kit = kit_of(routes, count, hidden.dtype, hidden.device)
+    kit = kit_of(inputs, keeps)
     sort = Sort(ids, count, kit.cuts.gate_up.rows)
     first = kit.gate_up(gate_up, routes, slots, kit.cuts.gate_up, NAMES.index(activation), interleaved, keeps)
     second = kit.product(down, routes, slots, kit.cuts.down, scattered=True)
     combine = _combine(ids, count, width)
-    # The routes of a single token need no order: each is a tile.
-    is_alone = len(ids) == 1 and not keeps
+    # The routes of a single token need no order: each is a tile, of which there are as many as experts.
+    is_sorted = kit.is_sorted and (keeps or len(ids) != 1 or slots > count)
 
     def launch(*arguments: Any) -> Any:
-        hidden, gate_up, down, ids, weights, gate_up_bias, down_bias, shared = _readable(arguments[:8], but=(1, 2))
+        hidden, gate_up, down, ids, weights, gate_up_bias, down_bias, shared, *_ = _readable(arguments)
         out = hidden.new_empty(hidden.shape)
         with device_of(hidden):
-            order, tiles = (ids, None) if is_alone else sort(ids)
+            order, tiles = sort(ids) if is_sorted else (ids, None)
             z, h = first(hidden, gate_up, gate_up_bias, order, tiles)
             if routes:
                 combine(second(h, down, down_bias, order, tiles), ids, weights, shared, out)
@@ -92,27 +87,13 @@ def _first_backward(kit_of: KitOf, *arguments: Any) -> Launches:
     return prepare(kit_of, *rest, None, None, needs)
 
 
-def _backward(
-    kit_of: KitOf,
-    grad: torch.Tensor,
-    hidden: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    z: torch.Tensor | None,
-    order: torch.Tensor | None,
-    activation: str,
-    interleaved: bool,
-    gate_up_grad: torch.Tensor | None,
-    down_grad: torch.Tensor | None,
-    needs: list[bool],
-) -> Launches:
+def _backward(kit_of: KitOf, *arguments: Any) -> Launches:
     """Return the same, and add the gradients of gate_up and down to FP32 buffers where they are given."""
+    inputs = Inputs(*arguments[:COUNT])
+    _, gate_up, down, ids, *_, activation, interleaved = inputs
+    *_, gate_up_grad, down_grad, _ = arguments
     (count, double, width), (routes, slots) = gate_up.shape, (ids.numel(), ids.shape[1])
-    kit = kit_of(routes, count, hidden.dtype, hidden.device)
+    kit = kit_of(inputs, True)
     cuts = kit.cuts
     sort, list_tiles = Sort(ids, count, cuts.backward.rows), List(routes, count, cuts.backward.rows)
     # Columns as in the forward pass, where one tile has gate and up.
@@ -127,10 +108,11 @@ def _backward(
     of_gate_up_bias, of_down_bias = (_bias_gradient(slots, count, size) for size in (double, width))
 
     def launch(*arguments: Any) -> tuple[torch.Tensor, ...]:
-        grad, hidden, gate_up, down, ids, weights, *biases, z, order = _readable(arguments[:10], but=(2, 3))
-        *buffers, needs = arguments[12:]
+        inputs, (grad, z, order) = _readable(arguments), _contiguous(*arguments[COUNT : COUNT + 3])
+        *buffers, needs = arguments[COUNT + 3 :]
         gate_up_grad, down_grad = buffers or (None, None)
-        results = gradients(needs, hidden, weights, gate_up, down, *biases)
+        hidden, gate_up, down, ids, weights, *biases = inputs[:7]
+        results = gradients(needs, inputs)
         dhidden, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias = results
         dots = dweights if needs[1] else hidden.new_empty(ids.shape, dtype=torch.float32)
         dz, scaled = hidden.new_empty((routes, double)), hidden.new_empty((routes, double // 2))
@@ -160,11 +142,15 @@ def _backward(
     return launch
 
 
-def _readable(operands: tuple[Any, ...], but: tuple[int, int]) -> list[Any]:
-    """Return operands as the kernels read them: contiguous, but for the weights, which are read as they are."""
-    return [
-        x if x is None or place in but or x.is_contiguous() else readable(x, False) for place, x in enumerate(operands)
-    ]
+def _readable(arguments: tuple[Any, ...]) -> Inputs:
+    """Return the inputs as the kernels read them: tensors are contiguous, but the weights are read as they are."""
+    hidden, gate_up, down, *tensors = arguments[:8]
+    hidden, *tensors = _contiguous(hidden, *tensors)
+    return Inputs(hidden, gate_up, down, *tensors, *arguments[8:COUNT])
+
+
+def _contiguous(*tensors: Any) -> list[Any]:
+    return [x if x is None or x.is_contiguous() else readable(x, False) for x in tensors]
 
 
 def _width(size: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -12,9 +11,10 @@ from rl_kernels.core.cuda.gemm.matmul import Product as MatrixProduct
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.triton_lib.schedule import Schedule
 from rl_kernels.moe.activations import NAMES
-from rl_kernels.moe.backends.cuda_sm90 import gradient
+from rl_kernels.moe.backends.cuda_sm90 import gradient, token
 from rl_kernels.moe.backends.cuda_sm90.gradient import WeightGradient
 from rl_kernels.moe.backends.cuda_sm90.products import CODES, HALVES, NEIGHBORS, ROWS, Form, GateUp, Product
+from rl_kernels.moe.inputs import Inputs
 from rl_kernels.moe.triton_lib import grouped, routing
 from rl_kernels.moe.triton_lib.launches import Kit, raw_ops
 from rl_kernels.moe.triton_lib.schedule import Schedules
@@ -40,22 +40,16 @@ On an H200 tiles of 64 routes whose consumers take turns were slower at all of f
 """
 
 
-def kit_of(routes: int, experts: int, dtype: torch.dtype, device: torch.device) -> Kit:
+def kit_of(inputs: Inputs, is_sorted: bool) -> Kit:
     """Return the products of a call."""
-    triton = grouped.kit_of(routes, experts, dtype, device)
+    routes, experts = inputs.ids.numel(), inputs.gate_up.shape[0]
     if routes <= FEW * experts:
-        return triton
-    return Kit(Schedules(PAIR, WHOLE, WHOLE, WHOLE), GateUp, Product, partial(weight_gradient, triton))
-
-
-def weight_gradient(
-    triton: Kit, weight: torch.Tensor, buffer: torch.Tensor | None, slots: int, _: Schedule, **gathered: bool
-) -> Callable[..., None]:
-    """Return the chains of a weight's gradient; those that continue in a buffer are Triton's."""
-    if buffer is None:
-        return WeightGradient(weight, slots, **gathered)
-    launch: Callable[..., None] = triton.weight_gradient(weight, buffer, slots, triton.cuts.gradient, **gathered)
-    return launch
+        kit = grouped.kit_of(inputs, is_sorted)
+        if is_sorted or not token.reads(inputs):
+            return kit
+        first, second = (partial(one, inputs.ids) for one in (token.GateUp, token.Product))
+        return kit._replace(gate_up=first, product=second, is_sorted=False)
+    return Kit(Schedules(PAIR, WHOLE, WHOLE, WHOLE), GateUp, Product, WeightGradient)
 
 
 forward, forward_kept, backward, backward_into = raw_ops(kit_of)
@@ -67,10 +61,12 @@ def programs(arch: str) -> list[Program]:
     """Return the programs to compile for a target: all of them for ``sm_90a``, none for others."""
     # Those of core are for route.
     halves = [dtype for dtype in CODES if dtype != torch.float32] if arch == "sm_90a" else []
+    flags = [(left, continues) for left in (False, True) for continues in (False, True)]
     return [
         *programs_of(arch),
         *(form.program for dtype in halves for form in _forms(dtype)),
-        *(gradient.program(dtype, left=left) for dtype in halves for left in (False, True)),
+        *token.programs(halves),
+        *(gradient.program(dtype, left=left, continues=continues) for dtype in halves for left, continues in flags),
     ]
 
 

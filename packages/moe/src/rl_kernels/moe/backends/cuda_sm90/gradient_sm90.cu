@@ -1,5 +1,5 @@
 // Gradients of experts' weights on Hopper: out[expert, N, K] = left[routes, N]^T right[routes, K], over the routes of each
-// expert.
+// expert, or continued in an FP32 out of any strides.
 //
 // Order of every sum, which is the contract: one chain over the routes of an expert in their order, 16 a step from its
 // first one on, zeros after the last one, as in core's product.
@@ -10,7 +10,7 @@
 //   operands   rows of one are tokens, which the producer's threads copy; rows of the other are in the order of routes: TMA
 //              copies them but for an expert's last ones, behind which the threads write zeros
 //
-// Defines: DTYPE 1 BF16, 2 FP16; TILE_N; STAGES; LEFT: rows of left are tokens, else those of right.
+// Defines: DTYPE 1 BF16, 2 FP16; TILE_N; STAGES; LEFT: rows of left are tokens, else those of right; CONTINUES.
 #include "rows.cuh"
 
 using namespace rlk;
@@ -18,6 +18,8 @@ using namespace rlk;
 struct Args {
     const void *left, *right;
     void* out;
+    // Strides of out in numbers; read only with CONTINUES.
+    i64 out_expert, out_row, out_column;
     const int *routes, *bounds;
     int experts, n, k, slots;
 };
@@ -149,6 +151,37 @@ __device__ void produce(const Args& p, const Ring& ring, const TensorMap& map) {
 
 // ---- consumers ----
 
+// Reads a thread's sums of a tile from an FP32 out, or stores them there; sums outside of it stay as they are.
+template <bool STORES>
+__device__ void exchange(const Args& p, const Tile& tile, int group, Sums& d) {
+    i64 down = p.out_row, right = p.out_column;
+    const Fragment mine;
+    const int row = tile.row + group * MMA_M + mine.row, column = tile.column + mine.column;
+    i64 begin = tile.expert * p.out_expert + row * down + column * right;
+    // Two neighbors at once where they are at a multiple of 8 bytes, as all pairs are if one is.
+    bool in_pairs = right == 1 && down % 2 == 0 && reinterpret_cast<u64>(static_cast<float*>(p.out) + begin) % 8 == 0;
+    // Hides the numbers from the compiler. Otherwise it keeps addresses during the products, and runs out of registers.
+    asm volatile("" : "+l"(down), "+l"(right), "+l"(begin));
+    float* at = static_cast<float*>(p.out) + begin;
+#pragma unroll
+    for (int i = 0; i < TILE_N / 2; i += 2) {
+        const int y = i / 2 % 2 * 8, x = i / 4 * 8;
+        if (row + y >= p.n || column + x >= p.k) continue;
+        float* one = at + y * down + x * right;
+        if (in_pairs) {
+            float2* two = reinterpret_cast<float2*>(one);
+            if constexpr (STORES)
+                *two = make_float2(d[i], d[i + 1]);
+            else
+                d[i] = two->x, d[i + 1] = two->y;
+        } else if constexpr (STORES) {
+            one[0] = d[i], one[right] = d[i + 1];
+        } else {
+            d[i] = one[0], d[i + 1] = one[right];
+        }
+    }
+}
+
 __device__ void consume(const Args& p, const Ring& ring) {
     const int group = warp_index() / WARPS_OF_GROUP - 1;
     Stores stores(ring.end() + group * 2 * PIECE, 1 + group);
@@ -156,21 +189,27 @@ __device__ void consume(const Args& p, const Ring& ring) {
     for (Walk walk(p); !walk.done(); walk.advance()) {
         const Tile tile = walk.tile;
         walk.read_ahead();
+        if (CONTINUES && tile.first == tile.end) continue;
         Sums d;
 #pragma unroll
         for (int i = 0; i < TILE_N / 2; ++i) d[i] = 0.0f;
+        if constexpr (CONTINUES) exchange<false>(p, tile, group, d);
         ring.mainloop<false, true>(slot, tile.stages(), group, Turns(ring.turns, group), d);
-        using Boxes = Outgoing<Number, TILE_N, false>;
-        const int first = tile.row + group * MMA_M + stores.share.row;
-        char* out = static_cast<char*>(p.out) + static_cast<i64>(tile.expert) * p.n * p.k * Number::SIZE;
+        if constexpr (CONTINUES) {
+            exchange<true>(p, tile, group, d);
+        } else {
+            using Boxes = Outgoing<Number, TILE_N, false>;
+            const int first = tile.row + group * MMA_M + stores.share.row;
+            char* out = static_cast<char*>(p.out) + static_cast<i64>(tile.expert) * p.n * p.k * Number::SIZE;
 #pragma unroll
-        for (int column = 0; column < TILE_N; column += Boxes::WIDTH)
-            stores.store<Number>(
-                tile.column + column, p.k, [&](char* box) { Boxes::fill(box, column, d); },
-                [&](int i) -> char* {
-                    const int row = first + i * Share::APART;
-                    return row < p.n ? out + static_cast<i64>(row) * p.k * Number::SIZE : nullptr;
-                });
+            for (int column = 0; column < TILE_N; column += Boxes::WIDTH)
+                stores.store<Number>(
+                    tile.column + column, p.k, [&](char* box) { Boxes::fill(box, column, d); },
+                    [&](int i) -> char* {
+                        const int row = first + i * Share::APART;
+                        return row < p.n ? out + static_cast<i64>(row) * p.k * Number::SIZE : nullptr;
+                    });
+        }
     }
 }
 

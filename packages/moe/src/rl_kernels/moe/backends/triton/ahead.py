@@ -31,13 +31,11 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
         routes = hidden, gate_up, down, ids, empty(tokens, SLOTS)
         yield partial(backend.forward_kept, *routes, *biases, hidden, activation, False)
         yield partial(backend.forward, *routes, None, None, None, activation, True)
-        rest = (None, None, activation, True)
-        yield partial(backend.backward, hidden, *routes, *biases, *rest, [True] * 6)
+        yield partial(backend.backward, *routes, *biases, None, activation, True, hidden, None, None, [True] * 6)
         buffers = (torch.empty_like(x, dtype=torch.float32) for x in (gate_up, down))
         saved = empty(tokens * SLOTS, 2 * INNER, dtype=dtype), empty(order_size(ids, COUNT), dtype=torch.int32)
-        without = (None, None, *saved, activation, False)
-        needs = [True, True, *[False] * 4]
-        yield partial(backend.backward_into, hidden, *routes, *without, *buffers, needs)
+        without, needs = (None, None, None, activation, False), [True, True, *[False] * 4]
+        yield partial(backend.backward_into, *routes, *without, hidden, *saved, *buffers, needs)
     for scoring, groups, kept in zip(SCORINGS, (1, 8, 1), (1, 4, 1), strict=True):
         router, logits = empty(COUNT, WIDTH, dtype=dtype), empty(TOKENS[1], COUNT)
         hidden = empty(TOKENS[1], WIDTH, dtype=dtype)
