@@ -80,9 +80,11 @@ class Logits(LogitsProcessor):
         """Return the logits ``[N, V]`` of the rows ``hidden_states[N, D]``, FP32; there is one rank to gather from."""
         # Two steps' logits would be in memory at once.
         _steps.last = None
-        vocab = self.org_vocab_size
-        bias = None if embedding_bias is None else embedding_bias[:vocab]
-        _steps.last = _head_logits(hidden_states, lm_head.weight[:vocab], bias, self.soft_cap)
+        vocab, weight, bias = self.org_vocab_size, lm_head.weight, embedding_bias
+        # A view takes host time in each step.
+        if weight.shape[0] != vocab:
+            weight, bias = weight[:vocab], None if bias is None else bias[:vocab]
+        _steps.last = _head_logits(hidden_states, weight, bias, self.soft_cap)
         return _steps.last.logits
 
 
