@@ -23,7 +23,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
 from rl_kernels.linear_logp import LinearLogits, linear_logits, linear_logp
-from rl_kernels.models.clients.vllm.refusals import PROCESSED, check, refuse
+from rl_kernels.models.clients.vllm.refusals import PROCESSED, check, check_layers, refuse
 from rl_kernels.models.clients.vllm.versions import SECOND_RUNNER, TOP_TOKENS
 from rl_kernels.models.fused.scores import score_tokens
 
@@ -66,7 +66,9 @@ class Logits(LogitsProcessor):
             ValueError: an option of vLLM or of the model is not covered; the message names it.
         """
         super().__init__(*args, **options)
-        check(get_current_vllm_config())
+        config = get_current_vllm_config()
+        check(config)
+        check_layers(config)
         refuse("logits_as_input", self.logits_as_input, False)
         refuse("logit_scale", self.scale, 1.0)
 
