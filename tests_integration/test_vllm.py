@@ -20,17 +20,13 @@ from vllm.platforms.cpu import CpuPlatform
 
 class Plain(CpuPlatform):
     @classmethod
-    def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None):
-        return selected_backend.get_path()
-
-    @classmethod
     def import_kernels(cls):
         pass
 
 def named():
     return "plain_platform.Plain"
 """
-"""A CPU without vLLM's library, on which a backend may be chosen."""
+"""A CPU without vLLM's library."""
 SIZES = {
     **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512, "max_position_embeddings": 512},

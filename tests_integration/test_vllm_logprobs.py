@@ -30,6 +30,7 @@ def config(**changes: Any) -> Any:
         "lora_config": None,
         "speculative_config": None,
         "watermark_config": None,
+        "compilation_config": SimpleNamespace(static_forward_context={}),
     }
     for name, value in changes.items():
         next(part for part in (model, parallel, of) if name in part)[name] = value
@@ -111,18 +112,28 @@ def test_names_of_tokens_get_the_numbers_of_sampled_ones(installed: Any, monkeyp
         assert given == [((logits, shown - 1, sampled, [0, 1, 2]), {"max_per_req_token_ids": 5})]
 
 
-def processor_of(module: Any, monkeypatch: pytest.MonkeyPatch, *sizes: int, **options: float) -> Any:
-    """Return the processor of logits; vLLM's own reads a configuration too."""
+def processor_of(
+    module: Any, monkeypatch: pytest.MonkeyPatch, *sizes: int, layers: dict[str, Any] | None = None, **options: float
+) -> Any:
+    """Return the processor of logits of an engine with these layers; vLLM's own reads a configuration too."""
     from vllm.model_executor.layers import logits_processor
 
+    made = config(compilation_config=SimpleNamespace(static_forward_context=layers or {}))
     for each in (module, logits_processor):
-        monkeypatch.setattr(each, "get_current_vllm_config", config, raising=False)
+        monkeypatch.setattr(each, "get_current_vllm_config", lambda: made, raising=False)
     return module.Logits(*sizes, **options)
 
 
 def test_scaled_logits_are_refused_by_name(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="logit_scale"):
         processor_of(installed, monkeypatch, 512, scale=2.0)
+
+
+def test_layers_with_another_attention_are_refused_by_name(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A platform of vLLM may take another backend than the selected one, as vLLM's own for CPUs does."""
+    layers = {"attn": SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: "CPU_ATTN")), "experts": object()}
+    with pytest.raises(ValueError, match=r"attention_backend: expected 'CUSTOM' .* got 'CPU_ATTN'"):
+        processor_of(installed, monkeypatch, 512, layers=layers)
 
 
 @pytest.fixture(params=[None, 3.0], ids=["plain", "capped"])

@@ -60,6 +60,10 @@ def of_engines() -> Pairs:
     named = {"gathered": logprobs._gathered, "named_tokens": logprobs._named_tokens, "top_tokens": logprobs._top_tokens}
     return {
         "create_engine_config": (attention._original_create_engine_config, attention._create_engine_config),
+        "get_attn_backend_cls": (
+            attention._original_get_attn_backend_cls,
+            attention._get_attn_backend_cls.__func__,
+        ),
         "validate_params": (refusals._original_validate_params, refusals._validate_params),
         "Sampler": (logprobs._sampler_init, logprobs._sampler),
         **{name: (logprobs._originals[name], ours) for name, ours in named.items()},

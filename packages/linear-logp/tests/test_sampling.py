@@ -158,7 +158,7 @@ def test_forced_backend_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
             return forward(*args, "native")
 
     monkeypatch.setitem(sampling.ops, "forward", Asked())
-    monkeypatch.setattr(sampling, "_prepare", lambda *args: Ready(args[-1]))
+    monkeypatch.setattr(sampling, "_prepare", lambda *args: (Ready(args[-1]), None))
     hidden, weight, _, _ = drawn((4, 16, 90), torch.float32)
     linear_logits(hidden, weight, backend="triton")
     assert asked == ["triton"]
@@ -201,3 +201,17 @@ def test_invalid_arguments_raise() -> None:
         with torch.no_grad():
             linear_logits(hidden, weight, bias)
         one.requires_grad_(False)
+
+
+def test_ids_are_remembered_for_few_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of a captured graph has no values outside of it, and many rows would fill the memory."""
+    from rl_kernels.linear_logp import sampling
+
+    hidden, weight, _, _ = drawn((sampling.REMEMBERED, 4, 90), torch.float32)
+    _, rest = sampling._prepare(hidden, weight, None, None)
+    assert sampling._prepare(hidden, weight, None, None)[1] is rest
+    assert rest[0].tolist() == [0] * sampling.REMEMBERED
+    assert sampling._prepare(hidden.repeat(2, 1), weight, None, None)[1] is None
+    monkeypatch.setattr(sampling, "values_hidden", lambda value: True)
+    assert sampling._prepare(hidden[1:], weight, None, None)[1] is None
+    assert linear_logits(hidden[1:], weight).logits.shape == (sampling.REMEMBERED - 1, 90)

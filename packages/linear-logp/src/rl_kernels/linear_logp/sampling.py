@@ -7,7 +7,7 @@ once a token is known.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from rl_kernels.core.dispatch import choose, remembered
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
+from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.core.torchlib.scalars import scalar
 from rl_kernels.linear_logp.arguments import Options, checked
 from rl_kernels.linear_logp.inputs import rows_of
@@ -24,6 +25,11 @@ from rl_kernels.linear_logp.op import OPERATOR, describe, ops
 from rl_kernels.linear_logp.vocabulary import BLOCK
 
 MIB = 1 << 20
+REMEMBERED = 1024
+"""Largest number of rows whose ids are remembered: of more rows, making them takes no time beside the product."""
+
+
+_Rest = tuple[torch.Tensor, torch.Tensor, int]
 
 
 class LinearLogits(NamedTuple):
@@ -113,37 +119,42 @@ def linear_logits(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
     """
     tensors = autocast_linear(hidden, lm_head_weight, bias)
-    ready = _prepare(*tensors, backend)
+    ready, rest = _prepare(*tensors, backend)
     # Not in `_prepare`, which is remembered: derivatives are not part of a kind of arguments.
     no_lost_derivatives("linear_logits", *tensors)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise ValueError("linear_logits: expected no gradients, call it under torch.no_grad()")
-    leading, vocab = tensors[0].shape[:-1], lm_head_weight.shape[0]
-    _, norm, logits = ops["forward"].call(ready, *_inputs(*tensors))
-    logits = logits[:, :vocab].view(*leading, vocab)
-    return LinearLogits(logits, norm.view(*leading, 2), _version(logits))
+    rows, leading, vocab = rows_of(tensors[0]), tensors[0].shape[:-1], lm_head_weight.shape[0]
+    ids, scale, mib = rest or _rest(rows, vocab)
+    _, norm, logits = ops["forward"].call(ready, rows, tensors[1], ids, tensors[2], scale, None, None, mib)
+    # Views take host time, and a decode step mostly needs none.
+    if logits.shape != (*leading, vocab):
+        logits, norm = logits[:, :vocab].view(*leading, vocab), norm.view(*leading, 2)
+    return LinearLogits(logits, norm, _version(logits))
 
 
 @remembered
 def _prepare(
     hidden: torch.Tensor, lm_head_weight: torch.Tensor, bias: torch.Tensor | None, backend: str | None
-) -> Ready:
+) -> tuple[Ready, _Rest | None]:
     """Check the arguments as ``linear_logp`` does, and choose its backend."""
     check.tensor("hidden", hidden, check.FLOATS, least=1)
     ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     checked(hidden, lm_head_weight, ids, bias, None, Options())
     check.backend_name(backend)
     chosen = choose(OPERATOR, describe(hidden, lm_head_weight), backend).name
-    return ops["forward"].ready(*_inputs(hidden, lm_head_weight, bias), chosen)
+    rows = rows_of(hidden)
+    ids, scale, mib = rest = _rest(rows, lm_head_weight.shape[0])
+    ready = ops["forward"].ready(rows, lm_head_weight, ids, bias, scale, None, None, mib, chosen)
+    # A tensor that is made while a CUDA graph is captured has values only when the graph runs.
+    return ready, None if len(rows) > REMEMBERED or values_hidden(hidden) else rest
 
 
-def _inputs(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[Any, ...]:
-    """Return the arguments of ``forward``, which keeps all logits; the ids are of no token in particular."""
-    rows, dtype = rows_of(hidden), compute_dtype(hidden.dtype)
-    count, vocab = rows.shape[0], weight.shape[0]
+def _rest(rows: torch.Tensor, vocab: int) -> _Rest:
+    """Return ids of no token in particular, the temperature, and the MiB of all logits, for ``forward``."""
+    count, dtype = rows.shape[0], compute_dtype(rows.dtype)
     mib = -(-count * -(-vocab // BLOCK) * BLOCK * dtype.itemsize // MIB)
-    ids = torch.zeros(count, dtype=torch.int64, device=rows.device)
-    return rows, weight, ids, bias, scalar(1.0, dtype), None, None, mib
+    return torch.zeros(count, dtype=torch.int64, device=rows.device), scalar(1.0, dtype), mib
 
 
 def _version(x: torch.Tensor) -> tuple[int, int] | None:

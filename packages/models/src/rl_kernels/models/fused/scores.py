@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from rl_kernels.core.gpu import device_of
-from rl_kernels.core.triton_lib.launch import launch
+from rl_kernels.core.triton_lib.launch import CACHE_SIZE, Launch
 from rl_kernels.models.fused.conditions import fits
 
 BLOCK = 8192
@@ -25,19 +27,12 @@ def score_tokens(
     The rank is the number of logits of the row that are at least the token's, so it is 1 for the largest.
     """
     if fits(logits) and logits.stride(-1) == 1:
-        from rl_kernels.models.fused import kernels
-
-        rows, vocab = logits.shape
-        logps = None if norm is None else norm.new_empty(rows)
-        ranks = torch.empty(rows, dtype=torch.int64, device=logits.device)
-        numbers = (logits.stride(0), vocab, BLOCK)
+        rows = logits.shape[0]
+        logps, ranks = None if norm is None else norm.new_empty(rows), logits.new_empty(rows, dtype=torch.int64)
+        kind = logits.get_device(), token_ids.dtype, norm is None
         with device_of(logits):
-            launch(
-                kernels.score_tokens,
-                (rows,),
-                *(logits, norm, token_ids.contiguous(), logps, ranks),
-                numbers=numbers,
-                num_warps=8,
+            _launch_of(*kind, rows, logits.stride(0), logits.shape[1])(
+                logits, norm, token_ids.contiguous(), logps, ranks
             )
         return logps, ranks
     within = token_ids.long().clamp(0, logits.shape[-1] - 1)
@@ -46,3 +41,11 @@ def score_tokens(
     if norm is None:
         return None, ranks
     return (chosen - norm[:, :1]).sub_(norm[:, 1:]).clamp_(max=0)[:, 0], ranks
+
+
+@functools.lru_cache(CACHE_SIZE)
+def _launch_of(device: int, ids: torch.dtype, without_norm: bool, rows: int, stride: int, vocab: int) -> Launch:
+    """Return the launch for tensors of one kind: a step of an engine has the same kind as the one before."""
+    from rl_kernels.models.fused import kernels
+
+    return Launch(kernels.score_tokens, (rows,), (stride, vocab, BLOCK), num_warps=8)

@@ -65,7 +65,10 @@ def check_compute_dtype(trainer: Any, dtype: torch.dtype) -> None:
             raise ValueError(f"compute_dtype: expected None with {name}, which has master weights of its own")
     # A launcher that starts one process as the first of several has a model wrapped by DDP too.
     if trainer.accelerator.distributed_type.startswith("MULTI_"):
-        raise ValueError("compute_dtype: expected None with several processes, use FSDP's mixed precision there")
+        raise ValueError(
+            "compute_dtype: expected None with several processes, DDP adds up 16-bit gradients of 16-bit weights, not "
+            "FP32 ones; use FSDP's mixed precision there"
+        )
     if trainer.args.fp16:
         raise ValueError("fp16: expected False with compute_dtype, gradients are not scaled")
     trained = {value.dtype for value in trainer.model.parameters() if value.requires_grad}

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionImpl,
@@ -162,6 +163,17 @@ class Backend(PagedBackend):
 
 
 _original_create_engine_config: Any = EngineArgs.create_engine_config
+_original_get_attn_backend_cls: Any = CpuPlatform.get_attn_backend_cls.__func__
+
+
+@classmethod  # type: ignore[misc]
+def _get_attn_backend_cls(cls: Any, selected_backend: Any, *args: Any, **options: Any) -> str:
+    """Return the class of a layer's backend; vLLM's own function takes another one on a CPU, whatever is selected."""
+    if selected_backend == AttentionBackendEnum.CUSTOM:
+        path: str = selected_backend.get_path()
+        return path
+    path = _original_get_attn_backend_cls(cls, selected_backend, *args, **options)
+    return path
 
 
 def _create_engine_config(self: Any, *args: Any, **options: Any) -> Any:
@@ -177,3 +189,4 @@ def install() -> None:
     """Register this backend as vLLM's CUSTOM, the default of engines too; engines refuse options not covered."""
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.{Backend.__name__}")
     EngineArgs.create_engine_config = _create_engine_config
+    CpuPlatform.get_attn_backend_cls = _get_attn_backend_cls

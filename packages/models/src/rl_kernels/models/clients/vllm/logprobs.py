@@ -23,7 +23,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
 from rl_kernels.linear_logp import LinearLogits, linear_logits, linear_logp
-from rl_kernels.models.clients.vllm.refusals import PROCESSED, check, refuse
+from rl_kernels.models.clients.vllm.refusals import PROCESSED, check, check_layers, refuse
 from rl_kernels.models.clients.vllm.versions import SECOND_RUNNER, TOP_TOKENS
 from rl_kernels.models.fused.scores import score_tokens
 
@@ -66,7 +66,9 @@ class Logits(LogitsProcessor):
             ValueError: an option of vLLM or of the model is not covered; the message names it.
         """
         super().__init__(*args, **options)
-        check(get_current_vllm_config())
+        config = get_current_vllm_config()
+        check(config)
+        check_layers(config)
         refuse("logits_as_input", self.logits_as_input, False)
         refuse("logit_scale", self.scale, 1.0)
 
@@ -80,9 +82,11 @@ class Logits(LogitsProcessor):
         """Return the logits ``[N, V]`` of the rows ``hidden_states[N, D]``, FP32; there is one rank to gather from."""
         # Two steps' logits would be in memory at once.
         _steps.last = None
-        vocab = self.org_vocab_size
-        bias = None if embedding_bias is None else embedding_bias[:vocab]
-        _steps.last = _head_logits(hidden_states, lm_head.weight[:vocab], bias, self.soft_cap)
+        vocab, weight, bias = self.org_vocab_size, lm_head.weight, embedding_bias
+        # A view takes host time in each step.
+        if weight.shape[0] != vocab:
+            weight, bias = weight[:vocab], None if bias is None else bias[:vocab]
+        _steps.last = _head_logits(hidden_states, weight, bias, self.soft_cap)
         return _steps.last.logits
 
 

@@ -67,6 +67,18 @@ def check(config: Any) -> None:
             raise ValueError(f"rope_type: expected {' or '.join(ROPE_TYPES)} with RL_KERNELS_VLLM=1, got {kind!r}")
 
 
+def check_layers(config: Any) -> None:
+    """Refuse layers that a platform of vLLM has given another attention than the selected one.
+
+    Raises:
+        ValueError: the message names the layer's backend.
+    """
+    for layer in config.compilation_config.static_forward_context.values():
+        backend = getattr(layer, "attn_backend", None)
+        if backend is not None:
+            refuse("attention_backend", backend.get_name(), "CUSTOM")
+
+
 def check_request(mode: str, params: Any) -> None:
     """Refuse a ``SamplingParams`` whose processed log-probs differ from the model's.
 
