@@ -59,6 +59,7 @@ NOT_RUN = {
     r"torchrun .* rl-kernels demo .*": "packages/rl-kernels/tests/test_parallel.py",
     r"torchrun .* tools/ranks\.py.*": "needs two GPUs",
     r"python -m verl\..*": "needs GPUs: the recipe says so",
+    r"RL_KERNELS_VLLM=1 trl vllm-serve .*": "serves until it is stopped; test_vllm.py runs the engine with the plugin",
     r"(place=|rm -r \$place$|python -m venv |\. \.venv/|pytest packages/|grep |git tag ).*": "the shell's own",
     r"(cd |export ).*": "the shell's own",
 }
@@ -68,7 +69,7 @@ WRITTEN = sorted({*ALL, *(command for file in documents() for command in inline(
 PINNED = dict(
     line.split("==") for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if "==" in line
 )
-UNPINNED = {"megatron-core", "rl-kernels-core", "rl-kernels-grpo-loss", "rl-kernels-lab", "triton", "verl"}
+UNPINNED = {"megatron-core", "rl-kernels-core", "rl-kernels-grpo-loss", "rl-kernels-lab", "triton", "verl", "vllm"}
 """What pages name that constraints.txt does not pin: frameworks, and packages of ours in messages that are quoted."""
 
 

@@ -7,7 +7,7 @@ from rl_kernels.moe.op import OPERATOR
 NATIVE = (
     Bug("last route of an expert left out", "bounds[expert + 1])", "bounds[expert + 1] - 1)"),
     Bug("shared left out", "total + shared.float()", "total"),
-    Bug("bias left out of the weights' gradient", "dot if down_bias is None else", "dot if True else"),
+    Bug("bias left out of the weights' gradient", "dot if bias is None else", "dot if True else"),
     Bug("output depends on other tokens", "return z\n", "return z * (1 + 2e-3 * (len(hidden) % 2))\n"),
 )
 TRITON = (

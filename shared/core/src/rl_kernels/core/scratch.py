@@ -14,11 +14,11 @@ import torch
 from rl_kernels.core.torchlib.observed import without_modes
 
 ROOM = 1 << 21
-"""Numbers of one dtype for which a thread keeps memory; more get fresh memory."""
+"""Most numbers of one dtype for which a thread keeps memory; more get fresh memory."""
 
 
 class Scratch(threading.local):
-    """Memory for one purpose: what it gave before is overwritten by the next call of the same thread."""
+    """Memory for one purpose, as much as the largest call took. Each call of a thread overwrites what it gave before."""
 
     def __init__(self) -> None:
         self._rooms: dict[torch.dtype, torch.Tensor] = {}
@@ -29,7 +29,7 @@ class Scratch(threading.local):
         if not like.is_cpu or count > ROOM:
             return like.new_empty(shape, dtype=dtype)
         room = self._rooms.get(dtype)
-        if room is None:
+        if room is None or len(room) < count:
             with without_modes():
-                room = self._rooms[dtype] = torch.empty(ROOM, dtype=dtype, device="cpu")
+                room = self._rooms[dtype] = torch.empty(count, dtype=dtype, device="cpu")
         return room[:count].view(shape)

@@ -151,34 +151,20 @@ __device__ void produce(const Args& p, const Ring& ring, const TensorMap& map) {
 
 // ---- consumers ----
 
-// Reads a thread's sums of a tile from an FP32 out, or stores them there; sums outside of it stay as they are.
-template <bool STORES>
-__device__ void exchange(const Args& p, const Tile& tile, int group, Sums& d) {
+// Calls f(sum, address) for a thread's sums of a tile that lie inside an FP32 out.
+template <class F>
+__device__ void each_inside(const Args& p, const Tile& tile, int group, Sums& d, F f) {
     i64 down = p.out_row, right = p.out_column;
     const Fragment mine;
     const int row = tile.row + group * MMA_M + mine.row, column = tile.column + mine.column;
     i64 begin = tile.expert * p.out_expert + row * down + column * right;
-    // Two neighbors at once where they are at a multiple of 8 bytes, as all pairs are if one is.
-    bool in_pairs = right == 1 && down % 2 == 0 && reinterpret_cast<u64>(static_cast<float*>(p.out) + begin) % 8 == 0;
     // Hides the numbers from the compiler. Otherwise it keeps addresses during the products, and runs out of registers.
     asm volatile("" : "+l"(down), "+l"(right), "+l"(begin));
     float* at = static_cast<float*>(p.out) + begin;
 #pragma unroll
-    for (int i = 0; i < TILE_N / 2; i += 2) {
-        const int y = i / 2 % 2 * 8, x = i / 4 * 8;
-        if (row + y >= p.n || column + x >= p.k) continue;
-        float* one = at + y * down + x * right;
-        if (in_pairs) {
-            float2* two = reinterpret_cast<float2*>(one);
-            if constexpr (STORES)
-                *two = make_float2(d[i], d[i + 1]);
-            else
-                d[i] = two->x, d[i + 1] = two->y;
-        } else if constexpr (STORES) {
-            one[0] = d[i], one[right] = d[i + 1];
-        } else {
-            d[i] = one[0], d[i + 1] = one[right];
-        }
+    for (int i = 0; i < TILE_N / 2; ++i) {
+        const int y = i / 2 % 2 * 8, x = i / 4 * 8 + i % 2;
+        if (row + y < p.n && column + x < p.k) f(d[i], at + y * down + x * right);
     }
 }
 
@@ -193,10 +179,10 @@ __device__ void consume(const Args& p, const Ring& ring) {
         Sums d;
 #pragma unroll
         for (int i = 0; i < TILE_N / 2; ++i) d[i] = 0.0f;
-        if constexpr (CONTINUES) exchange<false>(p, tile, group, d);
+        if constexpr (CONTINUES) each_inside(p, tile, group, d, [](float& sum, const float* at) { sum = *at; });
         ring.mainloop<false, true>(slot, tile.stages(), group, Turns(ring.turns, group), d);
         if constexpr (CONTINUES) {
-            exchange<true>(p, tile, group, d);
+            each_inside(p, tile, group, d, [](float& sum, float* at) { *at = sum; });
         } else {
             using Boxes = Outgoing<Number, TILE_N, false>;
             const int first = tile.row + group * MMA_M + stores.share.row;
