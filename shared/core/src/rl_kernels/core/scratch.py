@@ -18,7 +18,7 @@ ROOM = 1 << 21
 
 
 class Scratch(threading.local):
-    """Memory for one purpose, as much as the largest call took. Each call of a thread overwrites what it gave before."""
+    """Memory for one purpose, as much as the largest call took; a thread's next call overwrites it."""
 
     def __init__(self) -> None:
         self._rooms: dict[torch.dtype, torch.Tensor] = {}
