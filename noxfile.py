@@ -93,8 +93,9 @@ TRITON_TARGETS = (
 # The interpreter of Triton 3.6 needs an older NumPy than the other sessions.
 TRITON = {"3.6": ("triton==3.6.0", "numpy<2.4"), "3.9": ("triton==3.9.0",)}
 # In the interpreter a kernel takes a thousand times longer, and the order of its sums is not that of a GPU, so bits are
-# not checked. One version runs all other tests; the newest runs every kernel once more, in FP16. Recorded launches need
-# no interpreter. Planted bugs are tested by hand (`nox -s "interpreted(3.6)" -- -k "triton and planted"`) and on a GPU.
+# not checked. One version runs all other tests; the newest runs the operators' kernels once more, in FP16, but for
+# those of `route`. Recorded launches need no interpreter. Planted bugs are tested by hand
+# (`nox -s "interpreted(3.6)" -- -k "triton and planted"`) and on a GPU.
 INTERPRETED = {
     "3.6": "triton and not repeatability and not invariance and not fp16 and not launches and not planted",
     "3.9": "triton and (accuracy or gradients) and fp16",
