@@ -32,7 +32,7 @@ RAW = (
     dict(rows=5, vocab=4097, layout="apart", ignored=0, scale="rows"),
     dict(rows=9, vocab=8193, layout="column", scale="apart", ids="apart", upstream="lse"),
     dict(rows=5, vocab=2 * 8192, layout=(8, 0), ignored=-100, upstream="entropy"),
-    dict(rows=1, vocab=3 * 8192 + 5, layout=(3, 1), ids=torch.int32, upstream="apart", indices=True),
+    dict(rows=1, vocab=3 * 8192 + 5, layout=(3, 1), ids=torch.int32, upstream="apart", scale="rows"),
     dict(rows=3, vocab=1024, layout=(16, 1), upstream="logp", dtype=torch.float16),
     dict(rows=70, vocab=1, scale="rows"),
 )

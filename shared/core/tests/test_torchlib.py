@@ -334,6 +334,8 @@ def test_gradient_transforms_are_refused_by_name():
         torch.func.grad(product)(a)
     with pytest.raises(RuntimeError, match="toy_product: gradients through vmap are not supported"):
         torch.func.vmap(torch.func.grad(product), in_dims=0)(a[None])
+    with pytest.raises(RuntimeError, match="toy_product: gradients through vmap are not supported"):
+        torch.func.vmap(torch.func.vmap(product))(a.requires_grad_()[None, None])
 
 
 def test_a_second_import_in_a_process_is_refused_in_plain_words(run_code):

@@ -62,6 +62,7 @@ CASES = (
     Case("advantages-on-policy", _sizes(1, 3, 9), {"old": None, "ref": None, "masked_sequence": True}, FROM),
     Case("groups", _groups(5, 4), {}, GROUPS),
     Case("groups-ragged", _groups(7, 4), RAGGED, GROUPS),
+    Case("groups-of-300", _groups(2, 300), {}, GROUPS),
     Case("groups-offset", _groups(4, 8), {"offset": 10000.0, "eps": 1e-3}, GROUPS),
     # FP64 rewards, because FP64 sums of FP32 rewards are exact and hide the order of the sum.
     Case("groups-double", _groups(6, 7), {"rewards": torch.float64, "offset": 10000.0, "equal": True}, GROUPS),
