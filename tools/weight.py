@@ -36,7 +36,8 @@ def room(path: PurePosixPath) -> str:
     if parts[0] == "tests_integration" or "tests" in parts or path.name == "conftest.py":
         return "tests"
     if {"spec", "mutants"} & {*parts}:
-        return "spec"
+        # The shapes and peers of `rl-kernels bench` prove nothing.
+        return "bench" if path.name == "bench.py" else "spec"
     if parts[0] not in ("shared", "packages"):
         return "tools"
     for name, folder in (("core testing", "core/testing"), ("lab", "rl_kernels/lab"), ("demo", "rl_kernels/demo")):
