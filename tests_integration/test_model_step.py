@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from forked import imported
 
 pytest.importorskip("transformers")
@@ -93,9 +92,3 @@ def test_the_stock_model_keeps_its_rotary_embedding() -> None:
     assert seen["stock"] is own
     assert seen["invariant"] is not own
     assert modeling_llama.apply_rotary_pos_emb is own
-
-
-def test_a_step_of_decoding_is_the_same_again() -> None:
-    with made.ways(tool.parser().parse_args(TINY)) as found:
-        step = made.decoding(found[0], 2, 24)
-        assert torch.equal(step(), step())

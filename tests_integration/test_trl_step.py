@@ -69,18 +69,6 @@ def test_groups_are_sought_that_fit() -> None:
     assert taken.count(20) == 2
 
 
-def test_bad_arguments(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for option, message in (
-        ("--steps=2", "argument --steps: expected an integer >= 3, got '2'"),
-        ("--limit-gib=-1", "argument --limit-gib: expected a number >= 0"),
-        ("--device=cuda", "--device: this PyTorch sees no GPU"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            tool.main([*TINY, option])
-        assert capsys.readouterr().err.startswith(f"trl_step.py: {message}")
-
-
 def test_ways_with_an_engine_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each does a step while the others wait, and results are kept after each turn."""
     order: list[str] = []
