@@ -6,8 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from rl_kernels.core.operator import Call
-from rl_kernels.core.testing import Case, Draw, far
+from rl_kernels.core.testing import Case, Draw
 from rl_kernels.core.testing.planted import Bug, Mutants
 from rl_kernels.det_gemm import det_gemm, det_gemm_dw, det_linear
 from rl_kernels.det_gemm.op import OPERATOR, describe, describe_dw
@@ -82,6 +81,11 @@ class TestConformance(Conformance):
         Case("few-rows", {"m_dim": 8, "n_dim": 4096, "k_dim": 4096}),
         Case("skinny-linear", {"m_dim": 33, "n_dim": 1280, "k_dim": 8192}, {"bias": True}, "det_linear"),
         Case("dw", {"m_dim": 2050, "n_dim": 4096, "k_dim": 1024}, {}, "det_gemm_dw", grad=False),
+    )
+    far = tuple(
+        Case(f"{function}-of-{m}", {"m_dim": m, "n_dim": n, "k_dim": k}, options, function, grad="bias" in options)
+        for m, n, k in ((2, 2, 2), (24, 16, 40))
+        for function, options in (("det_linear", {"bias": True}), ("det_gemm_dw", {"accumulate_into": True}))
     )
 
 
@@ -176,15 +180,6 @@ def test_autocast_gradients_and_main_grad():
     assert torch.equal(weight.main_grad, det_gemm_dw(x.detach().bfloat16(), upstream, out_dtype=torch.float32).t())
 
 
-def results(backend, x, weight, bias, upstream, main_grad):
-    """Return the product, the gradients of its operands, and the gradient of the weight alone and in a buffer."""
-    leaves = [value.detach().requires_grad_() for value in (x, weight, bias)]
-    out = det_linear(*leaves, backend=backend)
-    dweight = det_gemm_dw(upstream, x, backend=backend)
-    total = det_gemm_dw(upstream, x, accumulate_into=main_grad, backend=backend)
-    return [out.detach(), *torch.autograd.grad(out, leaves, upstream), dweight, total.clone()]
-
-
 def test_what_the_dispatcher_is_told():
     a, b = torch.empty(2, 3), torch.empty(3, 5)
     for right, layout in ((b, "row"), (b.t().contiguous().t(), "column"), (torch.empty(3, 10)[:, ::2], "strided")):
@@ -200,23 +195,3 @@ def test_the_note_is_of_the_product(monkeypatch):
     call = describe(a, b)
     assert note(replace(call, traits={"K": 3, "N": 5})) == (3, 5, torch.float32, True)
     assert not any(map(note, (replace(call, device=torch.device("cuda", 0)), replace(call, traits={"K": 3}))))
-
-
-SIZES = {"a stride": (2, 2, 2), "an index times a stride": (24, 40, 16)}
-FAR = [
-    pytest.param(backend.name, sizes, id=f"{backend.name}-{name}", marks=[pytest.mark.gpu] * (DEVICE == "cuda"))
-    for backend in OPERATOR.backends
-    for name, sizes in SIZES.items()
-    if backend.why_not(Call.of(torch.zeros(1, device=DEVICE).half(), N=sizes[2], K=sizes[1])) is None
-]
-
-
-@pytest.mark.parametrize(("backend", "sizes"), FAR)
-def test_offsets_beyond_32_bits(backend, sizes):
-    draw, (m, k, n) = Draw(torch.float16, DEVICE), sizes
-    operands = [draw.normal(*shape) for shape in ((m, k), (n, k), (n,), (m, n))] + [torch.ones(n, k, device=DEVICE)]
-    expected = results(backend, *(x.clone() for x in operands))
-    for place, name in enumerate(("x", "weight", "bias", "upstream", "main_grad")):
-        for dim in range(operands[place].ndim):
-            moved = [far(x, dim) if at == place else x.clone() for at, x in enumerate(operands)]
-            assert same(results(backend, *moved), expected), f"{name}, dim {dim}"

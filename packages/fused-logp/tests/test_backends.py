@@ -62,3 +62,14 @@ class TestConformance(Conformance):
         Case("few-rows", {"batch": 2, "seq": 512, "vocab": 50257}, {"return_stats": True}),
         Case("many-rows", {"batch": 8, "seq": 512, "vocab": 32768}, {"return_stats": True}),
     )
+    # Many long rows have a kernel of their own.
+    far = tuple(
+        Case(
+            f"{rows}x{vocab}-{inplace}",
+            {"batch": 1, "seq": rows, "vocab": vocab},
+            {"return_stats": True, "temperature": "tensor", "inplace_backward": inplace},
+            gpu=rows > 3,
+        )
+        for rows, vocab in ((2, 40), (3, 2), (3, 40), (2048, 16384))
+        for inplace in (False, True)
+    )

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from rl_kernels.core.operator import Call
-from rl_kernels.core.testing import far
 from rl_kernels.fused_logp import fused_logp
 from rl_kernels.fused_logp.op import OPERATOR
 from rl_kernels.fused_logp.reference import fused_logp as reference
@@ -84,33 +83,3 @@ def test_entropy_keeps_its_digits_at_an_offset(backend):
     plain = results(fused_logp, near, ("logp", "entropy"), **options)
     for i in (0, 2, 3):
         torch.testing.assert_close(found[i], plain[i], rtol=1e-6, atol=2e-6)
-
-
-def everything(backend, logits, temperature, upstream):
-    """Return statistics and the gradient of logits, in another tensor and in their own."""
-    ids = torch.zeros(len(logits), dtype=torch.int64, device=DEVICE)
-    found = []
-    for inplace in (False, True):
-        leaf = logits.detach().requires_grad_()
-        options = {"return_stats": True, "inplace_backward": inplace, "backend": backend}
-        stats = fused_logp(leaf * 1 if inplace else leaf, ids, temperature=temperature, **options)
-        found += [*(x.detach() for x in stats), *torch.autograd.grad([stats.logp, stats.entropy], leaf, upstream)]
-    return found
-
-
-# Many long rows have a kernel of their own.
-SIZES = [(2, 40), (3, 2), (3, 40), *[(2048, 16384)] * (DEVICE == "cuda")]
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_elements_beyond_an_offset_of_32_bits(backend, sizes):
-    torch.manual_seed(0)
-    logits = torch.randn(*sizes, device=DEVICE).half()
-    temperature, *upstream = torch.rand(3, sizes[0], device=DEVICE) + 0.5
-    expected = everything(backend, logits, temperature, upstream)
-    for dim in (0, 1):
-        found = everything(backend, far(logits, dim), temperature, upstream)
-        assert all(map(torch.equal, found, expected)), f"logits, dim {dim}"
-    found = everything(backend, logits, far(temperature, 0), [far(x, 0) for x in upstream])
-    assert all(map(torch.equal, found, expected)), "numbers of rows"

@@ -89,6 +89,15 @@ class TestConformance(Conformance):
         Case("many-tokens", {"prompts": 128, "samples": 16, "completion": 2048}, {"beta": 0.04, "density": 0.9}),
         Case("many-prompts", {"prompts": 4096, "samples": 8, "completion": 129}, {"group_sizes": (1, 5000, 7)}),
     )
+    far = tuple(
+        Case(f"{name}-of-{count}", {"prompts": 1, "samples": count, "completion": 5}, options, function)
+        for count in (2, 3)
+        for name, options, function in (
+            ("plain", {"beta": 0.1, "density": 0.7}, ""),
+            ("objective", {"beta": 0.1, "rollout": "token", "entropy": True, "return_metrics": True}, ""),
+            ("groups", {}, "group_advantages"),
+        )
+    )
 
 
 def _call(dtype: torch.dtype = torch.float32, length: int = 7) -> dict[str, Any]:

@@ -9,12 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from rl_kernels.core.operator import Call
-from rl_kernels.core.testing import far
 from rl_kernels.grpo_loss import (
-    Extras,
-    Objective,
-    group_advantages,
-    grpo_loss,
     grpo_loss_from_advantages,
     sequence_losses,
 )
@@ -89,33 +84,3 @@ def test_shared_slope_gives_each_pass_its_gradient(kind: str, backend: str) -> N
         losses = [loss(current) for _ in range(2)]
     for one in losses:
         assert torch.equal(torch.autograd.grad(one, current)[0], expected)
-
-
-NAMES = ("current_logps", "old_logps", "ref_logps", "completion_mask", "rollout_ratio", "entropy", "rewards")
-
-
-def results(backend, plain, current, old, ref, mask, ratio, entropy, rewards):
-    """Return losses, the gradient and advantages: of the plain loss, or with metrics and all that it may take."""
-    current = current.detach().requires_grad_()
-    groups = {"samples_per_prompt": len(rewards)} if plain else {"group_boundaries": [0, len(rewards)]}
-    options = {"beta": 0.1} if plain else {"objective": Objective(loss_type="dapo", beta=0.1), "return_metrics": True}
-    if not plain:
-        options["extras"] = Extras(rollout_ratio=ratio, entropy=entropy)
-    result = grpo_loss(current, old, ref, rewards, mask, **groups, **options, backend=backend)
-    losses, metrics = (result, ()) if plain else result
-    (grad,) = torch.autograd.grad(losses.loss, current)
-    return [losses.loss.detach(), *losses[1:], *metrics, grad, group_advantages(rewards, **groups, backend=backend)]
-
-
-@pytest.mark.parametrize("plain", [True, False], ids=["plain", "objective"])
-@pytest.mark.parametrize("backend", [pytest.param(x, marks=[pytest.mark.gpu] * (DEVICE == "cuda")) for x in BACKENDS])
-def test_offsets_beyond_32_bits(backend, plain):
-    torch.manual_seed(0)
-    for batch in (2, 3):
-        current, old, ref, ratio, entropy = torch.rand(5, batch, 5, device=DEVICE).half()
-        rewards, mask = torch.rand(batch, device=DEVICE).half(), torch.rand(batch, 5, device=DEVICE) < 0.7
-        arguments = (-current, -old, -ref, mask, ratio, entropy, rewards)
-        expected = results(backend, plain, *arguments)
-        for place, name in enumerate(NAMES):
-            moved = [far(x, 0) if at == place else x for at, x in enumerate(arguments)]
-            assert all(map(torch.equal, results(backend, plain, *moved), expected)), name

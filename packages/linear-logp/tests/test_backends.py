@@ -83,3 +83,11 @@ class TestConformance(Conformance):
             "many-rows", {"batch": 4, "seq": 512, "hidden": 1024, "vocab": 50257}, {"return_stats": True, "bias": True}
         ),
     )
+    far = tuple(
+        Case(
+            f"of-{rows}",
+            {"batch": 1, "seq": rows, "hidden": size, "vocab": vocab},
+            {"return_stats": True, "bias": True, "temperature": "tensor"},
+        )
+        for rows, size, vocab in ((2, 8, 2), (3, 24, 40))
+    )

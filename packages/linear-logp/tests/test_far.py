@@ -89,33 +89,6 @@ def test_bounds_of_near_certain_rows(backend, dtype):
     assert result[0].isnan()
 
 
-NAMES = ("hidden", "lm_head_weight", "bias", "temperature", "grad_logp", "grad_entropy", "main_grad")
-
-
-def everything(backend, hidden, weight, bias, temperature, grad_logp, grad_entropy, main_grad):
-    """Return statistics, gradients, and the weight's gradient in a buffer."""
-    ids = torch.zeros(len(hidden), dtype=torch.int64, device=DEVICE)
-    leaves = [x.detach().requires_grad_() for x in (hidden, weight, bias)]
-    leaves[1].main_grad = main_grad
-    stats = linear_logp(*leaves[:2], ids, leaves[2], temperature=temperature, return_stats=True, backend=backend)
-    torch.autograd.backward([stats.logp, stats.entropy], [grad_logp, grad_entropy])
-    return [*(x.detach() for x in stats), leaves[0].grad, leaves[2].grad, main_grad.clone()]
-
-
-@pytest.mark.parametrize("sizes", [(2, 2, 8), (3, 40, 24)], ids=["a stride", "an index times a stride"])
-@pytest.mark.parametrize("backend", OF_HALF)
-def test_elements_beyond_an_offset_of_32_bits(backend, sizes):
-    torch.manual_seed(0)
-    count, vocab, size = sizes
-    operands = [torch.randn(*shape, device=DEVICE).half() for shape in ((count, size), (vocab, size), (vocab,))]
-    operands += [*torch.rand(3, count, device=DEVICE) + 0.5, torch.ones(vocab, size, device=DEVICE)]
-    expected = everything(backend, *(x.clone() for x in operands))
-    for place, name in enumerate(NAMES):
-        for dim in range(operands[place].ndim):
-            moved = [far(x, dim) if at == place else x.clone() for at, x in enumerate(operands)]
-            assert all(map(torch.equal, everything(backend, *moved), expected)), f"{name}, dim {dim}"
-
-
 @pytest.mark.skipif("triton" not in BACKENDS, reason="needs a GPU, or Triton's interpreter")
 def test_states_of_a_billion_rows_in_triton():
     from rl_kernels.linear_logp.backends.triton import kernels

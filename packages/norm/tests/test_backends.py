@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from rl_kernels.core.testing import Case, Draw, far
+from rl_kernels.core.testing import Case, Draw
 from rl_kernels.core.testing.planted import Bug, Mutants, planted
 from rl_kernels.lab.check.conformance import Conformance
 from rl_kernels.norm import layer_norm, reference, rms_norm
@@ -59,6 +59,7 @@ class TestConformance(Conformance):
         Case("many-heads", {"batch": 70000, "hidden": 128}),
         Case("layer", {"batch": 2050, "hidden": 5120}, {"bias": True}, "layer_norm"),
     )
+    far = tuple(Case(f"of-{n}", {"batch": n, "hidden": n}, {"residual": True}) for n in (2, 3))
 
 
 def drawn(rows, width, dtype=torch.float32, device="cpu"):
@@ -174,24 +175,3 @@ def test_rows_are_rounded_where_the_definition_rounds_them(backend):
             for first in (cast_first, not cast_first)
         )
         assert right > 0.99 > 0.95 > wrong, (weight.dtype, offset, cast_first)
-
-
-def results(backend, x, residual, upstream, weight, main_grad):
-    """Return the norm, the sum, the gradient of x, and that of the weight in a buffer."""
-    x, weight = leaves_of(x, weight)
-    weight.main_grad = main_grad
-    found = rms_norm(x, weight, residual=residual, backend=backend)
-    found.output.backward(upstream)
-    return [found.output.detach(), found.sum.detach(), x.grad, main_grad.clone()]
-
-
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_elements_beyond_an_offset_of_32_bits(backend, count):
-    draw = Draw(torch.float16, DEVICE)
-    operands = [draw.normal(count, count) for _ in range(3)] + [draw.normal(count), torch.ones(count, device=DEVICE)]
-    expected = results(backend, *(x.clone() for x in operands))
-    for place, name in enumerate(("x", "residual", "upstream", "weight", "main_grad")):
-        for dim in range(operands[place].ndim):
-            moved = [far(x, dim) if at == place else x.clone() for at, x in enumerate(operands)]
-            assert all(map(torch.equal, results(backend, *moved), expected)), f"{name}, dim {dim}"

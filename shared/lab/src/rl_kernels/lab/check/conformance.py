@@ -26,6 +26,7 @@ from rl_kernels.core.testing import Case, Spec, spec_of
 from rl_kernels.core.testing.planted import Bug, Mutants, places
 from rl_kernels.lab.check.candidate import backend_candidate
 from rl_kernels.lab.check.cell import Cell, call_of
+from rl_kernels.lab.check.far import FarApart
 from rl_kernels.lab.check.mutation import Baseline
 from rl_kernels.lab.check.mutation.controls import CONTROLS
 from rl_kernels.lab.check.relations import RELATIONS, check_relation
@@ -41,7 +42,7 @@ SMALL, SHORT = 5000, 40
 """Largest product of the sizes, and largest size (except the last), of generated cases in Triton's interpreter."""
 
 
-class Conformance(Rules):
+class Conformance(Rules, FarApart):
     """Checks the rules for ``operator``, on every backend that runs here and every quick case."""
 
     operator: ClassVar[Operator]
@@ -92,6 +93,14 @@ class Conformance(Rules):
                 for case in cls.large or cases[:1]
             ]
             metafunc.parametrize(("backend", "large_case"), params)
+        elif "far_case" in metafunc.fixturenames:
+            params = [
+                pytest.param(name, case, id=f"{name}-{case.name}", marks=[pytest.mark.gpu] * (device().type == "cuda"))
+                for name in runnable(cls.operator, "fp16")
+                for case in cls.far
+                if fits(case)
+            ]
+            metafunc.parametrize(("backend", "far_case"), params)
         elif "bug" in metafunc.fixturenames:
             bugs = [
                 pytest.param(mutants, bug, id=f"{mutants.backend}-{bug.name}")

@@ -216,9 +216,9 @@ def setting_of(dtype: str = "fp32") -> Setting:
     return Setting(dtype, device(), arch_of(device().type), suite="quick")
 
 
-def runnable(operator: Operator) -> list[str]:
+def runnable(operator: Operator, dtype: str = "fp32") -> list[str]:
     """Return the backends of an operator that run here."""
-    call = call_of(operator, setting_of())
+    call = call_of(operator, setting_of(dtype))
     return [backend.name for backend in operator.backends if backend.why_not(call) is None]
 
 
