@@ -186,21 +186,6 @@ def test_two_runs_stand_side_by_side_without_the_times_of_the_first_step():
     assert rows["the first, s"][0] == "30.0"
 
 
-def test_the_table_of_steps_has_a_row_for_each_tenth(monkeypatch, capsys):
-    trainer = Trainer(replace(CPU, steps=25, prompts=1), watched=cli.WATCHED[:1])
-    for name, found in (
-        ("step", lambda step: metrics(step, mismatches=3, watched={cli.WATCHED[0].name: gap(1)} if step % 2 else {})),
-        ("answers", [("12=", "[/a]", 0.25)] * 9),
-    ):
-        monkeypatch.setattr(trainer, name, found)
-    assert len(report.train(trainer)) == 25
-    printed = capsys.readouterr().out
-    rows = [line.split() for line in printed.splitlines() if "30.00%" in line]
-    assert [row[0] for row in rows] == ["3", "6", "9", "12", "15", "18", "21", "24", "25"]
-    assert {row[3] for row in rows} == {"10.00%"}
-    assert "12=     [/a]    0.25" in printed
-
-
 @pytest.mark.gpu
 def test_not_one_bit_differs_on_a_gpu(tmp_path):
     verdict = cli.run(replace(GPU, steps=2, measure_every=1), "cuda", tmp_path)

@@ -114,10 +114,3 @@ def test_prompts_survive_the_round_trip_through_tokens(settings):
         ids = settings.encode(prompt)
         assert settings.decode([IGNORE, *ids, settings.end, IGNORE]) == prompt
     assert settings.end == len(settings.characters)
-
-
-def test_the_learning_rate_rises_and_then_falls_to_a_tenth():
-    rates = [GPU.rate(step) / GPU.learning_rate for step in range(1, 201)]
-    assert rates[0] == pytest.approx(1 / 20)
-    assert max(rates) == rates[19] == pytest.approx(1 - 0.9 * 19 / 200)
-    assert rates[-1] == pytest.approx(1 - 0.9 * 199 / 200)
