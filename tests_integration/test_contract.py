@@ -164,6 +164,13 @@ def test_calibrate_writes_measurements_and_nothing_else(monkeypatch, tmp_path, c
     assert (found.version, found.archs) == (contract().version, contract().archs)
 
 
+def test_calibrate_needs_an_operator(monkeypatch, capsys):
+    monkeypatch.setattr(calibrate.kernel_registry, "names", tuple)
+    with pytest.raises(SystemExit, match="2"):
+        calibrate.main(["--write"])
+    assert "no operator is installed" in capsys.readouterr().err
+
+
 def test_same_dtype_takes_no_cast_to_a_wider_dtype():
     x = torch.ones(3, dtype=torch.bfloat16)
     wider = (

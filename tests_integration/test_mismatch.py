@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import imported
+from forked import TOOLS, imported
 
 pytest.importorskip("matplotlib")
 
@@ -41,6 +41,19 @@ def test_each_way_shows_its_mismatch(finished: Path) -> None:
     for measure in ("kl", "largest"):
         assert 0 < fp32[measure][0] < bf16[measure][0] < min(fp8[measure][0], recomputed[measure][0])
     assert recomputed["clipped_at_once"] == [0, 0]
+
+
+def test_processes_find_what_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool, "WAYS", {name: tool.WAYS[name] for name in ("plain FP32", "FP8 rollout")})
+    monkeypatch.syspath_prepend(str(TOOLS))  # as the processes are told
+    settings = tool.Settings(steps=1, prompts=2, samples_per_prompt=4)
+    console = tool.Console(quiet=True)
+    one, two = (tool.run(settings, 2, jobs, console) for jobs in (1, 2))
+    for runs in (one, two):
+        assert [(run["way"], run["seed"]) for run in runs] == [(name, seed) for name in tool.WAYS for seed in (0, 1)]
+        for run in runs:
+            del run["seconds"]
+    assert one == two
 
 
 @torch.no_grad()

@@ -187,3 +187,16 @@ def test_prompts_begin_as_others_do() -> None:
     assert all(16 <= len(ids) <= 100 for ids in found)
     assert all(found[i][:12] == found[i - 1][:12] for i in (3, 7))
     assert tool.prompts(8, 100, 300, 1) != found
+
+
+def test_bad_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for missing, options, message in (
+        ("vllm", TINY, "vllm is not installed"),
+        ("", (), "this PyTorch sees no GPU"),
+        ("", (*TINY, "--tokens", "0"), "argument --tokens: expected an integer >= 1"),
+    ):
+        monkeypatch.setattr(tool, "find_spec", lambda name, missing=missing: None if name == missing else name)
+        with pytest.raises(SystemExit, match="2"):
+            tool.main(options)
+        assert message in capsys.readouterr().err
