@@ -48,14 +48,14 @@ def refusals(trainer: Any) -> None:
     with pytest.raises(ValueError, match=r"^compute_dtype: expected torch\.bfloat16 with invariant, FSDP2"):
         trl.use_in(trainer, invariant=True)
     trainer.ref_model = trainer.model
-    with pytest.raises(ValueError, match="^beta: expected 0 with compute_dtype and FSDP2"):
+    with pytest.raises(ValueError, match=r"^beta: expected 0 with compute_dtype and FSDP2"):
         trl.use_in(trainer, **cast)
     model = SimpleNamespace(dtype=torch.float16)
     config = SimpleNamespace(model_config=model, additional_config={"rl_kernels": True})
     engine = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
     trainer.ref_model, trainer.use_vllm, trainer.vllm_mode = None, True, "colocate"
     trainer.vllm_generation = SimpleNamespace(llm=engine)
-    with pytest.raises(ValueError, match="^dtype: expected float16 as in vLLM's engine, the trainer's .* bfloat16"):
+    with pytest.raises(ValueError, match=r"^dtype: expected float16 as in vLLM's engine, the trainer's .* bfloat16"):
         trl.use_in(trainer, record=False, **cast)
     trainer.use_vllm = False
 
