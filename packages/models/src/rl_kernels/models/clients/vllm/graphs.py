@@ -7,7 +7,7 @@ rows, and their memory. Fewer rows are padded: a row depends on itself alone, so
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,7 +41,7 @@ class GraphedLogits:
         """Start without graphs: each is captured when it is first needed."""
         self._graphs: dict[int, _Graph] = {}
         self._sizes = [next(size for size in SIZES if size >= rows) for rows in range(1, SIZES[-1] + 1)]
-        self._pool: object = None
+        self._pool: Any = None
 
     def __call__(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearLogits:
         """Return ``linear_logits(hidden, weight, bias)``, of rows ``hidden[N, D]``."""
@@ -80,12 +80,12 @@ def can_replay(hidden: torch.Tensor) -> bool:
     return hidden.is_cuda and hidden.dim() == 2 and not values_hidden(hidden) and not is_traced()
 
 
-def new_pool() -> object:
+def new_pool() -> Any:
     """Return a pool of memory for graphs that are replayed one after the other."""
     return torch.cuda.graph_pool_handle()
 
 
-def captured(run: Callable[[], LinearLogits], pool: object) -> tuple[LinearLogits, Callable[[], object]]:
+def captured(run: Callable[[], LinearLogits], pool: Any) -> tuple[LinearLogits, Callable[[], object]]:
     """Capture what a function launches; return its result, and the function that runs it again."""
     # Prepares and loads what may not be loaded while a graph is captured.
     run()
