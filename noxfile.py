@@ -62,6 +62,8 @@ VLLM = (
     *("transformers==5.19.0", "aiohttp", "cachetools", "cbor2", "cloudpickle", "compressed-tensors==0.17.0", "einops"),
     *("fastapi<0.137", "llguidance<1.8", "msgspec", "openai", "oss-harmony", "partial-json-parser", "pillow"),
     *("prometheus_client", "psutil", "py-cpuinfo", "pybase64", "pyzmq", "requests", "uvloop", "xgrammar==0.2.8"),
+    # Its server.
+    *("model-hosting-container-standards", "prometheus-fastapi-instrumentator", "uvicorn", "watchfiles"),
 )
 
 # The oldest transformers whose continuous batching is supported; it has attention names that later ones refuse.
@@ -186,7 +188,7 @@ def vllm(session: nox.Session) -> None:
     session.install(*VLLM, "trl==1.16.0", "peft==0.21.2", "triton==3.7.1")
     session.install("--no-deps", "vllm==0.32.0")
     session.install(*PINNED, "pytest-xdist")
-    names = ("vllm", "vllm_logprobs", "vllm_seams", "trl_vllm")
+    names = ("vllm", "vllm_logprobs", "vllm_seams", "trl_vllm", "trl_server")
     run_tests(session, [tests_of(INTEGRATION) / f"test_{name}.py" for name in names], **OFFLINE)
 
 

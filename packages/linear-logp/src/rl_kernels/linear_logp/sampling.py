@@ -125,7 +125,8 @@ def linear_logits(
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise ValueError("linear_logits: expected no gradients, call it under torch.no_grad()")
     rows, leading, vocab = rows_of(tensors[0]), tensors[0].shape[:-1], lm_head_weight.shape[0]
-    ids, scale, mib = rest or _rest(rows, vocab)
+    # A CUDA graph keeps what was made while it was captured, and not what is remembered here.
+    ids, scale, mib = _rest(rows, vocab) if rest is None or values_hidden(rows) else rest
     _, norm, logits = ops["forward"].call(ready, rows, tensors[1], ids, tensors[2], scale, None, None, mib)
     # Views take host time, and a decode step mostly needs none.
     if logits.shape != (*leading, vocab):

@@ -15,15 +15,15 @@ import torch
 
 from rl_kernels.models import invariance
 from rl_kernels.models.clients.trl import continuous
-from rl_kernels.models.clients.trl.checks import KNOWN, check_compute_dtype, check_invariant, check_trainer
+from rl_kernels.models.clients.trl.checks import KNOWN, check_invariant, check_trainer
 from rl_kernels.models.clients.trl.engine import check_engine
 from rl_kernels.models.clients.trl.head import Head, score_with
 from rl_kernels.models.clients.trl.loss import compute_loss, normalizer, objective, rollout_ratio
 from rl_kernels.models.clients.trl.old import take_from_rollout
+from rl_kernels.models.clients.trl.precision import check_compute_dtype, compute_in, dtype_of_passes
 from rl_kernels.models.clients.trl.rollout import check_rollout, recorded
 from rl_kernels.models.clients.trl.watch import Watch
 from rl_kernels.models.logits import check_logits
-from rl_kernels.models.master_weights import MasterWeights
 from rl_kernels.models.merged_adapters import merge_adapters
 
 __all__ = ["compute_loss", "normalizer", "objective", "rollout_ratio", "use_in"]
@@ -51,8 +51,9 @@ def use_in(
             first training pass. By default the value of ``invariant``. With both, and with a vLLM in this process,
             they are also the old log-probabilities where TRL needs such: its pass for these is skipped.
         compute_dtype: BF16 or FP16: the models' FP32 weights are cast to it, for training, for sampling and for an
-            engine that gets them, and the optimizer updates FP32 copies (``MasterWeights``). None leaves the weights
-            as they are; learning rates of RL are lost in weights of 16 bits.
+            engine that gets them, and the optimizer updates FP32 copies (``MasterWeights``). With FSDP2, FP32 shards
+            are gathered in this dtype, and gradients are reduced in FP32. None leaves the weights as they are;
+            learning rates of RL are lost in weights of 16 bits.
         backend: backend of the loss, as in ``grpo_loss``.
         validate: whether the loss checks the values of its arguments.
 
@@ -77,12 +78,12 @@ def use_in(
         if in_batches:
             continuous.check_settings(trainer)
     in_fp32 = trainer.args.cast_lm_head_to_fp32
-    dtype = bases[0].dtype
-    if invariant and trainer.use_vllm:
-        check_engine(trainer, compute_dtype if compute_dtype and dtype == torch.float32 else dtype)
+    if invariant:
+        dtype = dtype_of_passes(trainer, bases[0].dtype, compute_dtype)
+        if trainer.use_vllm:
+            check_engine(trainer, dtype)
     if compute_dtype is not None:
-        masters = [MasterWeights(base, compute_dtype) for base in bases]
-        _keep_masters(trainer, masters[0])
+        compute_in(trainer, bases, compute_dtype)
     heads = [Head(base, trainer.temperature, in_fp32=in_fp32, entropy=base is bases[0]) for base in bases]
     # A model of several dtypes may run only under autocast.
     with trainer.accelerator.autocast():
@@ -106,22 +107,6 @@ def use_in(
         take_from_rollout(trainer)
     watch = Watch(trainer) if invariant else None
     trainer._compute_loss = partial(compute_loss, trainer, watch=watch, backend=backend, validate=validate)
-
-
-def _keep_masters(trainer: Any, masters: MasterWeights) -> None:
-    """Let the trainer's optimizer, which is made when training begins, update the FP32 weights of its model."""
-    create = trainer.create_optimizer
-
-    def created(*args: Any, **options: Any) -> Any:
-        is_new = trainer.optimizer is None
-        optimizer = create(*args, **options)
-        if is_new:
-            masters.update_by(optimizer)
-        return optimizer
-
-    if trainer.optimizer is not None:
-        masters.update_by(trainer.optimizer)
-    trainer.create_optimizer = created
 
 
 def _make_invariant(models: Sequence[Any]) -> None:

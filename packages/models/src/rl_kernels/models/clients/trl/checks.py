@@ -54,31 +54,6 @@ def check_trainer(trainer: Any) -> None:
         raise ValueError("deepspeed: expected ZeRO-2 at most, with stage 3 no rank holds the whole weight of the head")
 
 
-def check_compute_dtype(trainer: Any, dtype: torch.dtype) -> None:
-    """Refuse trainers without FP32 weights, and those whose wrappers hold, or reduce, the weights themselves.
-
-    Raises:
-        ValueError: the message names the setting.
-    """
-    for name in ("is_fsdp_enabled", "is_deepspeed_enabled"):
-        if getattr(trainer, name, False):
-            raise ValueError(f"compute_dtype: expected None with {name}, which has master weights of its own")
-    # A launcher that starts one process as the first of several has a model wrapped by DDP too.
-    if trainer.accelerator.distributed_type.startswith("MULTI_"):
-        raise ValueError(
-            "compute_dtype: expected None with several processes, DDP adds up 16-bit gradients of 16-bit weights, not "
-            "FP32 ones; use FSDP's mixed precision there"
-        )
-    if trainer.args.fp16:
-        raise ValueError("fp16: expected False with compute_dtype, gradients are not scaled")
-    trained = {value.dtype for value in trainer.model.parameters() if value.requires_grad}
-    if torch.float32 not in trained:
-        raise ValueError(
-            f"compute_dtype: expected a model with weights in FP32, which are rounded to {dtype} for each pass, got "
-            f'{", ".join(map(str, trained))}; set model_init_kwargs={{"dtype": "float32"}} in GRPOConfig'
-        )
-
-
 def check_invariant(trainer: Any, models: Iterable[Any]) -> None:
     """Refuse models that compute a rollout and a training pass differently even under ``invariant``.
 

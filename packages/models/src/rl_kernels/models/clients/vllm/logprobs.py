@@ -1,5 +1,7 @@
 """Logits and the log-probabilities of sampled tokens from one reading of the head, by ``linear_logits``.
 
+Logits of a few rows come from a CUDA graph (``graphs``), since the host decides how fast few sequences decode.
+
 vLLM computes logits of the sampled rows, samples, and then calls for log-probabilities of the sampled tokens. The
 logits of the first of these are stored until the last one. Where only the sampled token's log-probability is asked for,
 it and its rank are one launch, with both of vLLM's model runners; other tokens keep vLLM's own numbers. With a soft cap
@@ -22,7 +24,8 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
-from rl_kernels.linear_logp import LinearLogits, linear_logits, linear_logp
+from rl_kernels.linear_logp import LinearLogits, linear_logp
+from rl_kernels.models.clients.vllm.graphs import GraphedLogits
 from rl_kernels.models.clients.vllm.refusals import PROCESSED, check, check_layers, refuse
 from rl_kernels.models.clients.vllm.versions import SECOND_RUNNER, TOP_TOKENS
 from rl_kernels.models.fused.scores import score_tokens
@@ -45,15 +48,11 @@ class CappedLogits(NamedTuple):
         return linear_logp(self.hidden, self.weight, target_ids, self.bias, softcap=self.softcap, validate=validate)
 
 
-def _head_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None
-) -> LinearLogits | CappedLogits:
-    result = linear_logits(hidden, weight, bias)
-    if softcap is None:
-        return result
+def _capped(
+    logits: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float
+) -> CappedLogits:
     # Tokens are sampled from these; linear_logp caps its own.
-    logits = result.logits.div(softcap).tanh_().mul_(softcap)
-    return CappedLogits(logits, hidden, weight, bias, softcap)
+    return CappedLogits(logits.div(softcap).tanh_().mul_(softcap), hidden, weight, bias, softcap)
 
 
 class Logits(LogitsProcessor):
@@ -71,6 +70,7 @@ class Logits(LogitsProcessor):
         check_layers(config)
         refuse("logits_as_input", self.logits_as_input, False)
         refuse("logit_scale", self.scale, 1.0)
+        self._logits = GraphedLogits()
 
     def forward(
         self,
@@ -86,8 +86,11 @@ class Logits(LogitsProcessor):
         # A view takes host time in each step.
         if weight.shape[0] != vocab:
             weight, bias = weight[:vocab], None if bias is None else bias[:vocab]
-        _steps.last = _head_logits(hidden_states, weight, bias, self.soft_cap)
-        return _steps.last.logits
+        last: LinearLogits | CappedLogits = self._logits(hidden_states, weight, bias)
+        if self.soft_cap is not None:
+            last = _capped(last.logits, hidden_states, weight, bias, self.soft_cap)
+        _steps.last = last
+        return last.logits
 
 
 def _last(rows: int) -> LinearLogits | CappedLogits:
@@ -118,7 +121,7 @@ def _own(last: LinearLogits | CappedLogits, token_ids: torch.Tensor, dtype: torc
     logps, ranks = score_tokens(last.logits, norm, token_ids)
     if logps is None:
         logps = last.logp(token_ids, validate=False)
-    return LogprobsTensors(token_ids.to(dtype)[:, None], logps[:, None], ranks)
+    return LogprobsTensors(token_ids.to(dtype).unsqueeze(1), logps.unsqueeze(1), ranks)
 
 
 def _with_scores(result: Any, token_ids: torch.Tensor) -> Any:
