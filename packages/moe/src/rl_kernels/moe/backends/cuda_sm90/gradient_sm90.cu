@@ -151,20 +151,45 @@ __device__ void produce(const Args& p, const Ring& ring, const TensorMap& map) {
 
 // ---- consumers ----
 
-// Calls f(sum, address) for a thread's sums of a tile that lie inside an FP32 out.
-template <class F>
-__device__ void each_inside(const Args& p, const Tile& tile, int group, Sums& d, F f) {
+// Reads two neighbors, at once or one by one, if `live`; without a branch, or the products would wait for each other.
+[[maybe_unused]] __device__ void read_two(float& first, float& second, const float* at, i64 right, bool in_pairs, bool live) {
+    asm volatile(
+        "{\n"
+        ".reg .pred pair, apart;\n"
+        "setp.ne.s32 pair, %4, 0;\n"
+        "setp.ne.s32 apart, %5, 0;\n"
+        "@pair ld.global.v2.f32 {%0, %1}, [%2];\n"
+        "@apart ld.global.f32 %0, [%2];\n"
+        "@apart ld.global.f32 %1, [%3];\n"
+        "}"
+        : "+f"(first), "+f"(second)
+        : "l"(at), "l"(at + right), "r"(static_cast<int>(live && in_pairs)), "r"(static_cast<int>(live && !in_pairs))
+        : "memory");
+}
+
+// Reads a thread's sums of a tile from an FP32 out, or stores them there; sums outside of it stay as they are.
+template <bool STORES>
+__device__ void exchange(const Args& p, const Tile& tile, int group, Sums& d) {
     i64 down = p.out_row, right = p.out_column;
     const Fragment mine;
     const int row = tile.row + group * MMA_M + mine.row, column = tile.column + mine.column;
     i64 begin = tile.expert * p.out_expert + row * down + column * right;
+    // Two neighbors at once where they are at a multiple of 8 bytes, as all pairs are if one is.
+    const bool in_pairs = right == 1 && down % 2 == 0 && reinterpret_cast<u64>(static_cast<float*>(p.out) + begin) % 8 == 0;
     // Hides the numbers from the compiler. Otherwise it keeps addresses during the products, and runs out of registers.
     asm volatile("" : "+l"(down), "+l"(right), "+l"(begin));
     float* at = static_cast<float*>(p.out) + begin;
 #pragma unroll
-    for (int i = 0; i < TILE_N / 2; ++i) {
-        const int y = i / 2 % 2 * 8, x = i / 4 * 8 + i % 2;
-        if (row + y < p.n && column + x < p.k) f(d[i], at + y * down + x * right);
+    for (int i = 0; i < TILE_N / 2; i += 2) {
+        const int y = i / 2 % 2 * 8, x = i / 4 * 8;
+        const bool live = row + y < p.n && column + x < p.k;
+        float* one = at + y * down + x * right;
+        if constexpr (!STORES)
+            read_two(d[i], d[i + 1], one, right, in_pairs, live);
+        else if (live && in_pairs)
+            *reinterpret_cast<float2*>(one) = make_float2(d[i], d[i + 1]);
+        else if (live)
+            one[0] = d[i], one[right] = d[i + 1];
     }
 }
 
@@ -179,10 +204,10 @@ __device__ void consume(const Args& p, const Ring& ring) {
         Sums d;
 #pragma unroll
         for (int i = 0; i < TILE_N / 2; ++i) d[i] = 0.0f;
-        if constexpr (CONTINUES) each_inside(p, tile, group, d, [](float& sum, const float* at) { sum = *at; });
+        if constexpr (CONTINUES) exchange<false>(p, tile, group, d);
         ring.mainloop<false, true>(slot, tile.stages(), group, Turns(ring.turns, group), d);
         if constexpr (CONTINUES) {
-            each_inside(p, tile, group, d, [](float& sum, float* at) { *at = sum; });
+            exchange<true>(p, tile, group, d);
         } else {
             using Boxes = Outgoing<Number, TILE_N, false>;
             const int first = tile.row + group * MMA_M + stores.share.row;
