@@ -42,9 +42,9 @@ def experts(
         h = activate(*split(z, interleaved), activation)
         places.append(tokens * ids.shape[1] + slots)
         results.append(_wide(_linear(h, second, None if down_bias is None else down_bias[expert])))
-    y = _wide(hidden).new_zeros((ids.numel(), hidden.shape[1]))
-    y = y.index_copy(0, torch.cat(places), torch.cat(results)).view(*ids.shape, -1)
-    total = (weights.to(y.dtype)[..., None] * y).sum(1)
+    width = hidden.shape[1]
+    y = _wide(hidden).new_zeros((ids.numel(), width)).index_copy(0, torch.cat(places), torch.cat(results))
+    total = (weights.to(y.dtype)[..., None] * y.view(*ids.shape, width)).sum(1)
     return (total if shared is None else total + _wide(shared)).to(dtype)
 
 
