@@ -36,8 +36,7 @@ KERNELS = {
         ),
         Bug("a column too far", "share.chunk * PER_CHUNK", "(share.chunk + 1) * PER_CHUNK"),
         Bug("an expert for another", "static_cast<i64>(tile.expert) * p.n", "static_cast<i64>(tile.expert / 2) * p.n"),
-        Bug("a chain begins anew", "if constexpr (CONTINUES) exchange<false>(p, tile, group, d);", ""),
-        Bug("a neighbor's sum", "one[right] = d[i + 1]", "one[right] = d[i]"),
+        Bug("a chain begins anew", "sum = *at;", "sum = 0.0f;"),
     ),
     "token_sm90.cu": (
         Bug("rows of a block's first expert", "unit / tiles - first, stride", "0, stride"),

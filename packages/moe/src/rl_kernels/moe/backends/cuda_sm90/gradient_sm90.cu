@@ -116,16 +116,6 @@ __device__ void copy_rows(char* box, const void* from, const Share& share, const
     }
 }
 
-// Starts to load a tile of an FP32 out into the L2 cache, a row of the tile a thread.
-[[maybe_unused]] __device__ void read_ahead(const Args& p, const Tile& tile) {
-    constexpr int LINE = 128 / sizeof(float);
-    const int row = tile.row + static_cast<int>(threadIdx.x);
-    if (tile.first == tile.end || row >= p.n || p.out_column != 1) return;
-    const float* at = static_cast<const float*>(p.out) + tile.expert * p.out_expert + row * p.out_row;
-    for (int column = tile.column; column < min(tile.column + TILE_N, p.k); column += LINE)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(at + column));
-}
-
 __device__ void produce(const Args& p, const Ring& ring, const TensorMap& map) {
     const bool leads = threadIdx.x == 0;
     if (leads) prefetch(map);
@@ -136,7 +126,6 @@ __device__ void produce(const Args& p, const Ring& ring, const TensorMap& map) {
     for (Walk walk(p); !walk.done(); walk.advance()) {
         const Tile tile = walk.tile;
         walk.read_ahead();
-        if constexpr (CONTINUES) read_ahead(p, walk.next);
         ring.produce(slot, tile.stages(), [&](int stage, int step) {
             const int first = tile.first + step;
             const bool whole = first + SPAN <= tile.end;
@@ -162,45 +151,20 @@ __device__ void produce(const Args& p, const Ring& ring, const TensorMap& map) {
 
 // ---- consumers ----
 
-// Reads two neighbors, at once or one by one, if `live`; without a branch, or the products would wait for each other.
-[[maybe_unused]] __device__ void read_two(float& first, float& second, const float* at, i64 right, bool in_pairs, bool live) {
-    asm volatile(
-        "{\n"
-        ".reg .pred pair, apart;\n"
-        "setp.ne.s32 pair, %4, 0;\n"
-        "setp.ne.s32 apart, %5, 0;\n"
-        "@pair ld.global.v2.f32 {%0, %1}, [%2];\n"
-        "@apart ld.global.f32 %0, [%2];\n"
-        "@apart ld.global.f32 %1, [%3];\n"
-        "}"
-        : "+f"(first), "+f"(second)
-        : "l"(at), "l"(at + right), "r"(static_cast<int>(live && in_pairs)), "r"(static_cast<int>(live && !in_pairs))
-        : "memory");
-}
-
-// Reads a thread's sums of a tile from an FP32 out, or stores them there; sums outside of it stay as they are.
-template <bool STORES>
-__device__ void exchange(const Args& p, const Tile& tile, int group, Sums& d) {
+// Calls f(sum, address) for a thread's sums of a tile that lie inside an FP32 out.
+template <class F>
+__device__ void each_inside(const Args& p, const Tile& tile, int group, Sums& d, F f) {
     i64 down = p.out_row, right = p.out_column;
     const Fragment mine;
     const int row = tile.row + group * MMA_M + mine.row, column = tile.column + mine.column;
     i64 begin = tile.expert * p.out_expert + row * down + column * right;
-    // Two neighbors at once where they are at a multiple of 8 bytes, as all pairs are if one is.
-    const bool in_pairs = right == 1 && down % 2 == 0 && reinterpret_cast<u64>(static_cast<float*>(p.out) + begin) % 8 == 0;
     // Hides the numbers from the compiler. Otherwise it keeps addresses during the products, and runs out of registers.
     asm volatile("" : "+l"(down), "+l"(right), "+l"(begin));
     float* at = static_cast<float*>(p.out) + begin;
 #pragma unroll
-    for (int i = 0; i < TILE_N / 2; i += 2) {
-        const int y = i / 2 % 2 * 8, x = i / 4 * 8;
-        const bool live = row + y < p.n && column + x < p.k;
-        float* one = at + y * down + x * right;
-        if constexpr (!STORES)
-            read_two(d[i], d[i + 1], one, right, in_pairs, live);
-        else if (live && in_pairs)
-            *reinterpret_cast<float2*>(one) = make_float2(d[i], d[i + 1]);
-        else if (live)
-            one[0] = d[i], one[right] = d[i + 1];
+    for (int i = 0; i < TILE_N / 2; ++i) {
+        const int y = i / 2 % 2 * 8, x = i / 4 * 8 + i % 2;
+        if (row + y < p.n && column + x < p.k) f(d[i], at + y * down + x * right);
     }
 }
 
@@ -215,10 +179,10 @@ __device__ void consume(const Args& p, const Ring& ring) {
         Sums d;
 #pragma unroll
         for (int i = 0; i < TILE_N / 2; ++i) d[i] = 0.0f;
-        if constexpr (CONTINUES) exchange<false>(p, tile, group, d);
+        if constexpr (CONTINUES) each_inside(p, tile, group, d, [](float& sum, const float* at) { sum = *at; });
         ring.mainloop<false, true>(slot, tile.stages(), group, Turns(ring.turns, group), d);
         if constexpr (CONTINUES) {
-            exchange<true>(p, tile, group, d);
+            each_inside(p, tile, group, d, [](float& sum, float* at) { *at = sum; });
         } else {
             using Boxes = Outgoing<Number, TILE_N, false>;
             const int first = tile.row + group * MMA_M + stores.share.row;
