@@ -34,13 +34,17 @@ def experts(
     dtype = hidden.dtype
     if transposed:
         gate_up, down = gate_up.mT, down.mT
-    y = _wide(hidden).new_zeros((*ids.shape, hidden.shape[1]))
-    for expert in range(gate_up.shape[0]):
+    places, results = [], []
+    # One by one, the gradient of each expert would be a tensor of all experts.
+    for expert, (first, second) in enumerate(zip(gate_up.unbind(), down.unbind(), strict=True)):
         tokens, slots = torch.nonzero(ids == expert, as_tuple=True)
-        z = _linear(hidden[tokens], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        z = _linear(hidden[tokens], first, None if gate_up_bias is None else gate_up_bias[expert])
         h = activate(*split(z, interleaved), activation)
-        y[tokens, slots] = _wide(_linear(h, down[expert], None if down_bias is None else down_bias[expert]))
-    total = (weights.to(y.dtype)[..., None] * y).sum(1)
+        places.append(tokens * ids.shape[1] + slots)
+        results.append(_wide(_linear(h, second, None if down_bias is None else down_bias[expert])))
+    width = hidden.shape[1]
+    y = _wide(hidden).new_zeros((ids.numel(), width)).index_copy(0, torch.cat(places), torch.cat(results))
+    total = (weights.to(y.dtype)[..., None] * y.view(*ids.shape, width)).sum(1)
     return (total if shared is None else total + _wide(shared)).to(dtype)
 
 
