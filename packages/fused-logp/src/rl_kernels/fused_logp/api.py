@@ -133,8 +133,8 @@ def fused_logp(
     ids, rows = _flat(target_ids, row_indices)
     op = ops["forward_stats" if return_stats else "forward"]
     if logits.requires_grad and torch.is_grad_enabled():
-        settings = _Settings(op, ready, ignore_index, inplace_backward)
-        results = apply_of(_FusedLogp, ready)(logits, ids, scale, rows, settings)
+        settings = _Settings(op, ready, ids, scale, ignore_index, rows, inplace_backward)
+        results = apply_of(_FusedLogp, ready)(logits, settings)
     else:
         results = op.call(ready, logits.reshape(-1, logits.shape[-1]), ids, scale, ignore_index, rows)
     # Views and casts that change nothing would cost host time, those of a graph in backward too.
@@ -217,11 +217,14 @@ def _write(out: torch.Tensor, logp: torch.Tensor, rows: torch.Tensor | None) -> 
 
 
 class _Settings(NamedTuple):
-    """The arguments of a call besides its tensors; one tuple, because autograd inspects every argument."""
+    """The arguments of a call besides its logits; one tuple, because autograd inspects every argument."""
 
     op: Op
     ready: Ready
+    target_ids: torch.Tensor
+    temperature: torch.Tensor
     ignore_index: int | None
+    row_indices: torch.Tensor | None
     inplace: bool
 
 
@@ -229,15 +232,8 @@ class _FusedLogp(torch.autograd.Function):
     """Saves logits and norm, and entropy with ``return_stats``; only the logits get a gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        target_ids: torch.Tensor,
-        temperature: torch.Tensor,
-        row_indices: torch.Tensor | None,
-        settings: _Settings,
-    ) -> tuple[torch.Tensor, ...]:
-        op, ready, ignore_index, inplace = settings
+    def forward(ctx: Any, logits: torch.Tensor, settings: _Settings) -> tuple[torch.Tensor, ...]:
+        op, ready, target_ids, temperature, ignore_index, row_indices, inplace = settings
         rows = logits if logits.ndim == 2 else logits.reshape(-1, logits.shape[-1])
         results = op.call(ready, rows, target_ids, temperature, ignore_index, row_indices)
         save(ctx, logits, target_ids, temperature, row_indices, results[-1], *results[2:3])
@@ -259,4 +255,4 @@ class _FusedLogp(torch.autograd.Function):
             grad = rows.detach()
         else:
             grad = first_order(ops["backward"], *arguments)
-        return grad if logits.ndim == 2 else grad.view(logits.shape), None, None, None, None
+        return grad if logits.ndim == 2 else grad.view(logits.shape), None
