@@ -15,7 +15,7 @@ from torch import nn
 
 from rl_kernels.core.dispatch import choose
 from rl_kernels.det_gemm.op import OPERATOR, describe
-from rl_kernels.models import pretrained
+from rl_kernels.models import mixtures, pretrained
 from rl_kernels.models.fused.swaps import rotary_module, rotary_swap
 from rl_kernels.models.layers import replacement
 from rl_kernels.models.marks import Mark, mark, marks_of
@@ -217,6 +217,12 @@ def _subclasses(
             subclasses[name] = module, subclass
         elif reason := no_swap_reason or why_unknown(module):
             left[name] = reason
+    for name in [name for name, (module, _) in subclasses.items() if mixtures.is_router(module)]:
+        block = name.rpartition(".")[0]
+        if any(other.rpartition(".")[0] == block and mixtures.is_experts(modules[other]) for other in left):
+            # Experts of transformers count by int64 ids, which its own router returns.
+            del subclasses[name]
+            left[name] = f"its experts are left alone, and a {type(modules[name]).__name__} chooses for them"
     return subclasses, left
 
 
