@@ -60,3 +60,164 @@ def test_logits_and_experts_do_not_depend_on_the_batch(tiny, prompts, surroundin
     if dtype == torch.float32:
         close = found[0][2][:, :211].float()
         torch.testing.assert_close(close, plain, rtol=1e-3, atol=1e-4 * float(plain.abs().max()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_do_not_depend_on_the_batch_and_are_those_of_the_model(tiny, prompts, padded, family):
+    """Gradients of rows in a padded batch, and of all parameters with more padding and with checkpoints."""
+    model = tiny(family).train(family != "Phimoe")
+
+    def gradients(prompts, more=0):
+        batch, places = padded(prompts, left=False, more=more)
+        rows = model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
+        logits = model(inputs_embeds=rows, **batch, use_cache=False).logits
+        total = sum((logits[place] * upstream[: len(logits[place])]).sum() for place in places)
+        model.zero_grad()
+        total.backward()
+        own = [value.grad for value in model.parameters() if value.grad is not None]
+        return [rows.grad[place] for place in places], own
+
+    upstream = torch.randn(40, 211, generator=torch.Generator().manual_seed(2))
+    plain = gradients(prompts)
+    with invariant(model, strict=True):
+        rows, whole = gradients(prompts)
+        for prompt, row in zip(prompts, rows, strict=True):
+            assert torch.equal(gradients([prompt])[0][0], row)
+        (_, padded_once), (_, padded_twice) = (gradients(prompts[2:3], more) for more in (15, 31))
+        assert all(map(torch.equal, padded_once, padded_twice))
+        for reentrant in (True, False) if model.training else ():
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            assert all(map(torch.equal, gradients(prompts)[1], whole)), reentrant
+    for value, other in zip([*rows, *whole], [*plain[0], *plain[1]], strict=True):
+        assert (value - other).norm() <= 1e-4 * other.norm() + 1e-6
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "GptOss"])
+def test_auxiliary_losses_are_those_of_the_model(tiny, prompts, family):
+    model, ids = tiny(family).train(), prompts[2][None]
+
+    def losses():
+        output = model(ids, labels=ids, output_router_logits=True, use_cache=False)
+        return output.aux_loss, *torch.autograd.grad(output.loss, list(model.parameters()), allow_unused=True)
+
+    plain = losses()
+    with invariant(model, strict=True):
+        found, logits = losses(), model(ids, output_router_logits=True).router_logits
+        alone = model(ids[:, :7], output_router_logits=True).router_logits
+    assert all(torch.equal(part, whole[:7]) for part, whole in zip(alone, logits, strict=True))
+    for value, other in zip(found, plain, strict=True):
+        assert (value - other).norm() <= 1e-4 * other.norm() + 1e-6
+
+
+def test_tokens_of_the_stock_model_choose_other_experts(tiny, prompts, surroundings):
+    """The control: without invariant() the batch changes choices."""
+    model = tiny("Qwen3Moe", torch.bfloat16, num_hidden_layers=4, hidden_size=128, num_experts=64)
+    logits, experts, compared = differing(surroundings(Choosing(model), prompts, CUTS))
+    print(f"stock: {logits} and {experts} of {compared} tokens")
+    assert 0 < experts <= logits < compared
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["gate"]},
+        {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+        {"target_parameters": ["mlp.gate.weight"]},
+    ],
+    ids=["attention", "experts", "router"],
+)
+def test_adapters(tiny, prompts, surroundings, targets):
+    peft = pytest.importorskip("peft")
+    model = tiny("Qwen3Moe")
+    adapter = peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, **targets))
+    ids = prompts[2][None]
+    plain = adapter(ids).logits
+    with invariant(adapter, strict=True):
+        found = list(surroundings(Choosing(adapter), prompts, CUTS))
+        adapter(ids).logits.sum().backward()
+    assert differing(found)[:2] == [0, 0]
+    assert all(value.grad is not None for value in adapter.parameters() if value.requires_grad)
+    torch.testing.assert_close(adapter(ids).logits, plain, rtol=0, atol=0)
+
+
+def quantized(model):
+    for module in model.modules():
+        if hasattr(module, "gate_up_proj"):
+            module.gate_up_proj = torch.nn.Parameter(module.gate_up_proj.to(torch.float8_e4m3fn), requires_grad=False)
+
+
+def without_interface(model):
+    for module in model.modules():
+        vars(module).pop("has_gate", None)
+
+
+def with_another_router(model):
+    def forward(self, hidden_states):
+        logits, weights, ids = kind.forward(self, hidden_states)
+        return logits, weights.square(), ids
+
+    routers = [module for module in model.modules() if "Router" in type(module).__name__]
+    kind = type(routers[0])
+    for module in routers:
+        module.__class__ = type("SquaringRouter", (kind,), {"forward": forward})
+
+
+def without_gates(model):
+    for module in model.modules():
+        if hasattr(module, "has_gate"):
+            module.has_gate = False
+
+
+REFUSED = {
+    "quantized": (quantized, {}, "Qwen3MoeExperts: its weights are torch.float32, torch.float8_e4m3fn"),
+    "no interface": (without_interface, {}, "Qwen3MoeExperts: its weights are quantized, or it does not go through"),
+    "activation": (lambda model: None, {"hidden_act": "relu"}, "Qwen3MoeExperts: its activation is none of silu"),
+    "no gate": (without_gates, {}, "Qwen3MoeExperts: its experts have no gate"),
+    "router": (with_another_router, {}, "SquaringRouter is an unknown kind of router"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_mixtures_that_are_refused(tiny, prompts, what):
+    change, options, reason = REFUSED[what]
+    model = tiny("Qwen3Moe", **options)
+    change(model)
+    with pytest.raises(ValueError, match=f"left alone, and may depend on the batch: model.layers.0.mlp.*{reason}"):
+        invariant(model, strict=True)
+    with pytest.warns(UserWarning, match=reason), invariant(model) as handle:
+        kinds = {name.rpartition(".")[2] for name in handle.left}
+        # Experts that are left alone get their ids from their own router.
+        assert kinds == ({"gate"} if what == "router" else {"gate", "experts"})
+        if what == "activation":
+            model(prompts[0][None])
+
+
+def test_an_installed_transformers_without_the_interface_is_named(tiny, monkeypatch):
+    model = tiny("Qwen3Moe")
+    without_interface(model)
+    monkeypatch.delattr("transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS")
+    with pytest.raises(ValueError, match="needs a transformers with ALL_EXPERTS_FUNCTIONS.*has no experts interface"):
+        invariant(model, strict=True)
+
+
+def test_noise_in_training_is_refused(tiny, prompts):
+    noisy, options = {"Mixtral": "jitter_noise", "Phimoe": "at random"}, {"Mixtral": {"router_jitter_noise": 0.1}}
+    for family, message in noisy.items():
+        model = tiny(family, **options.get(family, {})).train()
+        with invariant(model, strict=True):
+            with pytest.raises(ValueError, match=message):
+                model(prompts[0][None])
+            model.eval()(prompts[0][None])
+
+
+def test_copies_and_undo(tiny, prompts):
+    for family in ("Qwen3Moe", "Qwen2Moe", "Phimoe"):
+        model, ids = tiny(family), prompts[0][None]
+        plain, before = model(ids).logits, [type(module) for module in model.modules()]
+        with invariant(model, strict=True):
+            expected, twin = model(ids).logits, copy.deepcopy(model)
+        assert torch.equal(twin(ids).logits, expected)
+        invariant(twin).undo()
+        for each in (twin, model):
+            assert [type(module) for module in each.modules()] == before
+            assert torch.equal(each(ids).logits, plain)
