@@ -1,14 +1,15 @@
 """A whole model, stock and under `invariant()`: time and bits; `python tools/model_step.py` on a GPU.
 
-The model has random weights and, by default, the widths of Llama 3.1 8B with four of its layers; with `--experts` it is
-a Qwen3-MoE, with `--mixture` one of the widths of Qwen3-30B-A3B. Only its body runs, without the head. It runs unchanged (SDPA), under torch.compile, with Liger's kernels if they are installed, under
-`invariant()`, and under both. Times are wall times of several calls, host included, with a wait for the device after
-the last one; the ways take turns, and the ratios are of medians. Decoding is one token per sequence with a static
-cache, in a CUDA graph; `generate` is eager, with one prompt; `generate_batch` is transformers' continuous batching with
-its default settings.
+The model has random weights and, by default, the widths of Llama 3.1 8B with four of its layers; with `--mixture` it is
+a Qwen3-MoE of Qwen3-30B-A3B's widths. Only its body runs, without the head. It runs unchanged (SDPA), under
+torch.compile, with Liger's kernels if they are installed, under `invariant()`, and under both. Times are wall times of
+several calls, host included, with a wait for the device after the last one; the ways take turns, and the ratios are of
+medians. Decoding is one token per sequence with a static cache, in a CUDA graph; `generate` is eager, with one prompt;
+`generate_batch` is transformers' continuous batching with its default settings.
 
 Bits: how many elements of the logits, and of the log-probabilities of `head_logp`, differ between prompts alone and the
-same prompts in batches, padded, packed, in chunks and so on; and the gradients of a packed and of a padded batch.
+same prompts in batches, padded, packed, in chunks and so on; the gradients of a packed and of a padded batch; and for a
+mixture the tokens with other experts.
 
 Exit status: 1 if a bit differs under `invariant()`; 2 if nothing could run.
 """

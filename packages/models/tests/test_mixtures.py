@@ -9,7 +9,7 @@ import torch
 from rl_kernels.models import invariant
 
 transformers = pytest.importorskip("transformers")
-FAMILIES = "Qwen3Moe Qwen2Moe Mixtral Olmoe GptOss Glm4Moe DeepseekV3 GraniteMoe Phimoe".split()
+FAMILIES = ["Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "GptOss", "Glm4Moe", "DeepseekV3", "GraniteMoe", "Phimoe"]
 CUTS = (1, 5, [16, 5, *[1] * 7, 5])
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -184,7 +184,9 @@ def test_mixtures_that_are_refused(tiny, prompts, what):
     change(model)
     with pytest.raises(ValueError, match=f"left alone, and may depend on the batch: model.layers.0.mlp.*{reason}"):
         invariant(model, strict=True)
-    with pytest.warns(UserWarning, match=reason), invariant(model) as handle:
+    with pytest.warns(UserWarning, match=reason):
+        handle = invariant(model)
+    with handle:
         kinds = {name.rpartition(".")[2] for name in handle.left}
         # Experts that are left alone get their ids from their own router.
         assert kinds == ({"gate"} if what == "router" else {"gate", "experts"})
@@ -196,7 +198,7 @@ def test_an_installed_transformers_without_the_interface_is_named(tiny, monkeypa
     model = tiny("Qwen3Moe")
     without_interface(model)
     monkeypatch.delattr("transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS")
-    with pytest.raises(ValueError, match="needs a transformers with ALL_EXPERTS_FUNCTIONS.*has no experts interface"):
+    with pytest.raises(ValueError, match=r"needs a transformers with ALL_EXPERTS_FUNCTIONS.*has no experts interface"):
         invariant(model, strict=True)
 
 
@@ -221,3 +223,69 @@ def test_copies_and_undo(tiny, prompts):
         for each in (twin, model):
             assert [type(module) for module in each.modules()] == before
             assert torch.equal(each(ids).logits, plain)
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss", "DeepseekV3"])
+def test_recorded_routes_are_replayed_and_differences_counted(tiny, prompts, padded, family):
+    """Routes of other weights, in a padded batch and packed: as many differ as the two models' own choices."""
+    model, other = tiny(family).train(), tiny(family)
+    with torch.no_grad():
+        for name, value in other.named_parameters():
+            if "gate.weight" in name or "router.weight" in name:
+                value += 0.05 * torch.randn(value.shape, generator=torch.Generator().manual_seed(3))
+    layers = sum(
+        "Router" in type(module).__name__ or "TopkRouter" in type(module).__name__ for module in model.modules()
+    )
+
+    def chosen(model, ids):
+        watched = Choosing(model)
+        output = watched(input_ids=ids[None], use_cache=False).logits[0, :, 211:]
+        return output.unflatten(-1, (layers, -1)).long()
+
+    with invariant(model), invariant(other), torch.no_grad():
+        routes = [chosen(other, ids) for ids in prompts]
+        plain = [model(ids[None]).logits[0] for ids in prompts]
+    with invariant(model, strict=True, routes=routes[:1]) as handle:
+        alone = []
+        for ids, each in zip(prompts, routes, strict=True):
+            handle.replay([each])
+            assert torch.equal(chosen(model, ids), each)
+            alone.append(model(ids[None]).logits[0])
+        others, tokens = handle.rerouted
+        assert 0 < others < tokens == 2 * sum(map(len, prompts))
+        batch, places = padded(prompts)
+        handle.replay(routes)
+        logits = model(**batch, use_cache=False).logits
+        assert all(torch.equal(logits[place], each) for place, each in zip(places, alone, strict=True))
+        row = {
+            "input_ids": torch.cat(prompts)[None],
+            "position_ids": torch.cat([torch.arange(len(x)) for x in prompts])[None],
+        }
+        assert torch.equal(model(**row).logits[0], torch.cat(alone))
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        before = handle.rerouted
+        model(**row).logits.sum().backward()
+        assert handle.rerouted[0] - before[0] == others // 2
+        # A token without a recorded route goes where the model sends it.
+        handle.replay([each.index_fill(0, torch.tensor([len(each) - 1]), -1) for each in routes])
+        assert handle.rerouted[1] == before[1] + sum(map(len, prompts))
+        model(**row)
+        assert handle.rerouted[1] == before[1] + 2 * sum(map(len, prompts)) - len(prompts)
+        with pytest.raises(ValueError, match=r"routes: expected those of the 19 tokens of the pass, got 77"):
+            model(prompts[0][None])
+        handle.replay(None)
+        assert torch.equal(model(prompts[0][None]).logits[0], plain[0])
+    assert not any("_rl_kernels_replay" in vars(module) for module in model.modules())
+
+
+def test_routes_that_cannot_be_replayed(tiny):
+    routes = [torch.zeros(5, 2, 3, dtype=torch.long)]
+    for family, message in {"Llama": "a model without routers", "Phimoe": "a RowWisePhimoeTopKRouter"}.items():
+        model = tiny(family)
+        with pytest.raises(ValueError, match=f"routes: cannot be replayed in {message}"):
+            invariant(model, routes=routes)
+        assert model.config._attn_implementation == "sdpa"
+    with pytest.raises(ValueError, match="tokens, layers with experts, experts of a token"):
+        invariant(tiny("Qwen3Moe", num_hidden_layers=3), routes=routes)
+    with invariant(tiny("Qwen3Moe")) as handle, pytest.raises(ValueError, match="routes: expected a handle of"):
+        handle.replay(routes)

@@ -26,8 +26,8 @@ class AuditResult:
         compared: number of comparisons of tensors.
         skipped: modules without an output that could be compared: no output has the rows as its first dims.
         culprit: the finding that comes first in the model; None if every bit is the same.
-        rerouted: for a mixture, name of each variant -> the number of tokens with other experts than alone in any layer,
-            and of tokens compared.
+        rerouted: for a mixture, name of each variant -> the number of tokens with other experts than alone in any
+            layer, and of tokens compared.
     """
 
     variants: tuple[str, ...]
@@ -83,7 +83,7 @@ def audit(
     _, alone = next(variants)
     rows, names = Comparison(model), []
     differences: list[tuple[int, Finding]] = []
-    rerouted = {}
+    rerouted: dict[str, tuple[int, int]] = {}
     with in_mode(model, training=False):
         _run(model, alone, rows.remember)
         for name, pieces in variants:

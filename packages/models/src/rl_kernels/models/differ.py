@@ -79,7 +79,7 @@ class Comparison:
 
     @property
     def rerouted(self) -> tuple[int, int] | None:
-        """Tokens of the variant with other experts than alone in any layer, and tokens compared; None without experts."""
+        """Tokens of the variant with other experts than alone in any layer, and tokens compared; None without any."""
         if not self._rerouted:
             return None
         tokens = torch.cat(list(self._rerouted.values()))

@@ -35,7 +35,9 @@ def block(module: Any) -> tuple[type[nn.Module] | None, str] | None:
 def _without_noise(kind: Any) -> Callable[..., Any]:
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         if self.training and any(getattr(self, name, 0.0) for name in NOISE):
-            raise ValueError(f"{' or '.join(NOISE)}: expected 0 in training under invariant(): draws depend on the batch")
+            raise ValueError(
+                f"{' or '.join(NOISE)}: expected 0 in training under invariant(): draws depend on the batch"
+            )
         return kind.forward(self, hidden_states)
 
     return forward

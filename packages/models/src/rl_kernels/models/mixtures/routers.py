@@ -15,7 +15,9 @@ from torch import nn
 
 from rl_kernels.core.torchlib.autocast import autocast_dtype
 from rl_kernels.det_gemm.module import DetLinear
+from rl_kernels.models.mixtures.replay import LAYER
 from rl_kernels.models.subclasses import subclass
+from rl_kernels.models.swap import original_of
 from rl_kernels.moe import route
 from rl_kernels.moe.choice import SCORINGS
 
@@ -74,11 +76,17 @@ def router_module(module: Any) -> tuple[type[nn.Module] | None, str]:
     return subclass(kind, form, _forward(form)), ""
 
 
+def can_replay(module: nn.Module) -> bool:
+    """Say whether the router of a swapped model can take recorded routes."""
+    return original_of(module).__name__ not in SAMPLED
+
+
 def _refusing_training(kind: Any) -> Any:
     def forward(self: Any, hidden_states: torch.Tensor) -> Any:
         if self.training:
             raise ValueError(
-                f"model: expected eval() for a {kind.__name__} under invariant(): in training it draws experts at random"
+                f"model: expected eval() for a {kind.__name__} under invariant(): in training it draws experts at "
+                "random"
             )
         return kind.forward(self, hidden_states)
 
@@ -95,16 +103,20 @@ def _forward(form: Form) -> Any:
         if not form.rounds and hidden.dtype != dtype:
             # Such a router casts both to FP32.
             hidden = hidden.to(dtype)
-        ids, weights, logits = route(
-            *(hidden, weight, self.top_k),
-            scoring=form.scoring,
-            bias=self.bias if has_bias else None,
-            correction_bias=getattr(self, CORRECTION) if has_correction else None,
-            groups=(getattr(self, GROUPS[0]), getattr(self, GROUPS[1])) if has_groups else None,
-            normalize=form.normalize,
-            scale=getattr(self, SCALE) if has_scale else 1.0,
-            logits_dtype=dtype if form.rounds else None,
-        )
+        options: dict[str, Any] = {
+            "scoring": form.scoring,
+            "bias": self.bias if has_bias else None,
+            "correction_bias": getattr(self, CORRECTION) if has_correction else None,
+            "groups": (getattr(self, GROUPS[0]), getattr(self, GROUPS[1])) if has_groups else None,
+            "normalize": form.normalize,
+            "scale": getattr(self, SCALE) if has_scale else 1.0,
+            "logits_dtype": dtype if form.rounds else None,
+        }
+        layer = vars(self).get(LAYER)
+        if layer is not None:
+            with torch.no_grad():
+                options["ids"] = layer.choose(route(hidden, weight, self.top_k, **options).ids)
+        ids, weights, logits = route(hidden, weight, self.top_k, **options)
         if not wide_weights:
             weights = weights.to(hidden_states.dtype if wide_logits else logits.dtype)
         results = {form.places[0]: logits.float() if wide_logits else logits, form.places[1]: weights}
@@ -197,4 +209,6 @@ def _shares(result: Any, expected: Any, places: tuple[int, int, int]) -> tuple[f
     if not torch.equal(result[logits], expected[logits]) or float(is_same.double().mean()) < SAME_CHOICE:
         return 0.0, 0.0
     value, other = (x[weights].gather(1, at)[is_same].double() for x, at in ((result, order), (expected, others)))
-    return float(((value - other).abs() <= CLOSE * other.abs()).double().mean()), float((value == other).double().mean())
+    return float(((value - other).abs() <= CLOSE * other.abs()).double().mean()), float(
+        (value == other).double().mean()
+    )
