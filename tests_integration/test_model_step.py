@@ -23,7 +23,12 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool, "SECONDS", 0.001)
 
 
-@pytest.mark.parametrize("family", [[], ["--experts=16", "--chosen=4", "--head=16"]], ids=["Llama", "mixture"])
+WIDTHS = ["--experts=16", "--chosen=4", "--head=16"]
+
+
+@pytest.mark.parametrize(
+    "family", [[], ["--family=Qwen3Moe", *WIDTHS], ["--family=GptOss", *WIDTHS]], ids=lambda x: x[:1]
+)
 def test_everything_is_timed_and_compared(
     family: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

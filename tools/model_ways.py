@@ -30,15 +30,19 @@ PACKED = (48, 16, 80)
 
 
 def model_of(args: argparse.Namespace) -> Any:
-    """Return a Llama, or a Qwen3-MoE with experts, the same for the same seed; transformers stays offline."""
+    """Return a model of the family, the same for the same seed; transformers stays offline."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import transformers
 
-    mixture = {"num_experts": args.experts, "num_experts_per_tok": args.chosen, "head_dim": args.head}
-    mixture |= {"moe_intermediate_size": args.between, "norm_topk_prob": True}
-    kind = "Qwen3Moe" if args.experts else "Llama"
-    config = getattr(transformers, f"{kind}Config")(
-        **(mixture if args.experts else {}),
+    mixture = {"num_experts_per_tok": args.chosen, "head_dim": args.head}
+    own = {
+        "Llama": {},
+        "Qwen3Moe": mixture
+        | {"num_experts": args.experts, "moe_intermediate_size": args.between, "norm_topk_prob": True},
+        "GptOss": mixture | {"num_local_experts": args.experts},
+    }
+    config = getattr(transformers, f"{args.family}Config")(
+        **own[args.family],
         hidden_size=args.hidden,
         intermediate_size=args.between,
         num_hidden_layers=args.layers,
@@ -46,14 +50,15 @@ def model_of(args: argparse.Namespace) -> Any:
         num_key_value_heads=args.kv_heads,
         vocab_size=args.vocab,
         max_position_embeddings=1 << 17,
-        attn_implementation="sdpa",
+        # SDPA has no sinks.
+        attn_implementation="eager" if args.family == "GptOss" else "sdpa",
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=None,
     )
     torch.manual_seed(args.seed)
     with torch.device(args.device):
-        return getattr(transformers, f"{kind}ForCausalLM")(config).to(DTYPES[args.dtype]).eval()
+        return getattr(transformers, f"{args.family}ForCausalLM")(config).to(DTYPES[args.dtype]).eval()
 
 
 class Way:
@@ -100,7 +105,7 @@ def ways(args: argparse.Namespace) -> Iterator[list[Way]]:
     result = [Way(STOCK, stock, own)]
     if args.compile:
         result.append(Way(COMPILED, copy.deepcopy(stock), own, compiled=True))
-    if find_spec("liger_kernel") is not None and not args.experts:
+    if find_spec("liger_kernel") is not None and args.family == "Llama":
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         other = copy.deepcopy(stock)

@@ -10,6 +10,12 @@ from sections.text import of, ran_on
 from rl_kernels.lab.bench.report import as_table, digits
 
 Results = Mapping[str, Any]
+NAMES = {
+    "Llama": "A Llama",
+    "Qwen3Moe": "A Qwen3-MoE with {experts} experts, {chosen} of them chosen,",
+    "GptOss": "A gpt-oss with {experts} experts, {chosen} of them chosen, its attention eager in the stock model,",
+}
+"""Families of `model_step.py`."""
 
 
 def steps(document: Results) -> str:
@@ -26,7 +32,7 @@ def bits(document: Results) -> str:
     """Return the table of logits, log-probabilities and gradients that differ from prompts alone."""
     settings, ways = document["settings"], document["bits"]
     kinds = {"logits": ("logits", "of_logits"), "log-probabilities": ("logps", "of_logps")}
-    if settings.get("experts"):
+    if settings.get("family", "Llama") != "Llama":
         kinds["tokens with other experts"] = ("experts", "of_tokens")
     rows = [["that differ", *(f"{way}: {kind}" for way in ways for kind in kinds)]]
     for label in ways["stock"]["prompts"]:
@@ -41,7 +47,7 @@ def bits(document: Results) -> str:
 
 def _sizes(settings: Results) -> str:
     widths = f"{settings['layers']} layers, hidden {settings['hidden']}, {settings['heads']} heads"
-    kind = f"A Qwen3-MoE with {settings['experts']} experts" if settings.get("experts") else "A Llama"
+    kind = NAMES[settings.get("family", "Llama")].format(**settings)
     return f"{kind} of {widths}, {settings['kv_heads']} of keys, {settings['dtype']}"
 
 
