@@ -27,7 +27,7 @@ WIDTHS = ["--experts=16", "--chosen=4", "--head=16"]
 
 
 @pytest.mark.parametrize(
-    "family", [[], ["--family=Qwen3Moe", *WIDTHS], ["--family=GptOss", *WIDTHS]], ids=lambda x: x[:1]
+    "family", [[], ["--family=Qwen3Moe", *WIDTHS], ["--family=GptOss", *WIDTHS]], ids=tool.FAMILIES
 )
 def test_everything_is_timed_and_compared(
     family: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
