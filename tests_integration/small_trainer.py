@@ -11,24 +11,31 @@ import trl
 WORDS = 16
 """Size of the vocabulary."""
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+EXPERTS = SIZES | {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 3}
+EXPERTS |= {"moe_intermediate_size": 24, "head_dim": 16}
+"""Sizes of a small Qwen3-MoE."""
 
 
-def trainer_in(folder: Path, adapter: Any = None, sizes: dict[str, int] = SIZES, **options: Any) -> Any:
-    """Return a trainer in a folder, with an adapter, and the options of ``GRPOConfig``."""
+def trainer_in(
+    folder: Path, adapter: Any = None, sizes: dict[str, int] = SIZES, family: str = "Llama", **options: Any
+) -> Any:
+    """Return a trainer of a model of a family in a folder, with an adapter, and the options of ``GRPOConfig``."""
+    import transformers
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     words = {"<eos>": 0, "<pad>": 1, "<unk>": 2, **{f"w{i}": i + 3 for i in range(WORDS - 3)}}
     raw = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, eos_token_id=0, pad_token_id=1, bos_token_id=0, **sizes))
+    tokens = {"vocab_size": WORDS, "eos_token_id": 0, "pad_token_id": 1, "bos_token_id": 0}
+    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**tokens, **sizes))
     # With a KL, TRL loads the reference from where the model came from, and vLLM loads the model from there.
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    model = LlamaForCausalLM.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
     usual = {
         "use_cpu": True,
         "report_to": [],

@@ -1,4 +1,4 @@
-"""The tool that times a whole Llama, stock and under invariant(): what it counts, and what fails, on a CPU."""
+"""The tool that times a whole model, stock and under invariant(): what it counts, and what fails, on a CPU."""
 
 from __future__ import annotations
 
@@ -22,9 +22,17 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool, "SECONDS", 0.001)
 
 
-def test_everything_is_timed_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+WIDTHS = ["--experts=16", "--chosen=4", "--head=16"]
+
+
+@pytest.mark.parametrize(
+    "family", [[], ["--family=Qwen3Moe", *WIDTHS], ["--family=GptOss", *WIDTHS]], ids=tool.FAMILIES
+)
+def test_everything_is_timed_and_compared(
+    family: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = tmp_path / "step.json"
-    assert tool.main([*TINY, "--json", str(report)]) == 0
+    assert tool.main([*TINY, *family, "--json", str(report)]) == 0
     found = json.loads(report.read_text(encoding="utf-8"))
     assert not found["failed"]
     assert len(found["ms"]) == 5
@@ -33,6 +41,8 @@ def test_everything_is_timed_and_compared(tmp_path: Path, capsys: pytest.Capture
     assert len(ours["prompts"]) == 6
     assert all(counts["logits"] == counts["logps"] == 0 for counts in ours["prompts"].values())
     assert all(counts["of_logits"] == 300 * counts["of_logps"] > 0 for counts in ours["prompts"].values())
+    assert all(counts["experts"] == 0 for counts in ours["prompts"].values())
+    assert all((counts["of_tokens"] > 0) == bool(family) for counts in ours["prompts"].values())
     assert ours["gradients"]["differ"] == 0 < ours["gradients"]["elements"]
     assert sum(counts["logits"] for counts in stock["prompts"].values()) > 0
     # Those of the stock model differ on some CPUs only.

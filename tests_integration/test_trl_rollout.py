@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_trainer import EXPERTS
 
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
@@ -139,9 +140,28 @@ def test_old_log_probs_are_those_of_the_rollout(
     assert sum(differing for differing, _ in checked) == 0
 
 
-def test_without_invariance_they_differ(trainer_of: Made, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, BATCHES, {"bf16": True, "beta": 0.0}], ids=["", "batches", "mixed"])
+def test_a_mixture_of_experts_samples_what_it_trains(trainer_of: Made, options: dict[str, Any], tmp_path: Path) -> None:
+    """And its experts change by the training: more than its router and its attention."""
+    trainer = trainer_of(tmp_path, None, EXPERTS, "Qwen3Moe", router_aux_loss_coef=0.0, **SAMPLED | options)
+    experts = trainer.model.model.layers[0].mlp.experts.gate_up_proj
+    before = experts.detach().clone()
+    trl_client.use_in(trainer, invariant=True)
+    if options.get("bf16"):
+        trainer.train()
+    else:
+        counts = _differing(trainer)
+        assert [differing for differing, _ in counts] == [0] * len(counts)
+        assert sum(tokens for _, tokens in counts) > 100
+    logged = [each["sampling/sampling_logp_difference/max"] for each in trainer.state.log_history if "loss" in each]
+    assert logged == [0.0] * trainer.args.max_steps
+    assert not torch.equal(experts, before)
+
+
+@pytest.mark.parametrize("family", [(), (EXPERTS, "Qwen3Moe")], ids=["Llama", "Qwen3Moe"])
+def test_without_invariance_they_differ(trainer_of: Made, family: tuple[Any, ...], tmp_path: Path) -> None:
     for options in ({}, BATCHES):
-        trainer = trainer_of(tmp_path, **SAMPLED, **options)
+        trainer = trainer_of(tmp_path, None, *family, router_aux_loss_coef=0.0, **SAMPLED, **options)
         trl_client.use_in(trainer, record=True)
         assert sum(differing for differing, _ in _differing(trainer)) > 0
 

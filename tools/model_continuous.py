@@ -16,8 +16,10 @@ BATCH = 1024
 
 
 @torch.no_grad()
-def answered(model: Any, prompt_ids: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return prompts with their answers, and the last hidden states of all their tokens but the last.
+def answered(
+    model: Any, prompt_ids: Sequence[torch.Tensor], states_of: Callable[[Any], torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return prompts with their answers, and ``states_of(output)`` of all their tokens but the last.
 
     A batch has as many tokens as the longest prompt, so other prompts are split into chunks, next to tokens of answers.
     """
@@ -38,7 +40,7 @@ def answered(model: Any, prompt_ids: Sequence[torch.Tensor]) -> tuple[list[torch
 
         def keep(*hook_args: Any) -> None:
             requests = manager.batch_processor.inputs_and_outputs.requests_in_batch
-            parts = hook_args[-1].last_hidden_state[0].split([request.query_length for request in requests])
+            parts = states_of(hook_args[-1])[0].split([request.query_length for request in requests])
             for request, part in zip(requests, parts, strict=True):
                 states[request.state.request_id].append(part.clone())
 

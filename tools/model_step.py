@@ -1,14 +1,15 @@
-"""A whole Llama, stock and under `invariant()`: time and bits; `python tools/model_step.py` on a GPU.
+"""A whole model, stock and under `invariant()`: time and bits; `python tools/model_step.py` on a GPU.
 
-The model has random weights and, by default, the widths of Llama 3.1 8B with four of its layers; only its body runs,
-without the head. It runs unchanged (SDPA), under torch.compile, with Liger's kernels if they are installed, under
-`invariant()`, and under both. Times are wall times of several calls, host included, with a wait for the device after
-the last one; the ways take turns, and the ratios are of medians. Decoding is one token per sequence with a static
-cache, in a CUDA graph; `generate` is eager, with one prompt; `generate_batch` is transformers' continuous batching with
-its default settings.
+The model has random weights and, by default, the widths of Llama 3.1 8B with four of its layers; `--mixture` gives it
+those of a mixture of experts. Only its body runs, without the head. It runs unchanged (SDPA), under torch.compile, with
+Liger's kernels if they are installed, under `invariant()`, and under both. Times are wall times of several calls, host
+included, with a wait for the device after the last one; the ways take turns, and the ratios are of medians. Decoding is
+one token per sequence with a static cache, in a CUDA graph; `generate` is eager, with one prompt; `generate_batch` is
+transformers' continuous batching with its default settings.
 
 Bits: how many elements of the logits, and of the log-probabilities of `head_logp`, differ between prompts alone and the
-same prompts in batches, padded, packed, in chunks and so on; and the gradients of a packed and of a padded batch.
+same prompts in batches, padded, packed, in chunks and so on; the gradients of a packed and of a padded batch; and for a
+mixture the tokens with other experts.
 
 Exit status: 1 if a bit differs under `invariant()`; 2 if nothing could run.
 """
@@ -50,6 +51,13 @@ from rl_kernels.lab.bench.peers import one_line
 from rl_kernels.lab.bench.report import digits
 
 PACKAGES = ("transformers", "rl-kernels-models", "rl-kernels-det-gemm", "rl-kernels-attention", "rl-kernels-norm")
+FAMILIES = ("Llama", "Qwen3Moe", "GptOss")
+MIXTURES = {
+    "qwen3-30b": {"family": "Qwen3Moe", "hidden": 2048, "between": 768, "experts": 128, "chosen": 8, "kv_heads": 4},
+    "gpt-oss-20b": {"family": "GptOss", "hidden": 2880, "between": 2880, "experts": 32, "chosen": 4}
+    | {"heads": 64, "head": 64},
+}
+"""Widths of Qwen3-30B-A3B and gpt-oss-20b."""
 SECONDS = 0.15
 """Length of one turn of calls."""
 BOTH = (1 << 11, 1 << 13)
@@ -204,7 +212,8 @@ def bits(report: Report, all_ways: Sequence[Way], args: argparse.Namespace) -> i
             of_gradients = gradients(way, args)
         report.keep("bits", way.name, {"prompts": differ, "gradients": of_gradients})
         if way.name == OURS:
-            ours = of_gradients["differ"] + sum(counts["logits"] + counts["logps"] for counts in differ.values())
+            counted = ("logits", "logps", "experts")
+            ours = of_gradients["differ"] + sum(counts[name] for counts in differ.values() for name in counted)
     return ours
 
 
@@ -212,9 +221,10 @@ def show(document: dict[str, Any]) -> None:
     """Print the bits, then the times and their ratios to the stock model's."""
     for way, counted in document.get("bits", {}).items():
         for name, counts in counted["prompts"].items():
+            others = f"; {counts['experts']:,} of {counts['of_tokens']:,} tokens choose other experts"
             print(
                 f"{way}, {name}: {counts['logits']:,} of {counts['of_logits']:,} logits and {counts['logps']:,} of "
-                f"{counts['of_logps']:,} log-probabilities differ"
+                f"{counts['of_logps']:,} log-probabilities differ{others if counts.get('of_tokens') else ''}"
             )
         counts = counted["gradients"]
         print(f"{way}, gradients packed and padded: {counts['differ']:,} of {counts['elements']:,} differ")
@@ -242,12 +252,17 @@ def _cell(milliseconds: Mapping[str, float], name: str) -> str:
 
 def parser() -> Parser:
     """Return the parser of the command line."""
-    cli = Parser("model_step.py", "Time a Llama with random weights, stock and under invariant(), and compare bits.")
+    cli = Parser("model_step.py", "Time a model with random weights, stock and under invariant(), and compare bits.")
     numbers = {"layers": 4, "hidden": 4096, "between": 14336, "heads": 32, "kv_heads": 8, "vocab": 32000}
     numbers |= {"prompts": 32, "longest": LONGEST, "decoded": 64, "keys": 2048, "generated": 64, "rounds": 7}
     for name, default in numbers.items():
         flag = "--" + name.replace("_", "-")
         cli.add_argument(flag, type=count(1), default=default, metavar="N", help=f"default: {default}")
+    cli.add_argument("--family", choices=FAMILIES, default=FAMILIES[0], help=f"default: {FAMILIES[0]}")
+    for name, default in {"experts": 128, "chosen": 8, "head": 128}.items():
+        text = f"of a mixture; default: {default}"
+        cli.add_argument(f"--{name}", type=count(1), default=default, metavar="N", help=text)
+    cli.add_argument("--mixture", choices=MIXTURES, help="the family and widths of a mixture")
     default_sizes = "2x1024,4x2048,1x8192,1x16384"
     cli.add_argument("--sizes", type=sizes, default=default_sizes, help=f"batch sizes (default: {default_sizes})")
     cli.add_argument("--compile", action="store_true", help="also under torch.compile, which takes a minute")
@@ -263,6 +278,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
     cli = parser()
     args = cli.parse_args(argv)
+    if args.mixture:
+        vars(args).update(MIXTURES[args.mixture])
     if find_spec("transformers") is None:
         cli.error("transformers is not installed: pip install transformers")
     if args.device == "cuda" and not torch.cuda.is_available():

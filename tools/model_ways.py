@@ -1,4 +1,4 @@
-"""The models of `model_step.py`: one Llama with random weights run in several ways, and ways to batch prompts."""
+"""The models of `model_step.py`: one model with random weights run in several ways, and ways to batch prompts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import copy
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
@@ -28,12 +29,20 @@ PACKED = (48, 16, 80)
 """Lengths of sequences whose gradients are compared: multiples of the 16 rows of a step of det_gemm's chain."""
 
 
-def llama(args: argparse.Namespace) -> Any:
-    """Return the model, the same for the same seed; transformers stays offline."""
+def model_of(args: argparse.Namespace) -> Any:
+    """Return a model of the family, the same for the same seed; transformers stays offline."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
-    config = LlamaConfig(
+    mixture = {"num_experts_per_tok": args.chosen, "head_dim": args.head}
+    own = {
+        "Llama": {},
+        "Qwen3Moe": mixture
+        | {"num_experts": args.experts, "moe_intermediate_size": args.between, "norm_topk_prob": True},
+        "GptOss": mixture | {"num_local_experts": args.experts},
+    }
+    config = getattr(transformers, f"{args.family}Config")(
+        **own[args.family],
         hidden_size=args.hidden,
         intermediate_size=args.between,
         num_hidden_layers=args.layers,
@@ -41,14 +50,15 @@ def llama(args: argparse.Namespace) -> Any:
         num_key_value_heads=args.kv_heads,
         vocab_size=args.vocab,
         max_position_embeddings=1 << 17,
-        attn_implementation="sdpa",
+        # SDPA has no sinks.
+        attn_implementation="eager" if args.family == "GptOss" else "sdpa",
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=None,
     )
     torch.manual_seed(args.seed)
     with torch.device(args.device):
-        return LlamaForCausalLM(config).to(DTYPES[args.dtype]).eval()
+        return getattr(transformers, f"{args.family}ForCausalLM")(config).to(DTYPES[args.dtype]).eval()
 
 
 class Way:
@@ -61,14 +71,13 @@ class Way:
     @contextmanager
     def active(self) -> Iterator[Way]:
         """Install the rotary embedding of this way in the model's module until the block ends."""
-        from transformers.models.llama import modeling_llama
-
-        before = getattr(modeling_llama, ROTARY)
-        setattr(modeling_llama, ROTARY, self._rotary)
+        file = modeling_file(self.model)
+        before = getattr(file, ROTARY)
+        setattr(file, ROTARY, self._rotary)
         try:
             yield self
         finally:
-            setattr(modeling_llama, ROTARY, before)
+            setattr(file, ROTARY, before)
 
     @torch.no_grad()
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -82,28 +91,33 @@ class Way:
         self.body(ids, use_cache=False).last_hidden_state.backward(upstream)
 
 
+def modeling_file(model: Any) -> Any:
+    """Return transformers' module of a model, which has its rotary embedding."""
+    return sys.modules[type(model).__module__]
+
+
 @contextmanager
 def ways(args: argparse.Namespace) -> Iterator[list[Way]]:
     """Yield the ways that can run here; all have the same weights."""
-    from transformers.models.llama import modeling_llama
-
-    stock, own = llama(args), getattr(modeling_llama, ROTARY)
+    stock = model_of(args)
+    file = modeling_file(stock)
+    own = getattr(file, ROTARY)
     result = [Way(STOCK, stock, own)]
     if args.compile:
         result.append(Way(COMPILED, copy.deepcopy(stock), own, compiled=True))
-    if find_spec("liger_kernel") is not None:
+    if find_spec("liger_kernel") is not None and args.family == "Llama":
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         other = copy.deepcopy(stock)
         options = {"rope": True, "swiglu": True, "rms_norm": True, "cross_entropy": False}
         apply_liger_kernel_to_llama(fused_linear_cross_entropy=False, model=other, **options)
-        result.append(Way(LIGER, other, getattr(modeling_llama, ROTARY)))
-        setattr(modeling_llama, ROTARY, own)
+        result.append(Way(LIGER, other, getattr(file, ROTARY)))
+        setattr(file, ROTARY, own)
     with ExitStack() as stack:
         for name, compiled in ((OURS, False), (OURS_COMPILED, True))[: 1 + args.compile]:
             ours = copy.deepcopy(stock)
             stack.enter_context(invariant(ours, strict=True))
-            result.append(Way(name, ours, getattr(modeling_llama, ROTARY), compiled=compiled))
+            result.append(Way(name, ours, getattr(file, ROTARY), compiled=compiled))
         yield result
 
 
@@ -162,16 +176,45 @@ def packed(prompt_ids: Sequence[torch.Tensor]) -> dict[str, Any]:
     return {"input_ids": torch.cat(list(prompt_ids))[None], "position_ids": positions[None], **limits}
 
 
+States = Callable[[Any], torch.Tensor]
+"""Takes a body's output; returns its last hidden states, with the ids of the chosen experts behind them."""
+
+
+@contextmanager
+def choices(model: Any) -> Iterator[States]:
+    """Yield a function of a body's output: its last hidden states, then the ids of the experts of each layer, sorted.
+
+    Both are in FP32, which holds them; the states of a model without experts come as they are.
+    """
+    chosen: list[torch.Tensor] = []
+    routers = [module for module in model.modules() if "router" in type(module).__name__.lower()]
+    hooks = [
+        module.register_forward_hook(lambda *hook_args: chosen.append(hook_args[-1][2].sort(-1).values))
+        for module in routers
+    ]
+
+    def states(output: Any) -> torch.Tensor:
+        hidden: torch.Tensor = output.last_hidden_state
+        ids = [each.view(*hidden.shape[:2], -1).float() for each in chosen[-len(routers) :]]
+        chosen.clear()
+        return torch.cat((hidden.float(), *ids), -1) if routers else hidden
+
+    yield states
+    for hook in hooks:
+        hook.remove()
+
+
 @torch.no_grad()
-def surroundings(way: Way, prompt_ids: Sequence[torch.Tensor]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+def surroundings(
+    way: Way, prompt_ids: Sequence[torch.Tensor], states: States
+) -> Iterator[tuple[str, list[torch.Tensor]]]:
     """Yield the last hidden states of each prompt alone, then padded, packed, in chunks and decoded together."""
     from transformers import DynamicCache
 
     body = way.model.model
 
     def hidden(**inputs: Any) -> torch.Tensor:
-        states: torch.Tensor = body(**inputs).last_hidden_state
-        return states
+        return states(body(**inputs))
 
     yield "alone", [hidden(input_ids=ids[None], use_cache=False)[0] for ids in prompt_ids]
     for side, left in (("left", True), ("right", False)):
@@ -205,41 +248,48 @@ def _decoded(hidden: Callable[..., torch.Tensor], cache: Any, prompt_ids: Sequen
 def scores(
     way: Way, prompt_ids: Sequence[torch.Tensor], hidden: Sequence[torch.Tensor]
 ) -> list[tuple[torch.Tensor, ...]]:
-    """Return the logits of each prompt, and the log-probabilities of its own tokens."""
+    """Return the logits of each prompt, the log-probabilities of its own tokens, and the ids of their experts."""
     head = way.model.lm_head
     sizes = [len(states) for states in hidden]
-    logits = head(torch.cat(list(hidden))).split(sizes)
+    rows, experts = torch.cat(list(hidden)).tensor_split([head.in_features], -1)
+    rows = rows.to(head.weight.dtype)
     targets = torch.cat([ids.roll(-1)[:size] for ids, size in zip(prompt_ids, sizes, strict=True)])
-    logps = head_logp(head, torch.cat(list(hidden)), targets).split(sizes)
-    return list(zip(logits, logps, strict=True))
+    parts = (head(rows), head_logp(head, rows, targets), experts)
+    return list(zip(*(part.split(sizes) for part in parts), strict=True))
 
 
 def differing(way: Way, prompt_ids: Sequence[torch.Tensor]) -> dict[str, dict[str, int]]:
-    """Count, for each way of batching, elements of logits and log-probabilities that differ from the prompts alone."""
+    """Count, for each way of batching, elements of logits and log-probabilities that differ from the prompts alone.
+
+    Of a mixture also the tokens with other experts in any layer.
+    """
     counts, alone = {}, []
-    for name, hidden in surroundings(way, prompt_ids):
-        scored = scores(way, prompt_ids, hidden)
-        if name == "alone":
-            alone = scored
-        else:
-            counts[name] = _counted(scored, alone)
-    whole, hidden = answered(way.model, prompt_ids)
-    scored = scores(way, whole, hidden)
-    counts["continuous batching"] = _counted(scored, scores(way, whole, next(surroundings(way, whole))[1]))
+    with choices(way.model) as states:
+        for name, hidden in surroundings(way, prompt_ids, states):
+            scored = scores(way, prompt_ids, hidden)
+            if name == "alone":
+                alone = scored
+            else:
+                counts[name] = _counted(scored, alone)
+        whole, hidden = answered(way.model, prompt_ids, states)
+        expected = next(surroundings(way, whole, states))[1]
+        counts["continuous batching"] = _counted(scores(way, whole, hidden), scores(way, whole, expected))
     return counts
 
 
 def _counted(scored: Sequence[tuple[torch.Tensor, ...]], alone: Sequence[tuple[torch.Tensor, ...]]) -> dict[str, int]:
-    counts = [0, 0]
+    counts = dict.fromkeys(("logits", "of_logits", "logps", "of_logps", "experts", "of_tokens"), 0)
     for mine, expected in zip(scored, alone, strict=True):
-        for place, (value, other) in enumerate(zip(mine, expected, strict=True)):
-            counts[place] += int((bits_of(value) != bits_of(other[: len(value)])).sum())
-    elements = [sum(pair[place].numel() for pair in scored) for place in range(2)]
-    return dict(zip(("logits", "of_logits", "logps", "of_logps"), _paired(counts, elements), strict=True))
-
-
-def _paired(counts: Sequence[int], elements: Sequence[int]) -> list[int]:
-    return [value for pair in zip(counts, elements, strict=True) for value in pair]
+        logits, logps, experts = (
+            bits_of(value) != bits_of(other[: len(value)]) for value, other in zip(mine, expected, strict=True)
+        )
+        counts["logits"] += int(logits.sum())
+        counts["logps"] += int(logps.sum())
+        counts["experts"] += int(experts.any(-1).sum())
+        counts["of_logits"] += logits.numel()
+        counts["of_logps"] += logps.numel()
+        counts["of_tokens"] += len(experts) if experts.numel() else 0
+    return counts
 
 
 def gradients(way: Way, args: argparse.Namespace) -> dict[str, int]:
@@ -255,8 +305,9 @@ def gradients(way: Way, args: argparse.Namespace) -> dict[str, int]:
     for inputs, grad in ((packed(sequences), torch.cat(above)[None]), (batch, upstream)):
         way.model.zero_grad(set_to_none=True)
         way.model.model(**inputs, use_cache=False).last_hidden_state.backward(grad)
-        # Leave out the embedding, whose gradient is PyTorch's own.
-        named = way.model.model.layers.named_parameters()
+        # Leave out the embedding, whose gradient is PyTorch's own, and experts: padding has routes too, and moves
+        # others to another step of their sum.
+        named = [each for each in way.model.model.layers.named_parameters() if ".experts." not in each[0]]
         gradients_by_batch.append({name: value.grad.clone() for name, value in named if value.grad is not None})
     pairs = [(value, gradients_by_batch[1][name]) for name, value in gradients_by_batch[0].items()]
     differ = sum(int((bits_of(value) != bits_of(other)).sum()) for value, other in pairs)

@@ -10,6 +10,12 @@ from sections.text import of, ran_on
 from rl_kernels.lab.bench.report import as_table, digits
 
 Results = Mapping[str, Any]
+NAMES = {
+    "Llama": "A Llama",
+    "Qwen3Moe": "A Qwen3-MoE with {experts} experts, {chosen} of them chosen,",
+    "GptOss": "A gpt-oss with {experts} experts, {chosen} of them chosen, its attention eager in the stock model,",
+}
+"""Families of `model_step.py`."""
 
 
 def steps(document: Results) -> str:
@@ -25,10 +31,13 @@ def steps(document: Results) -> str:
 def bits(document: Results) -> str:
     """Return the table of logits, log-probabilities and gradients that differ from prompts alone."""
     settings, ways = document["settings"], document["bits"]
-    rows = [["that differ", *(f"{way}: {kind}" for way in ways for kind in ("logits", "log-probabilities"))]]
+    kinds = {"logits": ("logits", "of_logits"), "log-probabilities": ("logps", "of_logps")}
+    if settings.get("family", "Llama") != "Llama":
+        kinds["tokens with other experts"] = ("experts", "of_tokens")
+    rows = [["that differ", *(f"{way}: {kind}" for way in ways for kind in kinds)]]
     for label in ways["stock"]["prompts"]:
         by_way = [ways[way]["prompts"][label] for way in ways]
-        counts = [(entry[kind], entry[f"of_{kind}"]) for entry in by_way for kind in ("logits", "logps")]
+        counts = [(entry[name], entry[whole]) for entry in by_way for name, whole in kinds.values()]
         rows.append([label, *(of(*count) for count in counts)])
     gradients = ", ".join(f"{way} {of(*entry['gradients'].values())}" for way, entry in ways.items())
     prompts = f"{settings['prompts']} prompts of up to {settings['longest']} tokens, each compared with itself alone"
@@ -38,7 +47,8 @@ def bits(document: Results) -> str:
 
 def _sizes(settings: Results) -> str:
     widths = f"{settings['layers']} layers, hidden {settings['hidden']}, {settings['heads']} heads"
-    return f"A Llama of {widths}, {settings['kv_heads']} of keys, {settings['dtype']}"
+    kind = NAMES[settings.get("family", "Llama")].format(**settings)
+    return f"{kind} of {widths}, {settings['kv_heads']} of keys, {settings['dtype']}"
 
 
 def on_cpu(document: Results) -> str:

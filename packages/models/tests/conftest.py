@@ -12,6 +12,21 @@ from rl_kernels.core.triton_lib.launch import INTERPRETED
 VOCAB = 211
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, **TOKENS}
+MIXTURES = {
+    "Qwen3Moe": {"head_dim": 16, "norm_topk_prob": True},
+    "Qwen2Moe": {"shared_expert_intermediate_size": 40},
+    "Mixtral": {},
+    "Olmoe": {},
+    "GptOss": {"head_dim": 16, "sliding_window": 5},
+    "Glm4Moe": {"head_dim": 16, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "n_routed_experts": 8},
+    "DeepseekV3": {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "n_routed_experts": 8}
+    | {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    | {"num_key_value_heads": 4},
+    "GraniteMoe": {},
+    "Phimoe": {"num_experts_per_tok": 2},
+}
+"""Families of mixtures, with what makes each its own."""
+EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
 
 @pytest.fixture
@@ -22,12 +37,16 @@ def tiny():
 
     def make(name="Llama", dtype=torch.float32, device="cpu", **options):
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-        config = getattr(transformers, f"{name}Config")(**{**SIZES, **heads, **options})
+        mixture = EXPERTS | MIXTURES[name] if name in MIXTURES else {}
+        config = getattr(transformers, f"{name}Config")(**{**SIZES, **heads, **mixture, **options})
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
         for value in model.parameters():
             # The usual 0.02 makes everything after the first layer too flat to tell one bit from another.
             nn.init.uniform_(value, 0.5, 1.5) if value.ndim == 1 else nn.init.normal_(value, std=0.2)
+        for name, value in model.named_buffers():
+            if name.endswith("correction_bias"):
+                nn.init.normal_(value, std=0.2)
         return model.to(device=device, dtype=dtype)
 
     return make
@@ -55,6 +74,48 @@ def padded():
         return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}, places
 
     return make
+
+
+@pytest.fixture
+def surroundings(padded):
+    """Return a function that yields (what, prompt, its logits): first alone, then in all that must change no bit.
+
+    The longest prompt comes in chunks too: a cut is the size of all chunks, or a list of sizes.
+    """
+
+    @torch.no_grad()
+    def each(model, prompts, cuts, device="cpu"):
+        def run(**inputs):
+            return model(**{n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in inputs.items()})
+
+        for index, prompt in enumerate(prompts):
+            yield "alone", index, run(input_ids=prompt[None], use_cache=False).logits[0]
+        for what, given in {"left": {"left": True, "more": 3}, "right": {"left": False, "more": 5}}.items():
+            batch, places = padded(prompts, **given)
+            logits = run(**batch, use_cache=False).logits
+            for index, place in enumerate(places):
+                yield what, index, logits[place]
+        longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
+        for cut in cuts:
+            cache, parts = None, []
+            for part in prompts[longest].split(cut):
+                output = run(input_ids=part[None], past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+                parts.append(output.logits[0])
+            yield f"chunks of {cut}", longest, torch.cat(parts)
+        batch, places = padded(prompts)
+        half, cache, parts = batch["input_ids"].shape[1] // 2, None, []
+        for step in (slice(0, half), slice(half, None)):
+            seen = {"attention_mask": batch["attention_mask"][:, : step.stop]}
+            given = {name: batch[name][:, step] for name in ("input_ids", "position_ids")}
+            output = run(**given, **seen, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            parts.append(output.logits)
+        logits = torch.cat(parts, 1)
+        for index, place in enumerate(places):
+            yield "batch in chunks", index, logits[place]
+
+    return each
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from rl_kernels.core.testing import Draw
-from rl_kernels.models import attention, audit, invariant
+from rl_kernels.models import attention, audit, cli, invariant
+from rl_kernels.models.audits import random_prompts
 from rl_kernels.models.differ import ulps
 
 
@@ -193,3 +194,25 @@ def test_only_the_cache_shows_a_culprit_that_follows_the_length(tiny):
     assert [finding.variant for finding in result.findings] == ["in chunks of 5, the rest token by token"]
     assert result.culprit.module == "model.layers.1.mlp.act_fn.1"
     assert result.culprit.token == 20
+
+
+def test_a_mixture_is_compared_by_its_experts_too(tiny):
+    """No token chooses other experts under invariant(); a router that depends on the batch is counted and named."""
+    model = tiny("Qwen3Moe", torch.bfloat16)
+    lengths = [len(ids) for ids in random_prompts(211, 4, 23, 0)]
+    with invariant(model, strict=True):
+        result = audit(model)
+        assert result.passed
+        *batches, chunks = result.variants
+        assert result.rerouted == dict.fromkeys(batches, (0, sum(lengths))) | {chunks: (0, max(lengths))}
+        assert cli.text(result)[-2].endswith("; 0 of 23 tokens choose other experts")
+        router = model.model.layers[0].mlp.gate
+        # The order of the slots alone: no number differs before the experts, and each token has the experts it had.
+        hook = router.register_forward_hook(lambda _, args, out: (*out[:2], out[2].roll(int(len(out[2]) > 23), 1)))
+        found = audit(model)
+        assert (found.culprit.module, found.culprit.place.path) == ("model.layers.0.mlp.gate", "[2]")
+        hook.remove()
+        router.register_forward_pre_hook(lambda _, args: args[0] + 0.1 * (len(args[0]) > 23))
+        counts = audit(model).rerouted
+        assert 0 < counts[batches[0]][0] < sum(lengths)
+        assert counts[chunks] == (0, 23)

@@ -25,8 +25,10 @@ MODELS = {
     "Mistral": {"sliding_window": 6},
     "Gemma2": GEMMA,
     "Gemma3Text": {"head_dim": 8, "sliding_window": 12},
+    "Qwen3Moe": {},
+    "GptOss": {},
 }
-"""Grouped heads, sliding windows in every layer or in some, caps of the scores and of the logits."""
+"""Grouped heads, sliding windows in every layer or in some, caps of the scores and of the logits, sinks, experts."""
 
 
 def batched(model, prompts, **settings):

@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 LENGTHS = (7, 1, 1, 12, 5)
 WINDOWS = {"head_dim": 8, "sliding_window": 4}
 FAMILIES = {"Llama": {}, "Mistral": {"sliding_window": 6}, "Gemma3Text": WINDOWS, "GPT2": {}, "StableLm": {}}
+FAMILIES |= {"Qwen3Moe": {}, "GptOss": {}, "DeepseekV3": {}}
 """StableLm does not pass the lengths of sequences on to its attention."""
 
 

@@ -15,7 +15,9 @@ def drawn(model, batch, **options):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("name", "window"), [("Llama", {}), ("Mistral", {"sliding_window": 5})])
+@pytest.mark.parametrize(
+    ("name", "window"), [("Llama", {}), ("Mistral", {"sliding_window": 5}), ("Qwen3Moe", {}), ("DeepseekV3", {})]
+)
 def test_tokens_do_not_follow_the_kind_of_cache(tiny, prompts, padded, name, window):
     """And logits are those of the whole sequence in training."""
     model = tiny(name, **window)

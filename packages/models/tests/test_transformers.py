@@ -9,48 +9,6 @@ import torch
 from rl_kernels.models import invariant, pretrained
 
 
-@pytest.fixture
-def surroundings(padded):
-    """Return a function that yields (what, prompt, its logits): first alone, then in all that must change no bit.
-
-    The longest prompt comes in chunks too: a cut is the size of all chunks, or a list of sizes.
-    """
-
-    @torch.no_grad()
-    def each(model, prompts, cuts, device="cpu"):
-        def run(**inputs):
-            return model(**{n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in inputs.items()})
-
-        for index, prompt in enumerate(prompts):
-            yield "alone", index, run(input_ids=prompt[None], use_cache=False).logits[0]
-        for what, given in {"left": {"left": True, "more": 3}, "right": {"left": False, "more": 5}}.items():
-            batch, places = padded(prompts, **given)
-            logits = run(**batch, use_cache=False).logits
-            for index, place in enumerate(places):
-                yield what, index, logits[place]
-        longest = max(range(len(prompts)), key=lambda index: len(prompts[index]))
-        for cut in cuts:
-            cache, parts = None, []
-            for part in prompts[longest].split(cut):
-                output = run(input_ids=part[None], past_key_values=cache, use_cache=True)
-                cache = output.past_key_values
-                parts.append(output.logits[0])
-            yield f"chunks of {cut}", longest, torch.cat(parts)
-        batch, places = padded(prompts)
-        half, cache, parts = batch["input_ids"].shape[1] // 2, None, []
-        for step in (slice(0, half), slice(half, None)):
-            seen = {"attention_mask": batch["attention_mask"][:, : step.stop]}
-            given = {name: batch[name][:, step] for name in ("input_ids", "position_ids")}
-            output = run(**given, **seen, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            parts.append(output.logits)
-        logits = torch.cat(parts, 1)
-        for index, place in enumerate(places):
-            yield "batch in chunks", index, logits[place]
-
-    return each
-
-
 def differing(found):
     """Return in what surroundings a prompt has other bits than alone."""
     alone = {}
@@ -208,19 +166,16 @@ def test_another_attention_set_later_is_told(tiny, prompts):
 
 
 MIXED = {
-    "Mixtral": ({"num_local_experts": 4}, "model.layers.0.mlp.experts"),
-    "Qwen3Moe": ({"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}, "model.layers.0.mlp.experts"),
-    "GptOss": ({"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}, "model.layers.0.mlp.experts"),
     "Lfm2": ({"layer_types": ["conv", "full_attention"]}, "model.layers.0.conv.conv"),
     "FalconH1": ({}, "model.layers.0.mamba.conv1d"),
     "Qwen3_5Text": ({"layer_types": ["linear_attention", "full_attention"]}, "model.layers.0.linear_attn.conv1d"),
     "MiniMax": ({"head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}, "model.layers.0.self_attn"),
 }
-"""Mixtures and hybrids, and a module of each whose output depends on the batch."""
+"""Hybrids, and a module of each whose output depends on the batch."""
 
 
 @pytest.mark.parametrize("family", MIXED)
-def test_experts_convolutions_and_recurrences_are_told(tiny, family):
+def test_convolutions_and_recurrences_are_told(tiny, family):
     options, name = MIXED[family]
     if not hasattr(pytest.importorskip("transformers"), f"{family}Config"):
         pytest.skip("this transformers does not have the model")

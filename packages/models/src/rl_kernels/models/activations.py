@@ -72,6 +72,11 @@ def silu(x: torch.Tensor) -> torch.Tensor:
     return _apply_in_fp32(_silu, x) if _is_on_cpu(x) else F.silu(x)
 
 
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Return the sigmoid with the bits of an ``nn.Sigmoid`` under ``invariant``."""
+    return _apply_in_fp32(_sigmoid, x) if _is_on_cpu(x) else torch.sigmoid(x)
+
+
 def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
     return x * _sigmoid(1.702 * x)
 

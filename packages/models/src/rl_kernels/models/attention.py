@@ -58,7 +58,7 @@ def attention_mask(
         kv_offset: index of the first key: the cache of a sliding window drops the keys before it.
         mask_function: the pattern, a function of absolute indices; None is causal.
         attention_mask: ``[B, S]``, bool: False for padding.
-        local_size: size of the sliding window, or None.
+        local_size: size of the sliding window, or None; 0 gives an empty mask, which no layer can use.
         use_vmap: transformers' mark for a pattern that the model adds to.
         device: device of the mask.
         options: options of other attention implementations; ignored.
@@ -71,6 +71,9 @@ def attention_mask(
     """
     if use_vmap:
         raise ValueError(f"attention_mask: expected {OURS}; this model adds a pattern of its own")
+    if local_size == 0:
+        # Qwen2-MoE makes this mask although no layer has a window; a layer that takes it raises.
+        return torch.empty(0, dtype=torch.int32, device=device)
     first_keys = None if attention_mask is None else _first_keys(attention_mask)
     # transformers passes this option for bidirectional masks only.
     if "allow_is_bidirectional_skip" in options:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,6 +26,8 @@ class AuditResult:
         compared: number of comparisons of tensors.
         skipped: modules without an output that could be compared: no output has the rows as its first dims.
         culprit: the finding that comes first in the model; None if every bit is the same.
+        rerouted: for a mixture, name of each variant -> the number of tokens with other experts than alone in any
+            layer, and of tokens compared.
     """
 
     variants: tuple[str, ...]
@@ -33,6 +35,7 @@ class AuditResult:
     compared: int
     skipped: tuple[str, ...]
     culprit: Finding | None
+    rerouted: Mapping[str, tuple[int, int]]
 
     @property
     def passed(self) -> bool:
@@ -80,6 +83,7 @@ def audit(
     _, alone = next(variants)
     rows, names = Comparison(model), []
     differences: list[tuple[int, Finding]] = []
+    rerouted: dict[str, tuple[int, int]] = {}
     with in_mode(model, training=False):
         _run(model, alone, rows.remember)
         for name, pieces in variants:
@@ -87,10 +91,12 @@ def audit(
             rows.begin(name)
             _run(model, pieces, rows.compare)
             differences += [] if rows.first is None else [rows.first]
+            rerouted |= {} if rows.rerouted is None else {name: rows.rerouted}
     if not rows.compared:
         raise ValueError("inputs: no module has an output with the samples as first dim, nothing could be compared")
     culprit = min(differences, key=lambda difference: difference[0])[1] if differences else None
-    return AuditResult(tuple(names), tuple(finding for _, finding in differences), rows.compared, rows.skipped, culprit)
+    findings = tuple(finding for _, finding in differences)
+    return AuditResult(tuple(names), findings, rows.compared, rows.skipped, culprit, rerouted)
 
 
 def _variants(

@@ -66,7 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def text(result: AuditResult) -> list[str]:
     """Return the lines of the report: one for each variant, then the culprit."""
     by_variant = {finding.variant: finding for finding in result.findings}
-    lines = [f"{name}: {by_variant.get(name, 'bitwise identical to alone')}" for name in result.variants]
+    lines = [
+        f"{name}: {by_variant.get(name, 'bitwise identical to alone')}{_rerouted(result, name)}"
+        for name in result.variants
+    ]
     if result.skipped:
         lines.append(f"not compared, because their outputs have no rows: {', '.join(result.skipped)}")
     if result.culprit is None:
@@ -75,6 +78,13 @@ def text(result: AuditResult) -> list[str]:
         return [*lines, f"PASSED: {result.compared} comparisons, no bit differs"]
     name = result.culprit.module or "the model"
     return [*lines, f"FAILED: the first module whose rows differ is {name} ({result.culprit.type})"]
+
+
+def _rerouted(result: AuditResult, variant: str) -> str:
+    if variant not in result.rerouted:
+        return ""
+    others, tokens = result.rerouted[variant]
+    return f"; {others} of {tokens} tokens choose other experts"
 
 
 def _load_model(args: Any) -> tuple[nn.Module, Any]:

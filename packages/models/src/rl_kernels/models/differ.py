@@ -11,6 +11,9 @@ from rl_kernels.core.ulps import bits_of, ulps
 from rl_kernels.models.trace import Place, TracedTensor
 from rl_kernels.models.variants import Piece, Row
 
+NOT_RUN, SAME, OTHER = range(3)
+"""A token's experts in a variant: not compared, those alone, others."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -23,7 +26,7 @@ class Finding:
         place: the tensor that differs: an output of the module, or an input that it computed for a module inside it.
         shape, alone: shape of that tensor here, and when the sample ran alone.
         sample, token: the first row that differs; token is None if samples are not sequences.
-        differ, elements: number of elements that differ, and of elements compared.
+        differ, elements: number of elements that differ, and of elements compared; they may be ids of experts.
         ulp: the largest distance, in units in the last place of the tensor's dtype.
     """
 
@@ -60,6 +63,7 @@ class Comparison:
         self._alone: dict[tuple[int, Place], torch.Tensor] = {}
         self._order: dict[Place, int] = {}
         self._variant, self._called = "", set[str]()
+        self._rerouted: dict[int, torch.Tensor] = {}
         self.compared = 0
         self.first: tuple[int, Finding] | None = None
 
@@ -71,7 +75,15 @@ class Comparison:
 
     def begin(self, variant: str) -> None:
         """Start another variant."""
-        self._variant, self.first = variant, None
+        self._variant, self.first, self._rerouted = variant, None, {}
+
+    @property
+    def rerouted(self) -> tuple[int, int] | None:
+        """Tokens of the variant with other experts than alone in any layer, and tokens compared; None without any."""
+        if not self._rerouted:
+            return None
+        tokens = torch.cat(list(self._rerouted.values()))
+        return int((tokens == OTHER).sum()), int((tokens != NOT_RUN).sum())
 
     def remember(self, piece: Piece, traced: TracedTensor) -> None:
         """Store the rows of a sample that runs alone."""
@@ -84,6 +96,8 @@ class Comparison:
 
     def compare(self, piece: Piece, traced: TracedTensor) -> None:
         """Compare the rows of a variant with the stored rows."""
+        if not traced.value.is_floating_point():
+            self._compare_experts(piece, traced)
         order = self._order.get(traced.place)
         if order is None or (self.first is not None and self.first[0] <= order):
             return
@@ -100,6 +114,18 @@ class Comparison:
             if not torch.equal(bits_of(here), bits_of(alone)):
                 self._note(order, traced, row, here, alone, (1, *full_shape))
                 return
+
+    def _compare_experts(self, piece: Piece, traced: TracedTensor) -> None:
+        """Mark the tokens whose experts, in any order, are not those alone."""
+        for row in piece.rows:
+            here, alone = rows_of(piece, traced.value, row), self._alone.get((row.sample, traced.place))
+            if here is None or alone is None:
+                continue
+            tokens = slice(row.start, row.start + row.length) if row.length else slice(None)
+            here, alone = here.reshape(-1, here.shape[-1]).long(), alone.reshape(-1, alone.shape[-1]).long()
+            marks = self._rerouted.setdefault(row.sample, here.new_full((len(alone),), NOT_RUN))
+            is_other = (here.sort(-1).values != alone[tokens].sort(-1).values).any(-1)
+            marks[tokens] = marks[tokens].maximum(torch.where(is_other, OTHER, SAME))
 
     def _note(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -15,7 +15,7 @@ from torch import nn
 
 from rl_kernels.core.dispatch import choose
 from rl_kernels.det_gemm.op import OPERATOR, describe
-from rl_kernels.models import pretrained
+from rl_kernels.models import mixtures, pretrained
 from rl_kernels.models.fused.swaps import rotary_module, rotary_swap
 from rl_kernels.models.layers import replacement
 from rl_kernels.models.marks import Mark, mark, marks_of
@@ -44,6 +44,25 @@ class Invariance:
         # Classes of the configs whose attention is swapped, for layers that are added later.
         self._config_classes: set[type] = set() if kinds is None else kinds
         self._releases: list[Callable[[], None]] = []
+        self._replay: mixtures.Replay | None = None
+
+    @property
+    def rerouted(self) -> tuple[int, int]:
+        """Tokens that the model would have sent to other experts than the recorded ones, and all tokens replayed.
+
+        A token counts once, whatever the number of layers. Reading it waits for the GPU.
+        """
+        return (0, 0) if self._replay is None else self._replay.counts()
+
+    def replay(self, routes: Sequence[torch.Tensor] | None) -> None:
+        """Set the recorded routes of the sequences of the next passes, as ``routes`` of ``invariant``; None: no routes.
+
+        Raises:
+            TypeError, ValueError: ``invariant`` was called without ``routes``, or they do not fit the model.
+        """
+        if self._replay is None:
+            raise ValueError("routes: expected a handle of invariant(model, routes=...)")
+        self._replay.set(routes)
 
     def __reduce__(self) -> Any:
         """Refuse a copy, which would undo the swaps of the original."""
@@ -135,7 +154,7 @@ def _on_registration(parent: nn.Module, name: str, module: nn.Module | None) -> 
         handle._swap(module, f"{existing.name}.{name}".strip("."))
 
 
-def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
+def invariant(model: nn.Module, *, strict: bool = False, routes: Sequence[torch.Tensor] | None = None) -> Invariance:
     """Make a model batch-invariant until it is undone: each row of its output depends on that row alone, bit for bit.
 
     Use it as ``with invariant(model): ...``, or as ``handle = invariant(model)`` and later ``handle.undo()``.
@@ -151,12 +170,14 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
       of a tensor differently.
     - Rotary embedding of a transformers model, and MLPs with a SiLU gate, run fused on a GPU with Triton, bit for bit.
       Its frequencies get the bits that the CPU computes, wherever the model was made.
+    - Experts of a mixture of transformers run on ``experts``, and its router, recognized by its result for random rows,
+      on ``route``: tokens choose the same experts in any batch. Noise in training raises.
     - A model of transformers gets ``det_attention``, as the implementation ``rl_kernels_flash``: padding, packing,
       batch, KV cache, chunks and continuous batching change no bit. With padding on the left, pass ``position_ids``, as
       ``generate`` does. Dropout in attention raises.
 
     All other modules stay as they are. A module that may depend on the batch is left alone with a warning: one with
-    matrices of its own, such as the experts of a mixture or a convolution, a norm over batches, groups or several dims,
+    matrices of its own, such as a convolution or quantized experts, a norm over batches, groups or several dims,
     and one whose ``forward`` itself calls a product, a softmax or an attention (on a CPU also an activation). What it
     calls through other functions is not seen: ``audit`` finds that. Nor is dropout elsewhere than in attention.
 
@@ -170,6 +191,11 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
     Args:
         model: any module. Calls nest: a module that is swapped already stays swapped until all calls are undone.
         strict: raise, instead of warning, if a module that may depend on the batch is left alone or added later.
+        routes: for a mixture whose rollout another engine sampled: the experts that it chose, integers
+            ``[T, layers, k]`` for each sequence of the next passes, in their order; layers without experts are left
+            out. Tokens go there, and weights are those of the model. -1 stands for a route that was not recorded. The
+            handle's ``replay`` sets those of the next batch, and ``rerouted`` counts the tokens that the model would
+            have sent elsewhere.
 
     Returns:
         a handle that lists what was swapped and what was left alone, and undoes it; it is a context manager.
@@ -178,7 +204,8 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
         TypeError: ``model`` is not an ``nn.Module``.
         BackendUnavailable: no backend runs the model's products on its GPU.
         CanaryMismatch: that GPU computes other bits than recorded for its architecture.
-        ValueError: with ``strict``, a module may depend on the batch. The model is unchanged.
+        ValueError: with ``strict``, a module may depend on the batch; or the model cannot replay ``routes``. The model
+            is unchanged. In a pass: ``routes`` has another number of tokens.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
@@ -186,6 +213,10 @@ def invariant(model: nn.Module, *, strict: bool = False) -> Invariance:
     handle = Invariance(strict)
     try:
         handle._swap(model)
+        if routes is not None:
+            runner = next((module for module in model.modules() if pretrained.is_pretrained(module)), None)
+            handle._replay, end = mixtures.replaying(model, runner, routes)
+            handle._releases.append(end)
     except BaseException:
         handle.undo()
         raise
@@ -217,6 +248,12 @@ def _subclasses(
             subclasses[name] = module, subclass
         elif reason := no_swap_reason or why_unknown(module):
             left[name] = reason
+    for name in [name for name, (module, _) in subclasses.items() if mixtures.is_router(module)]:
+        block = name.rpartition(".")[0]
+        if any(other.rpartition(".")[0] == block and mixtures.is_experts(modules[other]) for other in left):
+            # Experts of transformers count by int64 ids, which its own router returns.
+            del subclasses[name]
+            left[name] = f"its experts are left alone, and a {type(modules[name]).__name__} chooses for them"
     return subclasses, left
 
 

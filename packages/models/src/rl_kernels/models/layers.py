@@ -12,6 +12,7 @@ from torch import nn
 from rl_kernels.core.validate import HALF_AND_FLOAT
 from rl_kernels.det_gemm.api import det_linear
 from rl_kernels.det_gemm.module import DetLinear
+from rl_kernels.models import mixtures
 from rl_kernels.models.activations import activation, is_activation
 from rl_kernels.models.fused.embedding import OrderedEmbedding
 from rl_kernels.models.fused.swaps import gated
@@ -53,7 +54,9 @@ def replacement(module: nn.Module) -> Replacement:
     if isinstance(module, (DetLinear, LayerNorm, RMSNorm)):
         return NO_SWAP
     result = NO_SWAP
-    if isinstance(module, nn.Linear):
+    if (of_mixture := mixtures.part(module)) is not None:
+        result = of_mixture
+    elif isinstance(module, nn.Linear):
         result = _linear(module)
     elif is_foreign_linear(module):
         result = None, f"{type(module).__name__} is not an nn.Linear; it may be quantized"

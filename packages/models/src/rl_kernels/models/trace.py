@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -9,6 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from rl_kernels.models.swap import original_of
+
+ROUTER = re.compile(r"router|gate$", re.IGNORECASE)
+IDS = (torch.int64, torch.int32)
 
 
 class Place(NamedTuple):
@@ -34,7 +40,10 @@ class TracedTensor(NamedTuple):
 
 @contextmanager
 def watched(model: nn.Module, callback: Callable[[TracedTensor], None]) -> Iterator[None]:
-    """Call ``callback`` with each floating-point input and output of every module during one forward pass."""
+    """Call ``callback`` with each floating-point input and output of every module during one forward pass.
+
+    The ids of a router, the experts that it chose, count as outputs too.
+    """
     calls: Counter[str] = Counter()
     running: list[tuple[str, int]] = [("", 0)]
 
@@ -51,7 +60,7 @@ def watched(model: nn.Module, callback: Callable[[TracedTensor], None]) -> Itera
     def after(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             _, call = running.pop()
-            for path, value in _tensors(output, ""):
+            for path, value in _tensors(output, "", with_ids=chooses_experts(module)):
                 callback(TracedTensor(Place(name, call, "output", path), name, value))
 
         return hook
@@ -66,13 +75,18 @@ def watched(model: nn.Module, callback: Callable[[TracedTensor], None]) -> Itera
         yield
 
 
-def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+def chooses_experts(module: nn.Module) -> bool:
+    """Say whether a module is the router of a mixture, swapped or not, by the name of its class."""
+    return ROUTER.search(original_of(module).__name__) is not None
+
+
+def _tensors(value: Any, path: str, *, with_ids: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
-        if value.is_floating_point():
+        if value.is_floating_point() or (with_ids and value.dtype in IDS):
             yield path, value
     elif isinstance(value, Mapping):
         for name, part in value.items():
-            yield from _tensors(part, f"{path}.{name}".lstrip("."))
+            yield from _tensors(part, f"{path}.{name}".lstrip("."), with_ids=with_ids)
     elif isinstance(value, (tuple, list)):
         for index, part in enumerate(value):
-            yield from _tensors(part, f"{path}[{index}]")
+            yield from _tensors(part, f"{path}[{index}]", with_ids=with_ids)

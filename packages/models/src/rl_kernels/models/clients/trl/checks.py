@@ -45,7 +45,8 @@ def check_trainer(trainer: Any) -> None:
             raise TypeError(f"trainer: expected TRL's own {name}, {kind} has another, which would be lost")
     for name, (attribute, is_set) in SETTINGS.items():
         if is_set(getattr(trainer, attribute)):
-            raise ValueError(f"{name}: expected a trainer without it, the loss has no such term")
+            hint = "; set it to 0.0: TRL takes it from a mixture's config" if attribute == "aux_loss_enabled" else ""
+            raise ValueError(f"{name}: expected a trainer without it, the loss has no such term{hint}")
     own = [name for name in METHODS if name in vars(trainer)]
     if own:
         raise ValueError(f"trainer: expected one that was not given to use_in before, its {own[0]} is replaced")
