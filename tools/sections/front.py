@@ -15,6 +15,7 @@ from rl_kernels.lab.bench.record import OURS, Document
 from rl_kernels.lab.bench.report import as_table, digits
 
 STEP, CALLS, TRL = "h200-model-step.json", "h200-client-calls.json", "h200-trl-step.json"
+MIXTURE, CHOICES = "h200-qwen3-30b-model-step.json", "h200-qwen3-30b-model-bits.json"
 FLASH, ENGINE = "h200-attention-client-calls.json", "h200-trl-with-vllm.json"
 MODEL = {
     "forward + backward 4x2048": "forward and backward, 4x2048 tokens",
@@ -30,7 +31,9 @@ Row = tuple[str, ...]
 def front_table(results: Path, packages: Mapping[str, Mapping[str, Document]]) -> str:
     """Return the text between the markers of the README; measurements that are missing have no row."""
     rows = [
-        *_models(results / STEP),
+        *_models(results / STEP, "Llama of 8B widths, 4 layers"),
+        *_models(results / MIXTURE, "mixture of Qwen3-30B-A3B's widths, 4 layers"),
+        *_choices(results / CHOICES),
         *_logps(packages.get(LOGP, {})),
         *_products(results / CALLS),
         *_attention(results / FLASH),
@@ -46,13 +49,19 @@ def _read(file: Path) -> dict[str, Any]:
     return document
 
 
-def _models(file: Path) -> Iterator[Row]:
+def _models(file: Path, model: str) -> Iterator[Row]:
     timed = _read(file).get("ms", {})
     for label, text in MODEL.items():
         if label in timed:
-            yield _beside(
-                f"Llama of 8B widths, 4 layers: {text}", "stock", timed[label]["stock"], timed[label]["invariant"]
-            )
+            yield _beside(f"{model}: {text}", "stock", timed[label]["stock"], timed[label]["invariant"])
+
+
+def _choices(file: Path) -> Iterator[Row]:
+    bits = _read(file).get("bits")
+    if bits:
+        packed = [bits[way]["prompts"]["packed"] for way in ("stock", "invariant")]
+        theirs, ours = (of(entry["experts"], entry["of_tokens"]) for entry in packed)
+        yield ("its tokens that choose other experts packed than alone", f"stock: {theirs}", ours, "")
 
 
 def _logps(documents: Mapping[str, Document]) -> Iterator[Row]:
