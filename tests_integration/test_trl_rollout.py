@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from small_trainer import EXPERTS
 
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
 # TRL and its libraries warn of what does not concern this.
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+from small_trainer import EXPERTS  # noqa: E402
 
 from rl_kernels.models.clients import trl as trl_client  # noqa: E402
 from rl_kernels.models.clients.trl import continuous, head, rollout  # noqa: E402
