@@ -30,8 +30,8 @@ def of_layers() -> Pairs:
         found[f"{method.__name__} after loading"] = method.process_weights_after_loading, layers._keep_weight
     for name in ("__init__", "maybe_roundup_sizes", "process_weights_after_loading"):
         found[f"experts {name}"] = getattr(UnquantizedFusedMoEMethod, name), getattr(mixtures.KeptExperts, name)
-    for block in mixtures.FAMILIES:
-        found[block.__name__] = block.forward, mixtures._forward
+    for family in mixtures.FAMILIES:
+        found[family.block.__name__] = family.block.forward, mixtures._forward
     for original, ours in layers.REPLACED.items():
         found[original.__name__] = original.forward_native, ours.forward_oot
         found[f"{original.__name__}()"] = original.__init__, ours.__init__

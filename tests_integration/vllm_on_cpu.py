@@ -111,12 +111,10 @@ def sampled(folder: str, trainer: Any, chosen: list[str]) -> list[tuple[list[int
     how: dict[str, Any] = {"enforce_eager": True}
     if "--compiled" in chosen:
         how = {"compilation_config": {"mode": 3, "cudagraph_mode": "NONE"}}
-    if "--saved" in chosen:
-        trainer.save_pretrained(folder)
     engine = LLM(
         model=folder,
         skip_tokenizer_init=True,
-        load_format="auto" if "--saved" in chosen else "dummy",
+        load_format="dummy",
         dtype=trainer.dtype,
         max_model_len=256,
         max_num_seqs=3,
@@ -131,11 +129,10 @@ def sampled(folder: str, trainer: Any, chosen: list[str]) -> list[tuple[list[int
     assert engine.llm_engine.vllm_config.use_v2_model_runner == is_second
     # What a trainer looks for.
     assert engine.llm_engine.vllm_config.additional_config == {"rl_kernels": True}
-    if "--saved" not in chosen:
-        # As trainers push them: a head that is tied to the embedding once.
-        pushed = dict(trainer.named_parameters())
-        engine.apply_model(lambda model: model.load_weights(iter(pushed.items())))
-        engine.reset_prefix_cache()
+    # As trainers push them: a head that is tied to the embedding once.
+    pushed = dict(trainer.named_parameters())
+    engine.apply_model(lambda model: model.load_weights(iter(pushed.items())))
+    engine.reset_prefix_cache()
     if "--masked" in chosen:
         engine.apply_model(mask_logits)
     # Some with the most probable tokens too, often the sampled one among them.

@@ -2,12 +2,15 @@
 
 A block's router and experts are one custom op, so that neither vLLM's router nor its choice of a kernel for the experts
 has a say. The experts' weights stay as vLLM loads them, ``w13[E, 2F, D]`` and ``w2[E, D, F]``: those are the operands.
+
+A trainer pushes the parameters of transformers, which has the experts of a layer in one tensor. vLLM 0.24 drops such a
+tensor of Qwen3-MoE without a word, and no version knows that of Mixtral, so models load them by a checkpoint's names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
@@ -15,19 +18,37 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.models.mixtral import MixtralMoE
-from vllm.model_executor.models.olmoe import OlmoeMoE
-from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
+from vllm.model_executor.models.mixtral import MixtralForCausalLM, MixtralMoE
+from vllm.model_executor.models.olmoe import OlmoeForCausalLM, OlmoeMoE
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoeSparseMoeBlock
 
 from rl_kernels.models.clients.vllm.ops import mixture
 from rl_kernels.models.mixtures.routers import Form, form_of
 
-FAMILIES: dict[Any, Any] = {
-    Qwen3MoeSparseMoeBlock: Qwen3MoeTopKRouter,
-    MixtralMoE: MixtralTopKRouter,
-    OlmoeMoE: OlmoeTopKRouter,
-}
-"""vLLM's blocks, and the routers that transformers has in their place."""
+
+class Family(NamedTuple):
+    """A family of mixtures.
+
+    Attributes:
+        model: vLLM's class.
+        block: its class of a router and experts.
+        router: the router of transformers.
+        name: the block's name in a checkpoint.
+        parts: names of gate, up and down there.
+    """
+
+    model: Any
+    block: Any
+    router: Any
+    name: str = "mlp"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+FAMILIES = (
+    Family(MixtralForCausalLM, MixtralMoE, MixtralTopKRouter, "block_sparse_moe", ("w1", "w3", "w2")),
+    Family(OlmoeForCausalLM, OlmoeMoE, OlmoeTopKRouter),
+    Family(Qwen3MoeForCausalLM, Qwen3MoeSparseMoeBlock, Qwen3MoeTopKRouter),
+)
 
 
 class KeptExperts(UnquantizedFusedMoEMethod):
@@ -65,12 +86,35 @@ def form_in(router: Any, text: Any) -> Form:
     return form
 
 
-def _made(init: Callable[..., None], router: Any) -> Callable[..., None]:
+def by_checkpoint(family: Family, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield weights by the names of a checkpoint: ``gate_up_proj[E, 2F, D]`` and ``down_proj[E, D, F]`` by expert."""
+    gate, up, down = family.parts
+    for parameter, value in weights:
+        name = parameter.replace(".mlp.", f".{family.name}.")
+        layer, _, kind = name.rpartition(".experts.")
+        if kind == "gate_up_proj":
+            for expert, both in enumerate(value):
+                first, second = both.chunk(2)
+                yield f"{layer}.experts.{expert}.{gate}.weight", first
+                yield f"{layer}.experts.{expert}.{up}.weight", second
+        elif kind == "down_proj":
+            for expert, each in enumerate(value):
+                yield f"{layer}.experts.{expert}.{down}.weight", each
+        else:
+            yield name, value
+
+
+def _replace(family: Family) -> None:
+    init, load = family.block.__init__, family.model.load_weights
+
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
-        self.form = form_in(router, get_current_vllm_config().model_config.hf_text_config)
+        self.form = form_in(family.router, get_current_vllm_config().model_config.hf_text_config)
 
-    return __init__
+    def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        return load(self, by_checkpoint(family, weights))
+
+    family.block.__init__, family.block.forward, family.model.load_weights = __init__, _forward, load_weights
 
 
 def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -81,12 +125,8 @@ def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     return out.view(hidden_states.shape)
 
 
-_inits: dict[Any, Callable[..., None]] = {block: block.__init__ for block in FAMILIES}
-"""vLLM's own constructors."""
-
-
 def install() -> None:
-    """Replace the blocks, and keep the weights of their experts as they are loaded."""
+    """Replace the blocks, keep the weights of experts as they are loaded, and load those of trainers."""
     UnquantizedFusedMoEMethod.register_oot(KeptExperts, name=UnquantizedFusedMoEMethod.__name__)
-    for block, router in FAMILIES.items():
-        block.__init__, block.forward = _made(_inits[block], router), _forward
+    for family in FAMILIES:
+        _replace(family)
