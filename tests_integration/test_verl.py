@@ -35,6 +35,7 @@ FAMILIES = {
     "Gemma2": {"final_logit_softcapping": 3.0, "head_dim": 8, "query_pre_attn_scalar": 8},
     "Granite": {"logits_scaling": 4.0},
     "Phi": {},  # its head has a bias
+    "Qwen3Moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 8},
 }
 
 

@@ -39,6 +39,7 @@ OF_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 2
 OF_GEMMA |= {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 OF_GEMMA2 = {**OF_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "rope_parameters": ROPE}
 OF_LAYERS = {"sliding_attention": ROPE, "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}}
+OF_MIXTURES = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "rope_parameters": ROPE}
 MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", **OF_GEMMA2},
     "gemma3": {
@@ -51,6 +52,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi3": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "rope_parameters": ROPE, "pad_token_id": 0},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rope_parameters": ROPE},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rope_parameters": ROPE},
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        **{"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
+        **{**OF_MIXTURES, "num_local_experts": 8, "intermediate_size": 64},
+    },
+    "olmoe": {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", **OF_MIXTURES, "intermediate_size": 64},
+    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **OF_MIXTURES},
 }
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -87,7 +96,8 @@ def script(folder: Path, **environment: str) -> Iterator[Any]:
     with subprocess.Popen([sys.executable, str(SCRIPT)], env={**os.environ, **own}, **pipes) as process:
 
         def on(model: str, dtype: str = "bfloat16", *options: str, **environment: str) -> Done:
-            (folder / "config.json").write_text(json.dumps({**SIZES, **MODELS[model]}), encoding="utf-8")
+            of = {**SIZES, **{**MODELS, **MIXTURES}[model]}
+            (folder / "config.json").write_text(json.dumps(of), encoding="utf-8")
             request = {"folder": str(folder), "dtype": dtype, "options": options, "environment": environment}
             print(json.dumps(request), file=process.stdin, flush=True)
             # vLLM may print lines of its own.
@@ -124,6 +134,9 @@ def run_second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         ("qwen3", "bfloat16", ("--masked",)),
         ("gemma2", "bfloat16", ("--masked",)),
         ("llama", "bfloat16", ("--prompts",)),
+        ("mixtral", "bfloat16", ()),
+        ("olmoe", "float32", ()),
+        ("qwen3_moe", "bfloat16", ("--compiled",)),
     ],
 )
 def test_rollout_has_the_bits_of_training(run: Any, model: str, dtype: str, options: tuple[str, ...]) -> None:

@@ -24,12 +24,15 @@ def config(**changes: Any) -> Any:
         "model_impl": "auto",
         "logits_processors": None,
     }
-    parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1}
+    parallel |= {"enable_expert_parallel": False, "enable_eplb": False}
     of = {
         "attention_config": SimpleNamespace(backend=SimpleNamespace(name="CUSTOM")),
         "lora_config": None,
         "speculative_config": None,
         "watermark_config": None,
+        "kernel_config": SimpleNamespace(moe_backend="auto"),
+        "aux_output_config": SimpleNamespace(enable_return_routed_experts=False),
         "compilation_config": SimpleNamespace(static_forward_context={}),
     }
     for name, value in changes.items():
@@ -76,6 +79,63 @@ def test_what_is_not_covered_is_refused_by_name(changes: dict[str, Any], message
     check(config(logits_processors=["mine"]))
     with pytest.raises(ValueError, match=message):
         check(config(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization": "fp8"}, "quantization: expected None"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size: expected 1"),
+        ({"data_parallel_size": 2}, "data_parallel_size: expected 1"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel: expected False"),
+        ({"enable_eplb": True}, "enable_eplb: expected False"),
+        ({"kernel_config": SimpleNamespace(moe_backend="triton")}, "moe_backend: expected 'auto'"),
+        (
+            {"aux_output_config": SimpleNamespace(enable_return_routed_experts=True)},
+            "enable_return_routed_experts: expected False",
+        ),
+        ({"text": {"hidden_act": "gelu"}}, "hidden_act: expected 'silu'"),
+        ({"text": {"shared_expert_intermediate_size": 64}}, "shared_expert_intermediate_size: expected None"),
+        ({"text": {"sliding_window": 4096}}, "sliding_window: expected None"),
+        ({"text": {"clip_qkv": 8.0}}, "clip_qkv: expected None"),
+        ({"text": {"attention_bias": True}}, "attention_bias: expected None"),
+        ({"architectures": ["OlmoeForCausalLM"], "text": {"rms_norm_eps": 1e-6}}, "rms_norm_eps: expected 1e-05"),
+    ],
+)
+def test_mixtures_that_are_not_covered_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    from rl_kernels.models.clients.vllm.refusals import MIXTURES, check
+
+    def of(architecture: str, text: dict[str, Any], **changes: Any) -> Any:
+        sizes = {"num_experts": 8, "num_local_experts": 8, "hidden_act": "silu", "rms_norm_eps": 1e-5}
+        return config(**{"architectures": [architecture], "text": sizes | text} | changes)
+
+    for architecture in MIXTURES:
+        check(of(architecture, {}))
+    # As vLLM 0.24 and 0.26 have it.
+    older = of(MIXTURES[0], {})
+    older.model_config.enable_return_routed_experts = older.aux_output_config.enable_return_routed_experts
+    del older.aux_output_config
+    check(older)
+    with pytest.raises(ValueError, match=message):
+        check(of(MIXTURES[-1], **{"text": {}} | changes))
+
+
+def test_a_router_that_the_installed_transformers_defines_otherwise_is_refused() -> None:
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+
+    from rl_kernels.models.clients.vllm.mixtures import form_in
+
+    class Squared(MixtralTopKRouter):
+        def forward(self, hidden_states: torch.Tensor) -> Any:
+            logits, weights, ids = super().forward(hidden_states)
+            return logits, weights**2, ids
+
+    sizes = MixtralConfig(hidden_size=64, num_local_experts=8)
+    form = form_in(MixtralTopKRouter, sizes)
+    assert (form.scoring, form.normalize, form.rounds, form.wide) == ("softmax", True, True, (False, True))
+    with pytest.raises(ValueError, match="model: Squared is an unknown kind of router"):
+        form_in(Squared, sizes)
 
 
 @pytest.fixture(scope="module")

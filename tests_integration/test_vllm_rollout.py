@@ -70,7 +70,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     return calls
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen3"])
+@pytest.mark.parametrize("model", ["llama", "qwen3", "qwen3_moe"])
 def test_bits_and_speed(
     engines: list[tuple[str, int, int]],
     model: str,

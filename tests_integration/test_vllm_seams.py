@@ -17,16 +17,21 @@ VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 def of_layers() -> Pairs:
     """Return the functions of layers: vLLM's, and ours."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    from rl_kernels.models.clients.vllm import layers, logprobs
+    from rl_kernels.models.clients.vllm import layers, logprobs, mixtures
 
     found: Pairs = {"LogitsProcessor": (LogitsProcessor.forward, logprobs.Logits.forward)}
     for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         found[f"{method.__name__}.apply"] = method.apply, layers._apply
         found[f"{method.__name__} after loading"] = method.process_weights_after_loading, layers._keep_weight
+    for name in ("__init__", "maybe_roundup_sizes", "process_weights_after_loading"):
+        found[f"experts {name}"] = getattr(UnquantizedFusedMoEMethod, name), getattr(mixtures.KeptExperts, name)
+    for family in mixtures.FAMILIES:
+        found[family.block.__name__] = family.block.forward, mixtures._forward
     for original, ours in layers.REPLACED.items():
         found[original.__name__] = original.forward_native, ours.forward_oot
         found[f"{original.__name__}()"] = original.__init__, ours.__init__

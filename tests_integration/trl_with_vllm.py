@@ -103,6 +103,12 @@ def weights(optimizer: Any) -> list[torch.Tensor]:
     return [value for group in optimizer.param_groups for value in group["params"]]
 
 
+def leave_processes() -> None:
+    """Unset what TRL sets for vLLM: the next trainer would be one of several processes."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name)
+
+
 def adapted(folder: Path, *, merged: bool, compute_dtype: torch.dtype | None) -> dict[str, Any]:
     """Train an adapter that is not 0; with merged=False as PEFT computes, apart from the model."""
     import peft
@@ -114,9 +120,7 @@ def adapted(folder: Path, *, merged: bool, compute_dtype: torch.dtype | None) ->
     whole = ["lm_head"] if compute_dtype else None
     options = {"target_modules": "all-linear", "init_lora_weights": False, "modules_to_save": whole}
     adapter = peft.LoraConfig(r=4, lora_alpha=8, **options)
-    # TRL sets these for vLLM, and the next trainer would be one of several processes.
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name)
+    leave_processes()
     steps = {"max_steps": 16 if merged else 1, "beta": 0.02, "learning_rate": 2e-2}
     trainer = trainer_in(folder, adapter, sizes=SIZES, **ENGINE, **steps)
     base = {name: value for name, value in trainer.model.named_parameters() if "lora_" not in name}
@@ -132,6 +136,17 @@ def adapted(folder: Path, *, merged: bool, compute_dtype: torch.dtype | None) ->
     return counts
 
 
+def mixture(folder: Path) -> dict[str, Any]:
+    """Train a small Qwen3-MoE of FP32 weights, whose engine is in BF16."""
+    from small_trainer import EXPERTS, trainer_in
+
+    from rl_kernels.models.clients import trl
+
+    trainer = trainer_in(folder, sizes=EXPERTS, family="Qwen3Moe", **ENGINE, router_aux_loss_coef=0.0)
+    trl.use_in(trainer, invariant=True, record=False, compute_dtype=torch.bfloat16)
+    return trained(trainer)
+
+
 def main(folder: Path) -> None:
     """Print the table."""
     stand_in()
@@ -139,6 +154,9 @@ def main(folder: Path) -> None:
 
     from rl_kernels.models.clients import trl
 
+    # First: vLLM keeps the groups of a process's first model, and only a mixture's have one for experts.
+    tell("Qwen3-MoE, compute_dtype", mixture(folder / "mixture"))
+    leave_processes()
     trainer = trainer_in(folder / "whole", sizes=SIZES, **ENGINE, learning_rate=1e-6)
     refusals(trainer)
     trl.use_in(trainer, invariant=True, record=False, compute_dtype=torch.bfloat16)

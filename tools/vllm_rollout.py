@@ -1,7 +1,8 @@
 """Roll out in vLLM three ways and compare with training: `python tools/vllm_rollout.py` on a GPU.
 
-The model has random weights: a Llama with the widths of Llama 3.1 8B, or a small Qwen3. vLLM runs stock, in its own
-batch-invariant mode, and with the plugin of rl-kernels-models, each in processes of its own; all are there at once.
+The model has random weights: a Llama with the widths of Llama 3.1 8B, a small Qwen3, or a mixture of experts with the
+widths of Qwen3-30B-A3B. vLLM runs stock, in its own batch-invariant mode, and with the plugin of rl-kernels-models,
+each in processes of its own; all are there at once.
 
 bits: prompts of several lengths are answered, and the log-probabilities of the sampled tokens are compared with those
 of a training pass: the same model in transformers, as it comes with `log_softmax`, and under `invariant()` with
@@ -44,6 +45,11 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {
         **{"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8},
         **{"vocab_size": 151936, "rope_parameters": ROPE, "architectures": ["Qwen3ForCausalLM"]},
+    },
+    "qwen3_moe": {
+        **{"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+        **{"vocab_size": 151936, "rope_parameters": ROPE, "architectures": ["Qwen3MoeForCausalLM"]},
     },
 }
 LONGEST, PART = 1500, 8

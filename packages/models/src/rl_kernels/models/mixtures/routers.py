@@ -70,7 +70,7 @@ def router_module(module: Any) -> tuple[type[nn.Module] | None, str]:
     if kind.__name__ in SAMPLED and isinstance(module, nn.Linear):
         # Its own forward calls that of nn.Linear, where DetLinear now stands.
         return subclass(kind, (), _refusing_training(kind), bases=(kind, DetLinear)), ""
-    form = _form(module)
+    form = form_of(module)
     if form is None:
         return None, f"{kind.__name__} is an unknown kind of router"
     return subclass(kind, form, _forward(form)), ""
@@ -93,40 +93,52 @@ def _refusing_training(kind: Any) -> Any:
     return forward
 
 
+def routed(
+    form: Form, hidden_states: torch.Tensor, weight: torch.Tensor, top_k: int, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the logits ``[T, E]``, weights and ids ``[T, k]`` of rows by the definition of a router.
+
+    Args:
+        form: the definition.
+        hidden_states: ``[T, D]``.
+        weight: ``[E, D]``.
+        top_k: number of experts of a token.
+        options: those of ``route`` that the form does not have.
+    """
+    wide_logits, wide_weights = form.wide
+    dtype = autocast_dtype(weight) or weight.dtype
+    # A router that does not round casts both to FP32.
+    hidden = hidden_states if form.rounds or hidden_states.dtype == dtype else hidden_states.to(dtype)
+    options |= {"scoring": form.scoring, "normalize": form.normalize, "logits_dtype": dtype if form.rounds else None}
+    ids, weights, logits = route(hidden, weight, top_k, **options)
+    if not wide_weights:
+        weights = weights.to(hidden_states.dtype if wide_logits else logits.dtype)
+    return logits.float() if wide_logits else logits, weights, ids
+
+
 def _forward(form: Form) -> Any:
     has_bias, has_correction, has_groups, has_scale = form.has
-    wide_logits, wide_weights = form.wide
 
     def forward(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        hidden, weight = hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight
-        dtype = autocast_dtype(weight) or weight.dtype
-        if not form.rounds and hidden.dtype != dtype:
-            # Such a router casts both to FP32.
-            hidden = hidden.to(dtype)
+        hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
         options: dict[str, Any] = {
-            "scoring": form.scoring,
             "bias": self.bias if has_bias else None,
             "correction_bias": getattr(self, CORRECTION) if has_correction else None,
             "groups": (getattr(self, GROUPS[0]), getattr(self, GROUPS[1])) if has_groups else None,
-            "normalize": form.normalize,
             "scale": getattr(self, SCALE) if has_scale else 1.0,
-            "logits_dtype": dtype if form.rounds else None,
         }
         layer = vars(self).get(LAYER)
         if layer is not None:
             with torch.no_grad():
-                options["ids"] = layer.choose(route(hidden, weight, self.top_k, **options).ids)
-        ids, weights, logits = route(hidden, weight, self.top_k, **options)
-        if not wide_weights:
-            weights = weights.to(hidden_states.dtype if wide_logits else logits.dtype)
-        results = {form.places[0]: logits.float() if wide_logits else logits, form.places[1]: weights}
-        results[form.places[2]] = ids
+                options["ids"] = layer.choose(routed(form, hidden, self.weight, self.top_k, **options)[2])
+        results = dict(zip(form.places, routed(form, hidden, self.weight, self.top_k, **options), strict=True))
         return results[0], results[1], results[2]
 
     return forward
 
 
-def _form(module: Any) -> Form | None:
+def form_of(module: Any) -> Form | None:
+    """Return the definition of a router, which may be on the meta device; None if its class is unknown."""
     simple = {name: x for name, x in vars(module).items() if isinstance(x, (int, float, str)) and name != "training"}
     key = (type(module), tuple(module.weight.shape), *sorted(simple.items(), key=str))
     if key not in _forms:

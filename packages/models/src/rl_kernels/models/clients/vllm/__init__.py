@@ -2,11 +2,11 @@
 
 vLLM loads this package by itself (entry point group ``vllm.general_plugins``). With ``RL_KERNELS_VLLM=1``, or after
 ``enable()``, a model's attention runs on ``det_attention`` over vLLM's pages (the backend ``CUSTOM``, then the
-default), its norms on ``rms_norm``, its linear layers on ``det_linear``, rotary embedding and gates on the functions
-that ``invariant(model)`` uses, and logits and the log-probability of a sampled token come from ``linear_logits``. A
-model of transformers under ``invariant`` with ``head_logp`` then computes the same bits for the same tokens. Chunked
-prefill, prefix caching and CUDA graphs stay on, with both of vLLM's model runners. ``refusals`` raises an error that
-names an option that is not covered.
+default), its norms on ``rms_norm``, its linear layers on ``det_linear``, a mixture's routers and experts on ``route``
+and ``experts``, rotary embedding and gates on the functions that ``invariant(model)`` uses, and logits and the
+log-probability of a sampled token come from ``linear_logits``. A model of transformers under ``invariant`` with
+``head_logp`` then computes the same bits for the same tokens. Chunked prefill, prefix caching and CUDA graphs stay on,
+with both of vLLM's model runners. ``refusals`` raises an error that names an option that is not covered.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ def register() -> None:
     if value not in ("", "0", "1"):
         raise ValueError(f"{VARIABLE}: expected 0 or 1, got {value!r}")
     if value == "1":
-        from rl_kernels.models.clients.vllm import attention, layers, logprobs, refusals
+        from rl_kernels.models.clients.vllm import attention, layers, logprobs, mixtures, refusals
 
         attention.install()
         layers.install()
+        mixtures.install()
         logprobs.install()
         refusals.install()
         # vLLM shows what its own loggers say.

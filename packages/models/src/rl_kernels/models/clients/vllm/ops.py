@@ -1,4 +1,4 @@
-"""SwiGLU, GELU's gate and rotary embedding as custom ops, which the compiler cannot fuse: that would change bits."""
+"""Gates, rotary embedding and mixtures as custom ops, which the compiler cannot fuse: that would change bits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from rl_kernels.models.activations import gelu_tanh, silu
 from rl_kernels.models.fused import gate
 from rl_kernels.models.fused import rotary as rotations
 from rl_kernels.models.fused.conditions import fits
+from rl_kernels.models.mixtures.routers import Form, routed
+from rl_kernels.moe import experts
 
 
 @torch.library.custom_op("rl_kernels::vllm_silu_mul", mutates_args=())
@@ -53,6 +55,33 @@ def _(
     positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
+@torch.library.custom_op("rl_kernels::vllm_mixture", mutates_args=())
+def mixture(
+    hidden: torch.Tensor,
+    router: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    top_k: int,
+    scoring: str,
+    normalize: bool,
+    rounds: bool,
+    wide_logits: bool,
+    wide_weights: bool,
+) -> torch.Tensor:
+    """Return ``[T, D]``: the experts of ``hidden[T, D]``, which a router with the definition of a ``Form`` chooses.
+
+    ``router[E, D]``, ``gate_up[E, 2F, D]`` and ``down[E, D, F]`` have the dtype of hidden.
+    """
+    form = Form(scoring, normalize, rounds, (0, 1, 2), (wide_logits, wide_weights), (False, False, False, False))
+    _, weights, ids = routed(form, hidden, router, top_k)
+    return experts(hidden, gate_up, down, ids, weights, validate=False)
+
+
+@mixture.register_fake
+def _(hidden: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(hidden)
 
 
 def _half_turned(x: torch.Tensor) -> torch.Tensor:

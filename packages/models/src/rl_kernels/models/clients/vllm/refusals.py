@@ -8,10 +8,13 @@ from typing import Any
 from vllm.v1.engine.input_processor import InputProcessor
 
 from rl_kernels.models.clients.vllm.requests import PLAIN, PROCESSED
+from rl_kernels.models.clients.vllm.versions import returns_routes
 
+MIXTURES = ("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen3MoeForCausalLM")
+"""Mixtures of experts among the covered models."""
 COVERED = (
     *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM"),
-    *("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    *("Qwen2ForCausalLM", "Qwen3ForCausalLM", *MIXTURES),
 )
 """Models whose layers all run on our operators; other models have their own norms, activations or attention."""
 
@@ -58,13 +61,38 @@ def check(config: Any) -> None:
     if model.logprobs_mode == PROCESSED:
         installed = [entry.value for entry in entry_points(group="vllm.logits_processors")]
         refuse("logits_processors", [*(model.logits_processors or ()), *installed] or None)
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        refuse(name, getattr(text, name, None) or None)
+    if model.architectures[0] in MIXTURES:
+        check_mixture(config)
+    else:
+        for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+            refuse(name, getattr(text, name, None) or None)
     refuse("use_bidirectional_attention", getattr(text, "use_bidirectional_attention", None) or None)
     for parameters in rope_parameters(text):
         kind = parameters.get("rope_type", "default")
         if kind not in ROPE_TYPES:
             raise ValueError(f"rope_type: expected {' or '.join(ROPE_TYPES)} with RL_KERNELS_VLLM=1, got {kind!r}")
+
+
+def check_mixture(config: Any) -> None:
+    """Refuse a ``VllmConfig`` under which experts are elsewhere, or that vLLM and transformers compute differently.
+
+    Raises:
+        ValueError: the message names the option.
+    """
+    text, parallel = config.model_config.hf_text_config, config.parallel_config
+    refuse("enable_expert_parallel", parallel.enable_expert_parallel, False)
+    refuse("enable_eplb", parallel.enable_eplb, False)
+    # Without expert parallelism these ranks would share each expert.
+    refuse("data_parallel_size", parallel.data_parallel_size, 1)
+    refuse("enable_return_routed_experts", returns_routes(config), False)
+    refuse("moe_backend", config.kernel_config.moe_backend, "auto")
+    refuse("hidden_act", text.hidden_act, "silu")
+    refuse("shared_expert_intermediate_size", getattr(text, "shared_expert_intermediate_size", None) or None)
+    # vLLM's models of these families have neither; OLMoE's has one epsilon.
+    for name in ("sliding_window", "clip_qkv", "attention_bias"):
+        refuse(name, getattr(text, name, None) or None)
+    if config.model_config.architectures[0] == "OlmoeForCausalLM":
+        refuse("rms_norm_eps", text.rms_norm_eps, 1e-5)
 
 
 def check_layers(config: Any) -> None:

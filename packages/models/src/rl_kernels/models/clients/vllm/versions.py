@@ -1,4 +1,4 @@
-"""What versions of vLLM name differently: the cache of keys and values, and a function of the second runner.
+"""What versions of vLLM name differently: the cache, a function of the second runner, and where an option is.
 
 A layer's cache is ``[pages, 2, page, Hkv, D]``, keys before values. vLLM 0.24 and 0.26 ask a backend for that shape.
 vLLM 0.32 lays the cache out itself, as ``[pages, slots, page, C]``: a backend says how many slots there are, what C is
@@ -54,3 +54,9 @@ class PagedBackend(AttentionBackend):
 def pages(cache: torch.Tensor, heads: int) -> torch.Tensor:
     """Return a view ``[pages, 2, page, Hkv, D]`` of the cache of any of these versions."""
     return cache.view(*cache.shape[:3], heads, -1)
+
+
+def returns_routes(config: Any) -> bool:
+    """Say whether an engine returns the experts that it chose; vLLM 0.32 has the option in a part of its own."""
+    place = getattr(config, "aux_output_config", config.model_config)
+    return bool(place.enable_return_routed_experts)
