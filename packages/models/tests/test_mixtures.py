@@ -34,10 +34,10 @@ class Choosing:
         return SimpleNamespace(logits=torch.cat(parts, -1), past_key_values=output.past_key_values)
 
 
-def differing(found):
+def differing(computed):
     """Count the tokens whose logits, and whose experts, differ from those alone, and all tokens compared."""
     alone, counts = {}, torch.zeros(3, dtype=torch.long)
-    for what, prompt, values in found:
+    for what, prompt, values in computed:
         is_other = values != alone.setdefault(prompt, values)
         if what != "alone":
             parts = is_other[:, :211], is_other[:, 211:]
@@ -53,12 +53,12 @@ def test_logits_and_experts_do_not_depend_on_the_batch(tiny, prompts, surroundin
     with torch.no_grad():
         plain = model(prompts[0][None].to(device)).logits[0]
     with invariant(model, strict=True) as handle:
-        found = list(surroundings(Choosing(model), prompts, CUTS, device))
-    assert differing(found) == [0, 0, differing(found)[2]]
+        computed = list(surroundings(Choosing(model), prompts, CUTS, device))
+    assert differing(computed) == [0, 0, differing(computed)[2]]
     assert sum(name.endswith("Experts") for name in handle.swapped.values()) >= 1
     assert sum("router" in name.lower() for name in handle.swapped.values()) >= 1
     if dtype == torch.float32:
-        close = found[0][2][:, :211].float()
+        close = computed[0][2][:, :211].float()
         torch.testing.assert_close(close, plain, rtol=1e-3, atol=1e-4 * float(plain.abs().max()))
 
 
@@ -102,10 +102,10 @@ def test_auxiliary_losses_are_those_of_the_model(tiny, prompts, family):
 
     plain = losses()
     with invariant(model, strict=True):
-        found, logits = losses(), model(ids, output_router_logits=True).router_logits
+        computed, logits = losses(), model(ids, output_router_logits=True).router_logits
         alone = model(ids[:, :7], output_router_logits=True).router_logits
     assert all(torch.equal(part, whole[:7]) for part, whole in zip(alone, logits, strict=True))
-    for value, other in zip(found, plain, strict=True):
+    for value, other in zip(computed, plain, strict=True):
         assert (value - other).norm() <= 1e-4 * other.norm() + 1e-6
 
 
@@ -133,9 +133,9 @@ def test_adapters(tiny, prompts, surroundings, targets):
     ids = prompts[2][None]
     plain = adapter(ids).logits
     with invariant(adapter, strict=True):
-        found = list(surroundings(Choosing(adapter), prompts, CUTS))
+        computed = list(surroundings(Choosing(adapter), prompts, CUTS))
         adapter(ids).logits.sum().backward()
-    assert differing(found)[:2] == [0, 0]
+    assert differing(computed)[:2] == [0, 0]
     assert all(value.grad is not None for value in adapter.parameters() if value.requires_grad)
     torch.testing.assert_close(adapter(ids).logits, plain, rtol=0, atol=0)
 

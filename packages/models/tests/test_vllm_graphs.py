@@ -45,11 +45,11 @@ def check(device: str, dtype: torch.dtype, bias: torch.Tensor | None) -> None:
     with torch.inference_mode():
         for rows in ROWS:
             hidden = torch.randn(rows, 64, generator=source).to(device, dtype)
-            found, expected = logits_of(hidden, weight, bias), linear_logits(hidden, weight, bias)
-            assert torch.equal(bits_of(found.logits), bits_of(expected.logits))
-            assert torch.equal(bits_of(found.logp(ids[:rows])), bits_of(expected.logp(ids[:rows])))
+            graphed, expected = logits_of(hidden, weight, bias), linear_logits(hidden, weight, bias)
+            assert torch.equal(bits_of(graphed.logits), bits_of(expected.logits))
+            assert torch.equal(bits_of(graphed.logp(ids[:rows])), bits_of(expected.logp(ids[:rows])))
             # As vLLM masks them; the next call writes them anew.
-            found.logits[:, 5:] = -torch.inf
+            graphed.logits[:, 5:] = -torch.inf
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -73,8 +73,8 @@ def test_another_weight_has_graphs_of_its_own(replayed: list[int]) -> None:
 def test_a_cpu_has_no_graphs() -> None:
     hidden, weight = torch.randn(2, 8), torch.randn(9, 8)
     with torch.no_grad():
-        found = graphs.GraphedLogits()(hidden, weight, None)
-    assert torch.equal(found.logits, linear_logits(hidden.detach(), weight).logits)
+        graphed = graphs.GraphedLogits()(hidden, weight, None)
+    assert torch.equal(graphed.logits, linear_logits(hidden.detach(), weight).logits)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
