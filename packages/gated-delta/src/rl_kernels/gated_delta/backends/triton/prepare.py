@@ -93,13 +93,13 @@ def prepare(
         q = unit(q.to(tl.float32), CHUNK, D).to(dtype)
         k = unit(k.to(tl.float32), CHUNK, D).to(dtype)
     if HELD_KEYS is not None:
-        place = (s.to(tl.int64) * HK + key_head) * CHUNK + row
-        held = tl.load(HELD_KEYS + place[:, None] * D + d[None, :], mask=(j < 0)[:, None], other=0.0)
+        held_row = (s.to(tl.int64) * HK + key_head) * CHUNK + row
+        held = tl.load(HELD_KEYS + held_row[:, None] * D + d[None, :], mask=(j < 0)[:, None], other=0.0)
         k = tl.where((j < 0)[:, None], held, k)
     if head % (HV // HK) == 0:
-        place = ((slot.to(tl.int64) * HK + key_head) * CHUNK + row)[:, None] * D + d[None, :]
-        tl.store(UNIT_Q + place, q)
-        tl.store(UNIT_K + place, k)
+        unit_place = ((slot.to(tl.int64) * HK + key_head) * CHUNK + row)[:, None] * D + d[None, :]
+        tl.store(UNIT_Q + unit_place, q)
+        tl.store(UNIT_K + unit_place, k)
 
     item = slot.to(tl.int64) * HV + head
     sums = tl.load(SUMS + item * CHUNK + row)
