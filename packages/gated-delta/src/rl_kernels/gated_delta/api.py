@@ -15,18 +15,7 @@ from rl_kernels.gated_delta import checks
 from rl_kernels.gated_delta.cache import DeltaCache
 from rl_kernels.gated_delta.inputs import Inputs
 from rl_kernels.gated_delta.op import OPERATOR, describe, ops
-
-
-class GatedDelta(NamedTuple):
-    """The results of ``gated_delta_rule`` with ``return_state``.
-
-    Attributes:
-        out: ``[B, T, Hv, Dv]`` in the dtype of q; differentiable.
-        state: ``[sequences, Hv, Dk, Dv]``, FP32: the recurrent states after the last tokens; differentiable.
-    """
-
-    out: torch.Tensor
-    state: torch.Tensor
+from rl_kernels.gated_delta.results import GatedDelta
 
 
 def gated_delta_rule(
