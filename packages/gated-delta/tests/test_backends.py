@@ -13,7 +13,7 @@ NATIVE = (
     Bug("gradient of the decay at the end left out", "ddecays[..., -1] += at_last", "ddecays[..., -1] += 0"),
     Bug("gradient of keys through the state left out", "multiply(faded, dstate.mT, dk)", "dk"),
 )
-NATIVE_MODULES = (f"{HERE}.places", *(f"{HERE}.backends.native.{name}" for name in ("chunks", "gradients", "backend")))
+NATIVE_MODULES = tuple(f"{HERE}.{name}" for name in ("places", "chunks", "gradients", "backends.native"))
 
 
 class TestConformance(Conformance):

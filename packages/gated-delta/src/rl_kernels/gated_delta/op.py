@@ -80,7 +80,7 @@ OPERATOR = Operator(
         triton_backend("rl_kernels.gated_delta.backends.triton.backend"),
         Backend(
             "native",
-            "rl_kernels.gated_delta.backends.native.backend",
+            "rl_kernels.gated_delta.backends.native",
             {"cpu": INVARIANT, "cuda": REPEATABLE},
             note=_note,
         ),

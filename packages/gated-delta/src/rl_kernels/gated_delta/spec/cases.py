@@ -10,7 +10,7 @@ from rl_kernels.core.testing import Case, Draw, Inputs, Spec
 from rl_kernels.gated_delta import reference
 from rl_kernels.gated_delta.spec.cases_dimensions import DIMENSIONS, sizes
 from rl_kernels.gated_delta.spec.illegal import ILLEGAL
-from rl_kernels.gated_delta.spec.magnitudes import NAMES, magnitudes
+from rl_kernels.gated_delta.spec.magnitudes import NAMES, deviations, magnitudes
 from rl_kernels.gated_delta.spec.places import TOKENS, left_padded, packed, sequences_of
 from rl_kernels.gated_delta.spec.transforms import TRANSFORMS
 
@@ -37,7 +37,8 @@ CASES = (
     *DIMENSIONS,
 )
 EMPTY = (
-    Case("no-tokens", sizes(2, 0), {**STATE, "initial_state": True}),
+    # No gradient of the definition passes through no token.
+    Case("no-tokens", sizes(2, 0), {**STATE, "initial_state": True}, grad=False),
     Case("no-sequences", sizes(0, 5), STATE),
 )
 DRAWN = frozenset({"layout", "decays", "strength", "keys", "gates", "initial_state"})
@@ -97,6 +98,7 @@ SPEC = Spec(
     classes=dict.fromkeys(("out", "state", *(f"gradient:{name}" for name in NAMES)), "attention"),
     differentiable=NAMES,
     magnitudes=magnitudes,
+    deviations=deviations,
     transforms=TRANSFORMS,
     illegal=ILLEGAL,
     empty=EMPTY,

@@ -21,7 +21,7 @@ ILLEGAL = (
     IllegalCall("k of fewer tokens", edited("k", lambda x: x[:, 1:]), ValueError, "k: expected shape"),
     IllegalCall("k of another dtype", edited("k", _other_dtype), TypeError, "k: expected dtype"),
     IllegalCall("v of fewer sequences", edited("v", lambda x: x[1:]), ValueError, "v: expected shape"),
-    IllegalCall("v of no multiple of heads", edited("v", lambda x: x[:, :, :-1]), ValueError, "v: expected a number of"),
+    IllegalCall("v of no multiple of heads", edited("v", lambda x: x[:, :, :-1]), ValueError, "v: expected a number of", "scaled"),
     IllegalCall("g of one head", edited("g", lambda x: x[..., :1]), ValueError, "g: expected shape"),
     IllegalCall("g of integers", edited("g", torch.Tensor.int), TypeError, "g: expected dtype"),
     IllegalCall("beta of one number", given(beta=0.5), TypeError, "beta: expected a tensor"),

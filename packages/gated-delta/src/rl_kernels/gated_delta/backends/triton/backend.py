@@ -1,4 +1,4 @@
-"""gated_delta_rule in Triton: the launches of prefill and decode; gradients are not there yet.
+"""gated_delta_rule in Triton: the launches of prefill and decode. The backward pass is that of ``native``, in PyTorch.
 
 The reduction order is the contract of this backend; ``tiles``, ``scan`` and ``decode`` state it. Prefill, a chunk of
 any length with a cache, and packed sequences take three launches: sums of decays, products and inverses of all chunks,
@@ -17,7 +17,11 @@ from rl_kernels.core.triton_lib.launch import Launch, ceil_div, next_power_of_2
 from rl_kernels.gated_delta.backends.triton import decode, prepare, scan
 from rl_kernels.gated_delta.backends.triton.schedule import tile_of_decode, tile_of_scan, warps_of_prepare
 from rl_kernels.gated_delta.constants import BLOCK, CHUNK
+from rl_kernels.gated_delta.gradients import backward
 from rl_kernels.gated_delta.inputs import COUNT, Inputs
+
+
+__all__ = ["backward", "continued", "forward"]
 
 
 class Plan:
@@ -136,11 +140,6 @@ def _one_token(inputs: Inputs) -> Launches:
         return out
 
     return launch
-
-
-def backward(*arguments: Any) -> Launches:
-    """Raise: gradients are computed by ``native``."""
-    raise NotImplementedError("gradients of gated_delta_rule are not there in Triton yet: backend='native' has them")
 
 
 def unreadable(inputs: Inputs) -> tuple[int, ...]:

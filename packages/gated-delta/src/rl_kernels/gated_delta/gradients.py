@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.rowwise.sums import row_sum
-from rl_kernels.gated_delta.backends.native.chunks import (
+from rl_kernels.gated_delta.chunks import (
     Chunks,
     Rows,
     chunks_of,
