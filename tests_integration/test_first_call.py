@@ -9,6 +9,7 @@ CALLS = {
     "attention": "det_attention(*torch.ones(3, 1, 4, 2, 8))",
     "det_gemm": "det_linear(x, torch.ones(4, 8))",
     "fused_logp": "fused_logp(x, torch.tensor([1, 2]))",
+    "gated_delta": "gated_delta_rule(*(x.mean() * torch.ones(3, 1, 4, 2, 16)), *torch.zeros(2, 1, 4, 2))",
     "grpo_loss": "grpo_loss(*torch.zeros(3, 2, 4), torch.ones(2), torch.ones(2, 4).bool(), samples_per_prompt=2).loss",
     "linear_logp": "linear_logp(x, torch.ones(4, 8), torch.tensor([1, 2]))",
     "moe": "experts(x, torch.ones(3, 8, 8), torch.ones(3, 8, 4), *route(x, torch.ones(3, 8), 1)[:2])",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def part(call: Sequence[torch.Tensor], first: int, end: int) -> list[torch.Tenso
 
 def in_pieces(call: list[torch.Tensor], cuts: Sequence[int], cache: DeltaCache, backend: str) -> torch.Tensor:
     """Return the output of pieces between the cuts, one after the other."""
-    pieces = zip(cuts, cuts[1:], strict=False)
+    pieces = pairwise(cuts)
     return torch.cat([gated_delta_rule(*part(call, *cut), cache=cache, backend=backend) for cut in pieces], 1)
 
 
@@ -217,9 +218,7 @@ def test_definition_by_hand() -> None:
     q = k = torch.tensor([1.0, 0.0]).repeat(1, 2, 1, 1).double()
     v = torch.tensor([[2.0, 4.0], [6.0, 8.0]]).view(1, 2, 1, 2).double()
     half = torch.full((1, 2, 1), 0.5).double()
-    out, state = reference.gated_delta_rule(
-        q, k, v, half.log(), half, scale=1.0, normalize_qk=False, return_state=True
-    )
+    out, state = reference.gated_delta_rule(q, k, v, half.log(), half, scale=1.0, normalize_qk=False, return_state=True)
     # The state is 1, 2; then half of it, 0.5, 1, is moved half the way to 6, 8.
     assert out.flatten().tolist() == [1.0, 2.0, 3.25, 4.5]
     assert state.flatten().tolist() == [3.25, 4.5, 0.0, 0.0]

@@ -84,14 +84,16 @@ def gated_delta_rule(
     ready, numbers = _prepare(return_state, backend, cache is not None, *call, *(cache or ()))
     if cache is not None:
         checks.no_gradients(call)
-    if validate and not (cu_seqlens is start is cache is None):
+    if validate and (cu_seqlens is not None or start is not None or cache is not None):
         checks.bounds(call, cache)
     no_lost_derivatives("gated_delta_rule", *tensors)
     if cache is not None:
         out: torch.Tensor = ops["continued"].call(ready, *call[:8], *numbers, *cache)
         return out
     if needs_grad:
-        out, state = apply_of(_GatedDeltaRule, ready)(*tensors, _Settings(cu_seqlens, start, numbers, return_state, ready))
+        out, state = apply_of(_GatedDeltaRule, ready)(
+            *tensors, _Settings(cu_seqlens, start, numbers, return_state, ready)
+        )
     else:
         out, state = ops["forward"].call(ready, *call[:8], *numbers, return_state)
     return GatedDelta(out, state) if return_state else out

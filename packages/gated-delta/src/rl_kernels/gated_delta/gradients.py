@@ -133,7 +133,9 @@ def _solve_transposed(
     for block in reversed(range(CHUNK // BLOCK)):
         rows = slice(block * BLOCK, block * BLOCK + BLOCK)
         # Only later blocks: what this block's rows do to each other is part of its inverse.
-        side = multiply(-below[:, :, :, rows].mT.contiguous(), scaled, du[:, :, rows].clone(memory_format=torch.contiguous_format))
+        side = multiply(
+            -below[:, :, :, rows].mT.contiguous(), scaled, du[:, :, rows].clone(memory_format=torch.contiguous_format)
+        )
         result[:, :, rows] = multiply(inverse[:, :, block].mT.contiguous(), side)
         scaled[:, :, rows] = beta[:, :, rows] * result[:, :, rows]
     return result

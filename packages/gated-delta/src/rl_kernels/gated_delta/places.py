@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -46,13 +47,14 @@ def places_of(inputs: Inputs, lengths: torch.Tensor | None = None) -> Places:
     batch, count = q.shape[:2]
     if inputs.cu_seqlens is not None:
         bounds = inputs.cu_seqlens.tolist()
-        spans = list(zip(bounds, bounds[1:], strict=False))
+        spans = list(pairwise(bounds))
     else:
         starts = [0] * batch if inputs.start is None else inputs.start.tolist()
         spans = [(b * count + start, (b + 1) * count) for b, start in enumerate(starts)]
     opened = [0] * len(spans) if lengths is None else (lengths % CHUNK).tolist()
     ends = [rows + end - begin if end > begin else 0 for rows, (begin, end) in zip(opened, spans, strict=True)]
-    chunks, parts = [], []
+    chunks: list[tuple[int, int]] = []
+    parts: list[slice] = []
     for first in range(0, max(ends, default=0), CHUNK):
         before = len(chunks)
         chunks += [(b, first) for b, end in enumerate(ends) if end > first]
@@ -65,4 +67,6 @@ def places_of(inputs: Inputs, lengths: torch.Tensor | None = None) -> Places:
         for values in (opened, ends, [begin for begin, _ in spans])
     )
     tokens = torch.where((row >= ahead) & (row < end), begin + row - ahead, batch * count)
-    return Places(sequence, tokens, (ahead - row[:, :1]).clamp(min=0)[:, 0], (end - row[:, :1])[:, 0].clamp(max=CHUNK), parts)
+    return Places(
+        sequence, tokens, (ahead - row[:, :1]).clamp(min=0)[:, 0], (end - row[:, :1])[:, 0].clamp(max=CHUNK), parts
+    )

@@ -7,6 +7,7 @@ rounds where backends do, so that its error is what these roundings cost.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 
@@ -39,9 +40,10 @@ def gated_delta_rule(
     q, k = (x.repeat_interleave(group, 2) for x in (q, k))
     out, states = _wide(v.new_zeros(v.shape)), []
     for number, (row, tokens) in enumerate(spans(q, cu_seqlens, start)):
-        operands = (x[row, tokens].transpose(0, 1) for x in (q, k, v, g, beta))
+        a, b, c, decays, strengths = (x[row, tokens].transpose(0, 1) for x in (q, k, v, g, beta))
         state = _wide(v).new_zeros((v.shape[2], q.shape[3], v.shape[3]))
-        result, state = form(*operands, state if initial_state is None else initial_state[number])
+        state = state if initial_state is None else initial_state[number]
+        result, state = form(a, b, c, decays, strengths, state)
         out = out.index_put(
             (torch.tensor(row, device=v.device), torch.arange(tokens.start, tokens.stop, device=v.device)),
             scale * result.transpose(0, 1),
@@ -54,12 +56,10 @@ def gated_delta_rule(
     return GatedDelta(out, torch.stack(states) if states else _wide(v).new_zeros(shape))
 
 
-def spans(
-    q: torch.Tensor, cu_seqlens: torch.Tensor | None, start: torch.Tensor | None
-) -> Iterator[tuple[int, slice]]:
+def spans(q: torch.Tensor, cu_seqlens: torch.Tensor | None, start: torch.Tensor | None) -> Iterator[tuple[int, slice]]:
     """Yield the row of the batch and the tokens of each sequence."""
     if cu_seqlens is not None:
-        for begin, end in zip(cu_seqlens.tolist(), cu_seqlens.tolist()[1:], strict=False):
+        for begin, end in pairwise(cu_seqlens.tolist()):
             yield 0, slice(begin, end)
         return
     for row in range(q.shape[0]):

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from rl_kernels.gated_delta.chunks import chunks_of, next_state, output_of, rows_of
-from rl_kernels.gated_delta.gradients import backward
 from rl_kernels.gated_delta.cache import DeltaCache
+from rl_kernels.gated_delta.chunks import chunks_of, next_state, output_of, rows_of
 from rl_kernels.gated_delta.constants import BLOCK, CHUNK
+from rl_kernels.gated_delta.gradients import backward
 from rl_kernels.gated_delta.inputs import COUNT, Inputs, state_dtype
 from rl_kernels.gated_delta.places import places_of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,18 @@ import torch
 
 from rl_kernels.core.testing import Case
 from rl_kernels.gated_delta import reference
-from rl_kernels.lab.bench.definition import GOALS, HOST, SMALL, Benchmark, Pass, Peer, Shape, Work, forward_and_backward, plain
+from rl_kernels.lab.bench.definition import (
+    GOALS,
+    HOST,
+    SMALL,
+    Benchmark,
+    Pass,
+    Peer,
+    Shape,
+    Work,
+    forward_and_backward,
+    plain,
+)
 
 QWEN3_NEXT = (16, 32, 128, 128)
 """Heads of keys and values, and their sizes, of Qwen3-Next and Qwen3.5-9B."""
@@ -24,13 +36,13 @@ SETS = {
 }
 
 
-def recurrence(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
-) -> torch.Tensor:
+def recurrence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
     """Return the output token by token in plain PyTorch, in the dtype of sums of the operands."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     group, scale = v.shape[2] // q.shape[2], q.shape[3] ** -0.5
-    q, k = ((x * (x.square().sum(-1, keepdim=True) + reference.EPS).rsqrt()).to(v.dtype) for x in (q.to(wide), k.to(wide)))
+    q, k = (
+        (x * (x.square().sum(-1, keepdim=True) + reference.EPS).rsqrt()).to(v.dtype) for x in (q.to(wide), k.to(wide))
+    )
     q, k = (x.to(wide).repeat_interleave(group, 2) for x in (q, k))
     state = v.new_zeros((v.shape[0], v.shape[2], q.shape[3], v.shape[3]), dtype=wide)
     rows = []
@@ -44,10 +56,10 @@ def recurrence(
 
 def fla() -> Callable[..., torch.Tensor]:
     """Import flash-linear-attention's chunked function."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    chunked = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
 
     def call(*operands: Any) -> torch.Tensor:
-        out: torch.Tensor = chunk_gated_delta_rule(*operands, use_qk_l2norm_in_kernel=True)[0]
+        out: torch.Tensor = chunked(*operands, use_qk_l2norm_in_kernel=True)[0]
         return out
 
     return lambda q, k, v, g, beta: call(q, k, v, g, beta)

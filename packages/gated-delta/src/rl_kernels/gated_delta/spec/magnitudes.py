@@ -35,7 +35,7 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
             elif name in ("gradient:q", "gradient:k"):
                 value[row, tokens] *= factor.max()
             else:
-                value[row, tokens] *= factor[(..., *[None] * (value.ndim - 3))]
+                value[row, tokens] *= factor.view(-1, *[1] * (value.ndim - 3))
     return sums
 
 

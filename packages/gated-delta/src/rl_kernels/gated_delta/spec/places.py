@@ -29,7 +29,7 @@ class Tokens(NamedTuple):
         return Tokens(tuple(x[:count] for x in self.rows), self.state)
 
     @property
-    def count(self) -> int:
+    def length(self) -> int:
         """Number of tokens."""
         return len(self.rows[0])
 
@@ -61,8 +61,8 @@ def dense(sequences: Sequence[Tokens]) -> Inputs:
 
 def left_padded(sequences: Sequence[Tokens], padding: int, value: float) -> Inputs:
     """Return a batch with padding filled with ``value`` on the left, at least ``padding`` tokens."""
-    longest = max(x.count for x in sequences) + padding
-    starts = [longest - x.count for x in sequences]
+    longest = max(x.length for x in sequences) + padding
+    starts = [longest - x.length for x in sequences]
     call: Inputs = {}
     for name, parts in zip(TOKENS, zip(*(x.rows for x in sequences), strict=True), strict=True):
         call[name] = torch.stack(
@@ -75,5 +75,5 @@ def packed(sequences: Sequence[Tokens]) -> Inputs:
     """Return packed sequences."""
     rows = zip(*(x.rows for x in sequences), strict=True)
     call: Inputs = {name: torch.cat(parts)[None] for name, parts in zip(TOKENS, rows, strict=True)}
-    bounds = torch.tensor([0, *(x.count for x in sequences)]).cumsum(0)
+    bounds = torch.tensor([0, *(x.length for x in sequences)]).cumsum(0)
     return call | _states(sequences) | {"cu_seqlens": bounds.to(call["q"].device)}

@@ -54,11 +54,13 @@ def _variant(label: str, base: Inputs, chosen: Sequence[int | None], layout: Inp
     def lift(name: str, upstream: torch.Tensor) -> torch.Tensor:
         if name == "state":
             lifted = upstream.new_ones((len(chosen), *upstream.shape[1:]))
-            for j, i in kept:
-                lifted[j] = upstream[i]
+            for j, place in kept:
+                lifted[j] = upstream[place]
             return lifted
         # Padding is never read.
-        lifted = upstream.new_full((*call["q"].shape[:2], *upstream.shape[2:]), 1.0 if "start" not in call else torch.nan)
+        lifted = upstream.new_full(
+            (*call["q"].shape[:2], *upstream.shape[2:]), 1.0 if "start" not in call else torch.nan
+        )
         for j, i in enumerate(chosen):
             rows(places[j], lifted).fill_(1.0)
             if i is not None:
@@ -86,38 +88,49 @@ def _transform(build: Build, *, is_part: bool = False) -> Transform:
     return variants
 
 
-def _alone(sequences: list[Tokens], unrelated: Callable[[int], Tokens]) -> Iterator[tuple[str, list[int | None], Inputs]]:
+def _alone(
+    sequences: list[Tokens], unrelated: Callable[[int], Tokens]
+) -> Iterator[tuple[str, list[int | None], Inputs]]:
     for i in sorted({0, len(sequences) - 1}):
         yield f"sequence {i} alone", [i], dense([sequences[i]])
 
 
-def _batch(sequences: list[Tokens], unrelated: Callable[[int], Tokens]) -> Iterator[tuple[str, list[int | None], Inputs]]:
+def _batch(
+    sequences: list[Tokens], unrelated: Callable[[int], Tokens]
+) -> Iterator[tuple[str, list[int | None], Inputs]]:
     last = len(sequences) - 1
     for size, place in ((2, 1), (5, 2)):
-        rows = [unrelated(sequences[last].count) for _ in range(size)]
+        rows = [unrelated(sequences[last].length) for _ in range(size)]
         rows[place] = sequences[last]
         yield f"in a batch of {size}", [last if j == place else None for j in range(size)], dense(rows)
 
 
-def _left(sequences: list[Tokens], unrelated: Callable[[int], Tokens]) -> Iterator[tuple[str, list[int | None], Inputs]]:
+def _left(
+    sequences: list[Tokens], unrelated: Callable[[int], Tokens]
+) -> Iterator[tuple[str, list[int | None], Inputs]]:
     for padding in (0, 1, 70):
         label = f"{padding} more tokens of padding"
         yield label, list(range(len(sequences))), left_padded(sequences, padding, torch.nan)
 
 
-def _packed(sequences: list[Tokens], unrelated: Callable[[int], Tokens]) -> Iterator[tuple[str, list[int | None], Inputs]]:
+def _packed(
+    sequences: list[Tokens], unrelated: Callable[[int], Tokens]
+) -> Iterator[tuple[str, list[int | None], Inputs]]:
     order = list(reversed(range(len(sequences))))
-    yield "packed in reverse", order, packed([sequences[i] for i in order])
-    chosen, parts = [], []
+    yield "packed in reverse", [*order], packed([sequences[i] for i in order])
+    chosen: list[int | None] = []
+    parts: list[Tokens] = []
     for i, count in zip(order, (3, 0, 64, 17, 1), strict=False):
         chosen += [None, i]
         parts += [unrelated(count), sequences[i]]
     yield "packed among others", chosen, packed(parts)
 
 
-def _first(sequences: list[Tokens], unrelated: Callable[[int], Tokens]) -> Iterator[tuple[str, list[int | None], Inputs]]:
-    longest = max(range(len(sequences)), key=lambda i: sequences[i].count)
-    count = sequences[longest].count
+def _first(
+    sequences: list[Tokens], unrelated: Callable[[int], Tokens]
+) -> Iterator[tuple[str, list[int | None], Inputs]]:
+    longest = max(range(len(sequences)), key=lambda i: sequences[i].length)
+    count = sequences[longest].length
     for stop in sorted({1, count // 2, count - 1, 16, 64} & set(range(1, count))):
         yield f"the first {stop} tokens", [longest], dense([sequences[longest].first(stop)])
 

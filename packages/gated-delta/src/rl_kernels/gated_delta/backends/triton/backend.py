@@ -20,7 +20,6 @@ from rl_kernels.gated_delta.constants import BLOCK, CHUNK
 from rl_kernels.gated_delta.gradients import backward
 from rl_kernels.gated_delta.inputs import COUNT, Inputs
 
-
 __all__ = ["backward", "continued", "forward"]
 
 
@@ -50,8 +49,7 @@ class Plan:
             prepare.sum_decays, (self.slots,), (*places, heads, next_power_of_2(heads)), num_warps=1
         )
         numbers = (*places, *strides[:6], key_heads, heads, size, inputs.normalize_qk)
-        grid = (self.slots, heads)
-        self.prepare = Launch(prepare.prepare, grid, numbers, num_warps=warps_of_prepare(size))
+        self.prepare = Launch(prepare.prepare, (self.slots, heads), numbers, num_warps=warps_of_prepare(size))
         tile = tile_of_scan(q.dtype, size, value_size)
         numbers = (*places[:2], *strides[6:], *self.sizes, tile.width)
         grid = (value_size // tile.width, heads, self.sequences)
@@ -61,7 +59,7 @@ class Plan:
         """Launch; ``cache`` has the tensors of a ``DeltaCache`` or None for each."""
         inputs = Inputs._make(with_copies(arguments[:COUNT], self.copied))
         q, k, v, g, beta, initial, *places, scale, _ = inputs
-        key_heads, heads, size, value_size = self.sizes
+        key_heads, heads, size, _ = self.sizes
         initial, keys, values, decays, inverse, lengths = (cache[0] if cache[0] is not None else initial, *cache[1:])
         sums = q.new_empty((self.slots, heads, CHUNK), dtype=torch.float32)
         unit_q, unit_k = (q.new_empty((self.slots, key_heads, CHUNK, size)) for _ in range(2))
@@ -113,7 +111,9 @@ def continued(*arguments: Any) -> Launches:
             return v.new_zeros(v.shape)
         cache = args[COUNT:]
         out = plan.run(args, cache[0], cache)
-        cache[-1].add_(plan.tokens if bounds is start is None else plan.tokens - start if bounds is None else bounds.diff())
+        cache[-1].add_(
+            plan.tokens if bounds is start is None else plan.tokens - start if bounds is None else bounds.diff()
+        )
         return out
 
     return launch
@@ -145,7 +145,9 @@ def _one_token(inputs: Inputs) -> Launches:
 def unreadable(inputs: Inputs) -> tuple[int, ...]:
     """Return the places of operands that kernels read only from a copy."""
     rows = [place for place, x in enumerate(inputs[:3]) if x.stride(3) != 1]
-    whole = [place for place, x in enumerate(inputs) if 3 <= place <= 5 and x is not None and not x.is_contiguous()]
+    whole = [
+        place for place, x in enumerate(inputs.differentiable) if place >= 3 and x is not None and not x.is_contiguous()
+    ]
     return *rows, *whole
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rl_kernels.core.triton_lib.arithmetic import product
 from rl_kernels.gated_delta.backends.triton.tiles import BLOCK, CHUNK, dot, minus, times, unit
 
 _KEY, _QUERY = tl.constexpr(0), tl.constexpr(1)

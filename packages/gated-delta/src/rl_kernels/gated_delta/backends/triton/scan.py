@@ -11,7 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rl_kernels.core.triton_lib.arithmetic import product
 from rl_kernels.gated_delta.backends.triton.tiles import BLOCK, CHUNK, dot, minus, rows_at, sequence_at, times
 
 SIZES = ("tokens", "chunks")
@@ -102,9 +101,7 @@ def hold_block(HELD, side, u, used, columns, INDEX: tl.constexpr, DV: tl.constex
 
 
 @triton.jit
-def hold_chunk(
-    KEYS, SUMS, INVERSE, HELD_KEYS, HELD_SUMS, HELD_INVERSE, used, is_leader, D: tl.constexpr
-):
+def hold_chunk(KEYS, SUMS, INVERSE, HELD_KEYS, HELD_SUMS, HELD_INVERSE, used, is_leader, D: tl.constexpr):
     """Copy the keys of a chunk, its sums of decays, and the inverse of its open block to the cache."""
     row, d = tl.arange(0, CHUNK), tl.arange(0, D)
     if is_leader:
@@ -123,7 +120,7 @@ def scan(
     tokens, chunks, v_batch, v_token, v_head,
     HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the output of one sequence, value head and WIDTH columns, and the last state. Grid: DV / WIDTH, Hv, sequences.
+    """Write the output of one sequence, head and WIDTH columns, and the last state. Grid: DV / WIDTH, Hv, sequences.
 
     INITIAL and STATE may be None. With a cache, LENGTHS is not None, STATE is the cache's state at the start of the
     last chunk, and the rows of that chunk are written.
@@ -181,7 +178,8 @@ def scan(
 
         used = tl.minimum(total - chunk * CHUNK, CHUNK)
         if LENGTHS is not None:
-            if chunk * CHUNK + used == total:
+            is_last = chunk * CHUNK + used == total
+            if is_last:
                 hold_block(held, side0, u0, used, columns, 0, DV)
                 hold_block(held, side1, u1, used, columns, 1, DV)
                 hold_block(held, side2, u2, used, columns, 2, DV)
