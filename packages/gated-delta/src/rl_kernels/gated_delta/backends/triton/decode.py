@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rl_kernels.core.triton_lib.arithmetic import INTERPRETED
 from rl_kernels.gated_delta.backends.triton.tiles import BLOCK, CHUNK, dot, minus, times, unit
 
 _KEY, _QUERY = tl.constexpr(0), tl.constexpr(1)
@@ -22,15 +23,22 @@ def only(x, row, INDEX):
 
 
 @triton.jit
-def inverse_row(system, HELD, i):
-    """Return row i of the inverse of a block, from the rows before it."""
-    column = tl.arange(0, BLOCK)
-    row = tl.where(column == i, 1.0, 0.0)
-    for s in tl.static_range(BLOCK - 1):
-        factor = tl.sum(tl.where(column == s, system, 0.0), 0)
-        solved = tl.load(HELD + s * BLOCK + column, mask=(column <= s) & (s < i), other=0.0)
-        row = tl.where(s < i, minus(row, factor, solved), row)
-    return row
+def with_new_row(held, system, is_new):
+    """Return the inverse ``[16, 16]`` with its new row: that of 1, less the system's row times the rows before it.
+
+    FP32 products add their terms in ascending order, so these are the steps of ``inverse_of``.
+    """
+    row = tl.arange(0, BLOCK)
+    start = tl.where(is_new[:, None], tl.where(row[:, None] == row[None, :], 1.0, 0.0), held)
+    left = tl.where(is_new[:, None], -system[None, :], 0.0)
+    if INTERPRETED:
+        for s in tl.static_range(BLOCK - 1):
+            start = minus(
+                start, -tl.sum(tl.where(row[None, :] == s, left, 0.0), 1)[:, None], only(held, row, s)[None, :]
+            )
+        return start
+    else:
+        return tl.dot(left, held, start, input_precision="ieee")
 
 
 @triton.jit
@@ -73,6 +81,9 @@ def decode(
     block_sums = tl.load(SUMS + begin + row, mask=is_held, other=0.0)
     block_sums = tl.where(is_new, total, block_sums)
 
+    inverse_place = INVERSE + row[:, None] * BLOCK + row[None, :]
+    held_inverse = tl.load(inverse_place, mask=is_held[:, None] & (row[None, :] <= row[:, None]), other=0.0)
+
     base = dot(x, state.to(dtype), tl.zeros([BLOCK, WIDTH], tl.float32))
     v = tl.load(V + s * v_batch + head * v_head + c).to(tl.float32)
     is_query = tl.broadcast_to((row == _QUERY)[:, None], base.shape)
@@ -85,10 +96,7 @@ def decode(
     between = tl.exp(tl.where(row <= i, total - block_sums, 0.0))
     mixed = times(dot(x, tl.trans(block_keys), tl.zeros([BLOCK, BLOCK], tl.float32)), between[None, :])
     below = tl.where(is_held, only(mixed, row, _KEY), 0.0)
-    new = inverse_row(times(below, beta), INVERSE, i)
-    inverse_place = INVERSE + row[:, None] * BLOCK + row[None, :]
-    inverse = tl.load(inverse_place, mask=is_held[:, None] & (row[None, :] <= row[:, None]), other=0.0)
-    inverse = tl.where(is_new[:, None], new[None, :], inverse)
+    inverse = with_new_row(held_inverse, times(below, beta), is_new)
     side = times(only(acc, row, _KEY), beta).to(dtype)
     sides = tl.where(is_new[:, None], side[None, :], sides)
     u = dot(inverse.to(dtype), sides, tl.zeros([BLOCK, WIDTH], tl.float32)).to(dtype)
@@ -101,7 +109,7 @@ def decode(
     tl.store(value_place, tl.where(is_whole, u, sides), mask=(is_new | is_whole)[:, None])
     if part == 0:
         tl.store(SUMS + t, total)
-        tl.store(INVERSE + i * BLOCK + row, new)
+        tl.store(inverse_place, inverse, mask=is_new[:, None])
         if head % (HV // HK) == 0:
             tl.store(KEYS + t * D + d, key)
     if t == CHUNK - 1:

@@ -25,8 +25,9 @@ def tile_of_scan(dtype: torch.dtype, key_size: int, value_size: int) -> Tile:
     """Choose the tile of the pass over chunks, by dtype and head sizes alone."""
     if INTERPRETED:
         return Tile(min(64, value_size), 4)
-    width = 32 if dtype in HALF and key_size <= WIDEST else 16
-    return Tile(min(width, value_size), 4)
+    if dtype in HALF and key_size <= WIDEST:
+        return Tile(min(32, value_size), 4, 2)
+    return Tile(16, 8)
 
 
 def tile_of_decode(dtype: torch.dtype, key_size: int, value_size: int) -> Tile:
