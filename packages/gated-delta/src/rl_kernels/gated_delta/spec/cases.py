@@ -15,6 +15,8 @@ from rl_kernels.gated_delta.spec.places import TOKENS, left_padded, packed, sequ
 from rl_kernels.gated_delta.spec.transforms import TRANSFORMS
 
 STATE = {"return_state": True}
+VALUES = ("accuracy", "gradients", "invariance")
+"""Relations of cases that differ from others in values alone."""
 CASES = (
     Case("plain", sizes(2, 20)),
     Case("chunks", sizes(1, 150, 1, 1), STATE),
@@ -22,15 +24,15 @@ CASES = (
     Case("packed", sizes(5, 25), {**STATE, "layout": "packed"}),
     Case("initial", sizes(2, 66, 1, 2, 16, 32), {**STATE, "initial_state": True}),
     Case("scaled", sizes(1, 17, 2, 1, 32, 16), {"scale": 0.37, "normalize_qk": False}),
-    Case("no-decay", sizes(1, 70), {**STATE, "decays": "none"}),
-    Case("tiny-decay", sizes(1, 70), {**STATE, "decays": "tiny"}),
-    Case("steep-decay", sizes(1, 70), {**STATE, "decays": "steep"}),
-    Case("no-update", sizes(1, 33), {**STATE, "strength": 0.0, "initial_state": True}),
-    Case("whole-update", sizes(1, 70), {**STATE, "strength": 1.0}),
-    Case("zero-keys", sizes(1, 33), {**STATE, "keys": "some zero", "normalize_qk": False}),
+    Case("no-decay", sizes(1, 70), {**STATE, "decays": "none"}, relations=VALUES),
+    Case("tiny-decay", sizes(1, 70), {**STATE, "decays": "tiny"}, relations=VALUES),
+    Case("steep-decay", sizes(1, 70), {**STATE, "decays": "steep"}, relations=VALUES),
+    Case("no-update", sizes(1, 33), {**STATE, "strength": 0.0, "initial_state": True}, relations=VALUES),
+    Case("whole-update", sizes(1, 70), {**STATE, "strength": 1.0}, relations=VALUES),
+    Case("zero-keys", sizes(1, 33), {**STATE, "keys": "some zero", "normalize_qk": False}, relations=VALUES),
     # A norm's gradient at 0 is a thousand times the upstream one, beyond the fences of 16 bits.
-    Case("zero-keys-normalized", sizes(1, 33), {**STATE, "keys": "some zero"}, dtype="fp32"),
-    Case("equal-keys", sizes(1, 70), {**STATE, "keys": "equal"}),
+    Case("zero-keys-normalized", sizes(1, 33), {**STATE, "keys": "some zero"}, dtype="fp32", relations=VALUES),
+    Case("equal-keys", sizes(1, 70), {**STATE, "keys": "equal"}, relations=VALUES),
     Case("gates-of-16-bits", sizes(1, 20), {"gates": torch.bfloat16}),
     Case("qwen3-next", sizes(1, 130, 2, 2, 128, 128), STATE, suite="full"),
     Case("widest", sizes(1, 70, 1, 1, 256, 256), STATE, suite="full"),
