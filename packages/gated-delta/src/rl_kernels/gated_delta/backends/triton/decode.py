@@ -56,36 +56,35 @@ def decode(
     i = t - begin
     row, d, c, r = tl.arange(0, BLOCK), tl.arange(0, D), part * WIDTH + tl.arange(0, WIDTH), tl.arange(0, CHUNK)
     dtype = KEYS.dtype.element_ty
-    state_place = STATE + (item * D + d)[:, None] * DV + c[None, :]
-    state = tl.load(state_place)
+    SUMS, KEYS, VALUES = SUMS + item * CHUNK, KEYS + (s * HK + key_head) * (CHUNK * D), VALUES + item * (CHUNK * DV)
+    INVERSE += item * (BLOCK * BLOCK)
+    is_closed, is_held, is_new = r < begin, row < i, row == i
+    # All loads first: none is moved up past a barrier, and most products have one.
     q = tl.load(Q + s * q_batch + key_head * q_head + d)
     k = tl.load(K + s * k_batch + key_head * k_head + d)
+    state_place = STATE + (item * D + d)[:, None] * DV + c[None, :]
+    state = tl.load(state_place)
+    closed_keys = tl.load(KEYS + r[:, None] * D + d[None, :], mask=is_closed[:, None], other=0.0)
+    closed_u = tl.load(VALUES + r[:, None] * DV + c[None, :], mask=is_closed[:, None], other=0.0)
+    block_keys = tl.load(KEYS + (begin + row)[:, None] * D + d[None, :], mask=is_held[:, None], other=0.0)
+    sides = tl.load(VALUES + (begin + row)[:, None] * DV + c[None, :], mask=is_held[:, None], other=0.0)
+    closed_sums = tl.load(SUMS + r, mask=is_closed, other=0.0)
+    block_sums = tl.load(SUMS + begin + row, mask=is_held, other=0.0)
+    inverse_place = INVERSE + row[:, None] * BLOCK + row[None, :]
+    held_inverse = tl.load(inverse_place, mask=is_held[:, None] & (row[None, :] <= row[:, None]), other=0.0)
+    before = tl.load(SUMS + t - 1, mask=t > 0, other=0.0)
+    total = before + tl.load(G + item).to(tl.float32)
+    beta, grown = tl.load(BETA + item).to(tl.float32), tl.exp(total)
+    v = tl.load(V + s * v_batch + head * v_head + c).to(tl.float32)
+
     x = tl.where((row == _KEY)[:, None], k[None, :], tl.where((row == _QUERY)[:, None], q[None, :], 0.0).to(dtype))
     if NORMALIZE:
         x = unit(x.to(tl.float32), BLOCK, D).to(dtype)
     key = only(x.to(tl.float32), row, _KEY).to(dtype)
-
-    SUMS, KEYS, VALUES = SUMS + item * CHUNK, KEYS + (s * HK + key_head) * (CHUNK * D), VALUES + item * (CHUNK * DV)
-    INVERSE += item * (BLOCK * BLOCK)
-    before = tl.load(SUMS + t - 1, mask=t > 0, other=0.0)
-    total = before + tl.load(G + item).to(tl.float32)
-    beta, grown = tl.load(BETA + item).to(tl.float32), tl.exp(total)
-    is_closed = r < begin
-    closed_keys = tl.load(KEYS + r[:, None] * D + d[None, :], mask=is_closed[:, None], other=0.0)
-    closed_u = tl.load(VALUES + r[:, None] * DV + c[None, :], mask=is_closed[:, None], other=0.0)
-    closed_sums = tl.load(SUMS + r, mask=is_closed, other=0.0)
-    is_held, is_new = row < i, row == i
-    block_keys = tl.load(KEYS + (begin + row)[:, None] * D + d[None, :], mask=is_held[:, None], other=0.0)
     block_keys = tl.where(is_new[:, None], key[None, :], block_keys)
-    sides = tl.load(VALUES + (begin + row)[:, None] * DV + c[None, :], mask=is_held[:, None], other=0.0)
-    block_sums = tl.load(SUMS + begin + row, mask=is_held, other=0.0)
     block_sums = tl.where(is_new, total, block_sums)
 
-    inverse_place = INVERSE + row[:, None] * BLOCK + row[None, :]
-    held_inverse = tl.load(inverse_place, mask=is_held[:, None] & (row[None, :] <= row[:, None]), other=0.0)
-
     base = dot(x, state.to(dtype), tl.zeros([BLOCK, WIDTH], tl.float32))
-    v = tl.load(V + s * v_batch + head * v_head + c).to(tl.float32)
     is_query = tl.broadcast_to((row == _QUERY)[:, None], base.shape)
     acc = tl.where(is_query, times(base, grown), minus(tl.broadcast_to(v[None, :], base.shape), grown, base))
     between = tl.exp(tl.where(is_closed, total - closed_sums, 0.0))

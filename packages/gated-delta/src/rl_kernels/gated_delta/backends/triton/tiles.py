@@ -44,11 +44,13 @@ def minus(x, a, b):
 
 @triton.jit
 def row_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the sum of each row by a tree: neighbors are added first, then in each step the two halves of the rest."""
-    x = tl.sum(tl.reshape(x, [ROWS, COLUMNS // 2, 2]), 2)
-    HALVINGS: tl.constexpr = (COLUMNS // 2).bit_length() - 1
-    for step in tl.static_range(HALVINGS):
-        x = tl.sum(tl.reshape(x, [ROWS, 2, COLUMNS // (4 << step)]), 1)
+    """Return the sum of each row by a balanced tree of neighbors.
+
+    Every step adds just two numbers, so the bits do not depend on the number of warps or on the layout of the tile.
+    """
+    STEPS: tl.constexpr = COLUMNS.bit_length() - 1
+    for step in tl.static_range(STEPS):
+        x = tl.sum(tl.reshape(x, [ROWS, COLUMNS >> (step + 1), 2]), 2)
     return tl.reshape(x, [ROWS])
 
 
