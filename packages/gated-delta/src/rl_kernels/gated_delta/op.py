@@ -61,6 +61,17 @@ def describe(q: torch.Tensor, k: torch.Tensor | None = None, v: torch.Tensor | N
     return Call.of(q, Hk=q.shape[2], Hv=values.shape[2], Dk=q.shape[3], Dv=values.shape[3])
 
 
+WIDEST = 128
+"""Largest Dk of FP32 keys in Triton: a chunk of wider ones does not fit into shared memory."""
+
+
+def _limits(call: Call) -> str | None:
+    size = call.traits.get("Dk", 0)
+    if call.dtype == torch.float32 and size > WIDEST:
+        return f"takes FP32 keys of up to {WIDEST} numbers, and Dk is {size}"
+    return None
+
+
 def _note(call: Call) -> str | None:
     """Return the note of ``explain`` on native: how products over the head size are computed."""
     if call.device.type != "cpu" or call.dtype == torch.float64 or "Dk" not in call.traits:
@@ -77,7 +88,7 @@ OPERATOR = Operator(
     schemas=SCHEMAS,
     fakes=FAKES,
     backends=(
-        triton_backend("rl_kernels.gated_delta.backends.triton.backend"),
+        triton_backend("rl_kernels.gated_delta.backends.triton.backend", _limits),
         Backend(
             "native",
             "rl_kernels.gated_delta.backends.native",

@@ -13,6 +13,7 @@ import torch
 
 from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.gpu import device_of
+from rl_kernels.core.operator import tiles_change_no_bit
 from rl_kernels.core.triton_lib.launch import Launch, ceil_div, next_power_of_2
 from rl_kernels.gated_delta.backends.triton import decode, prepare, scan
 from rl_kernels.gated_delta.backends.triton.schedule import tile_of_decode, tile_of_scan, warps_of_prepare
@@ -50,7 +51,7 @@ class Plan:
         )
         numbers = (*places, *strides[:6], key_heads, heads, size, inputs.normalize_qk)
         self.prepare = Launch(prepare.prepare, (self.slots, heads), numbers, num_warps=warps_of_prepare(size))
-        tile = tile_of_scan(q.dtype, size, value_size)
+        tile = tile_of_scan(q.dtype, size, value_size, tiles_change_no_bit(q.device))
         numbers = (*places[:2], *strides[6:], *self.sizes, tile.width)
         grid = (value_size // tile.width, heads, self.sequences)
         self.scan = Launch(scan.scan, grid, numbers, num_warps=tile.warps, num_stages=tile.stages)

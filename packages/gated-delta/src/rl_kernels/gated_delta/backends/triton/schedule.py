@@ -21,12 +21,12 @@ class Tile(NamedTuple):
     stages: int = 1
 
 
-def tile_of_scan(dtype: torch.dtype, key_size: int, value_size: int) -> Tile:
-    """Choose the tile of the pass over chunks, by dtype and head sizes alone."""
+def tile_of_scan(dtype: torch.dtype, key_size: int, value_size: int, fast: bool) -> Tile:
+    """Choose the tile of the pass over chunks, by dtype and head sizes alone; ``fast`` says whether this is Hopper."""
     if INTERPRETED:
         return Tile(min(64, value_size), 4)
     if dtype in HALF and key_size <= WIDEST:
-        return Tile(min(32, value_size), 4, 2)
+        return Tile(min(32, value_size), 4, 2 if fast else 1)
     return Tile(16, 8)
 
 
