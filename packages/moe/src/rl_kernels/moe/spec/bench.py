@@ -20,7 +20,7 @@ from rl_kernels.lab.bench.definition import (
     Work,
     forward_and_backward,
 )
-from rl_kernels.moe.spec.cases import ROWS
+from rl_kernels.lab.check.rows import RowLayout
 from rl_kernels.moe.spec.cases_dimensions import sizes
 
 MODELS = {
@@ -52,6 +52,15 @@ SETS = {
         Shape((17, 40, 24, 5, 2), note="ragged"),
     ),
 }
+
+
+EXPERTS = RowLayout(
+    arguments={"gate_up": 2, "down": 2},
+    results=frozenset({"gradient:gate_up", "gradient:down"}),
+    any_leading=False,
+    naming="ids",
+)
+"""Rows are experts: a result of FP64 for all weights would not fit into memory. The output is a sum over them."""
 
 
 def eager(
@@ -134,5 +143,5 @@ BENCH = Benchmark(
         "liger": Peer(liger, "liger-kernel"),
         "vllm": Peer(vllm, "vllm", passes=(FORWARD,)),
     },
-    rows={"": ROWS},
+    rows={"": EXPERTS},
 )

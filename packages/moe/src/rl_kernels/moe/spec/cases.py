@@ -11,8 +11,9 @@ from rl_kernels.lab.check.rows import RowLayout
 from rl_kernels.lab.check.transforms import as_int32, one_nan, options
 from rl_kernels.moe import reference
 from rl_kernels.moe.spec.cases_dimensions import DIMENSIONS, sizes
+from rl_kernels.moe.spec.deviations import deviations
 from rl_kernels.moe.spec.illegal import ILLEGAL
-from rl_kernels.moe.spec.magnitudes import deviations, magnitudes
+from rl_kernels.moe.spec.magnitudes import magnitudes
 
 BIASES = {"biases": True}
 GPT_OSS = {**BIASES, "activation": "clamped_swiglu", "interleaved": True, "transposed": True}
