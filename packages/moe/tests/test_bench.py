@@ -73,7 +73,7 @@ def test_the_fence_of_weights_grows_with_routes():
     results = computed(arena, upstream)
     verify(arena, BENCH.rows[""], results, upstream, "cpu")
     fixed = replace(arena, spec=replace(SPEC, deviations=None))
-    with pytest.raises(Wrong, match="gradient:.*fence"):
+    with pytest.raises(Wrong, match=r"gradient:.*fence"):
         verify(fixed, BENCH.rows[""], results, upstream, "cpu")
 
 
