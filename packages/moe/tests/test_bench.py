@@ -33,6 +33,13 @@ def test_eager_is_the_operator():
     torch.testing.assert_close(eager(**call), experts(**call))
 
 
+def test_half_of_a_skewed_batch_is_on_one_expert():
+    ids = SPEC.inputs(Case("skewed", sizes(40, 8, 8, 16, 4), {"chosen": "half"}), Draw(torch.float32))["ids"]
+    assert (ids[::2, 0] == 0).all()
+    assert (ids[1::2] == 0).sum() < 20
+    assert all(len(set(row)) == 4 for row in ids.tolist())
+
+
 Results = Mapping[str, torch.Tensor]
 
 

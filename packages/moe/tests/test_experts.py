@@ -118,6 +118,52 @@ def test_experts_without_tokens_have_zero_gradients(backend: str) -> None:
     assert len(leaves[0]) > 1
 
 
+@each_backend
+@pytest.mark.parametrize("recompute", [False, True])
+def test_backward_saves_the_first_product_and_the_order(backend: str, recompute: bool) -> None:
+    draw, saved = Draw(torch.float32, DEVICE), {}
+    call = SPEC.inputs(Case("memory", sizes(9, 16, 12, 4, 2), {"biases": True, "shared": True}), draw)
+    own = {x.untyped_storage().data_ptr() for x in call.values() if torch.is_tensor(x)}
+    call["hidden"].requires_grad_(), call["gate_up"].requires_grad_()
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        if x.untyped_storage().data_ptr() not in own:
+            saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        experts(**call, recompute=recompute, backend=backend)
+    routes, double, count = 18, 24, 4
+    assert sum(saved.values()) <= (0 if recompute else routes * double * 4 + (routes + count + 1) * 8)
+    assert bool(saved) is not recompute
+
+
+@pytest.mark.gpu
+@each_backend
+def test_most_memory_of_backward(backend: str) -> None:
+    """Gradients, z and dz, and what two more products need one after the other."""
+    if backend == "native":
+        pytest.skip("makes copies")
+    tokens, width, inner, count, slots = 1024, 512, 384, 8, 4
+    case = Case("memory", sizes(tokens, width, inner, count, slots))
+    call = SPEC.inputs(case, Draw(torch.bfloat16, DEVICE))
+    leaves = [call[name].requires_grad_() for name in ("hidden", "gate_up", "down", "weights")]
+    upstream = torch.randn_like(call["hidden"])
+
+    def run() -> None:
+        torch.autograd.grad(experts(**call, backend=backend), leaves, upstream)
+
+    run()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    most = torch.cuda.max_memory_allocated() - before
+    routes, size = tokens * slots, torch.bfloat16.itemsize
+    row = routes * size
+    kept = tokens * width * size + sum(x.nbytes for x in leaves) + 2 * row * 2 * inner
+    assert most <= kept + max(row * width, row * inner * 3) + 2**20
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
 def test_rounded_steps_explain_the_errors_of_gradients_of_weights(activation: str) -> None:
     # At widths and with numbers of routes at which no absolute fence fits. A result itself is rounded once more.
