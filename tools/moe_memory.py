@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print and write the table."""
     parser = Parser("moe_memory.py", __doc__)
     parser.add_argument("--tokens", type=count(1), nargs="+", default=[8192, 32768], metavar="T", help="8192 32768")
+    parser.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS), help="all of the benchmark")
     parser.add_argument("--json", type=writable, help="file for the results")
     args = parser.parse_args(argv)
     device = torch.device("cuda")
@@ -65,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{name}: {error}")
     rows: list[dict[str, Any]] = []
     for tokens in args.tokens:
-        for model, (width, inner, number, slots) in MODELS.items():
+        for model in args.models:
+            width, inner, number, slots = MODELS[model]
             case = Case(model, sizes(tokens, width, inner, number, slots), {"weights": torch.bfloat16})
             arena = Arena(SPEC, case, "bf16", device)
             row: dict[str, Any] = {"model": model, "tokens": tokens, "rule": tokens * slots * 2 * inner * 2 / MIB}
