@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sections import demo, hardware, mismatch, models, operators, products, ranks, training
+from sections import demo, hardware, mismatch, mixtures, models, operators, products, ranks, training
 from sections.front import front_table
 from sections.text import filled, picture
 
@@ -75,6 +75,8 @@ SECTIONS = (
     Section("docs/many-gpus.md", "shards", "*-shards.json", ranks.shards),
     Section("docs/many-gpus.md", "estimates", "h?00-ranks.json", ranks.estimates),
     Section("packages/linear-logp/GUIDE.md", "head", "*-head.json", products.heads, picture=HEADS),
+    Section("packages/moe/GUIDE.md", "layouts", "*-moe-layouts.json", mixtures.layouts),
+    Section("packages/moe/GUIDE.md", "memory", "*-moe-memory.json", mixtures.memory),
     Section("packages/det-gemm/GUIDE.md", "segments", "*-segments.json", products.segments),
     Section("packages/det-gemm/GUIDE.md", "chains", "*-chain-error.json", products.chains),
     Section("docs/hardware.md", "compiled", "triton-compiled.json", products.compiled),
