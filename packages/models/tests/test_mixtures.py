@@ -63,12 +63,13 @@ def test_logits_and_experts_do_not_depend_on_the_batch(tiny, prompts, surroundin
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_do_not_depend_on_the_batch_and_are_those_of_the_model(tiny, prompts, padded, family):
+def test_gradients_do_not_depend_on_the_batch_and_are_those_of_the_model(tiny, prompts, padded, family, device):
     """Gradients of rows in a padded batch, and of all parameters with more padding and with checkpoints."""
-    model = tiny(family).train(family != "Phimoe")
+    model = tiny(family, device=device).train(family != "Phimoe")
 
     def gradients(prompts, more=0):
         batch, places = padded(prompts, left=False, more=more)
+        batch = {name: value.to(device) for name, value in batch.items()}
         rows = model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
         logits = model(inputs_embeds=rows, **batch, use_cache=False).logits
         total = sum((logits[place] * upstream[: len(logits[place])]).sum() for place in places)
@@ -77,7 +78,7 @@ def test_gradients_do_not_depend_on_the_batch_and_are_those_of_the_model(tiny, p
         own = [value.grad for value in model.parameters() if value.grad is not None]
         return [rows.grad[place] for place in places], own
 
-    upstream = torch.randn(40, 211, generator=torch.Generator().manual_seed(2))
+    upstream = torch.randn(40, 211, generator=torch.Generator().manual_seed(2)).to(device)
     plain = gradients(prompts)
     with invariant(model, strict=True):
         rows, whole = gradients(prompts)
