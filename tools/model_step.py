@@ -237,12 +237,11 @@ def _rerouted(counts: Mapping[str, Any]) -> str:
     """Return the tokens of a mixture with other experts, and by how much their log-probabilities differ."""
     if not counts["of_tokens"]:
         return ""
+    others = f"{counts['experts']:,} of {counts['of_tokens']:,} tokens choose other experts"
     moves = (
-        f"{each['mean']:.1e} (at most {each['largest']:.1e}) with {name}" for name, each in counts["moves"].items()
+        f"{each['mean']:.1e} (at most {each['largest']:.1e}) with {kind}" for kind, each in counts["moves"].items()
     )
-    return (
-        f"; {counts['experts']:,} of {counts['of_tokens']:,} tokens choose other experts; moved by {', '.join(moves)}"
-    )
+    return f"; {others}; moved by {', '.join(moves)}"
 
 
 def _cell(milliseconds: Mapping[str, float], name: str) -> str:
