@@ -219,7 +219,7 @@ def show(document: dict[str, Any]) -> None:
     for way, parts in document.get("profile", {}).items():
         print(f"{way}, ms of a layer: " + ", ".join(f"{name} {digits(ms)}" for name, ms in parts.items()))
     for name, mib in document.get("memory", {}).items():
-        print(f"memory of forward + backward {name}: {mib:,.0f} MiB")
+        print(f"peak of forward + backward beside weights and gradients, {name}: {mib:,.0f} MiB")
     for name, reason in document["failed"].items():
         print(f"failed: {name}: {reason}")
     print("ran on " + ", ".join(f"{name} {value}" for name, value in document["environment"].items()))

@@ -267,11 +267,12 @@ def _counted(scored: Sequence[tuple[torch.Tensor, ...]], alone: Sequence[tuple[t
         rerouted.append(experts.any(-1))
     if counts["of_tokens"]:
         moved, is_other = torch.cat(moves), torch.cat(rerouted)
-        counts["moves"] = {"other experts": _extent(moved[is_other]), "the same experts": _extent(moved[~is_other])}
+        counts["moves"] = {"other experts": extent(moved[is_other]), "the same experts": extent(moved[~is_other])}
     return counts
 
 
-def _extent(moves: torch.Tensor) -> dict[str, float]:
+def extent(moves: torch.Tensor) -> dict[str, float]:
+    """Return the mean and the largest of absolute differences, 0 if there are none."""
     moves = moves if len(moves) else moves.new_zeros(1)
     return {"mean": float(moves.mean()), "largest": float(moves.max())}
 
