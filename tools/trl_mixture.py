@@ -166,8 +166,8 @@ def trained(args: argparse.Namespace, way: str) -> dict[str, Any]:
 def parser() -> Parser:
     """Return the parser of the command line."""
     cli = Parser("trl_mixture.py", __doc__.splitlines()[0])
-    sizes = {"layers": 2, "hidden": 64, "between": 32, "heads": 4, "kv_heads": 2, "vocab": 34, "experts": 8}
-    sizes |= {"chosen": 2, "groups": 4, "samples": 8, "micro_batches": 4, "prompt": 6, "tokens": 8, "steps": 50}
+    sizes = {"layers": 3, "hidden": 64, "between": 32, "heads": 4, "kv_heads": 2, "vocab": 34, "experts": 32}
+    sizes |= {"chosen": 4, "groups": 4, "samples": 8, "micro_batches": 4, "prompt": 6, "tokens": 8, "steps": 50}
     for name, default in sizes.items():
         option = f"--{name.replace('_', '-')}"
         cli.add_argument(option, type=count(1), default=default, metavar="N", help=f"default: {default}")
