@@ -57,12 +57,13 @@ TWINS = "![Both twins, step by step]({file}.svg)"
 HEADS = picture(f"{RESULTS}/{{file}}.json", "Time over memory")
 MODELS = "packages/models/benchmarks/README.md"
 SECTIONS = (
-    Section(MODELS, "model step", "*-model-step.json", models.steps),
+    Section(MODELS, "model step", "h?00-*model*.json", models.steps),
     Section(MODELS, "model bits", "*-model-bits.json", models.bits),
     Section(MODELS, "cpu model", "cpu-model.json", models.on_cpu),
     Section(MODELS, "batch_invariant_ops", "*-client-calls.json", models.products),
     Section(MODELS, "flash attention", "*-client-calls.json", models.attention),
     Section("docs/recipes/trl.md", "trl step", "*-trl-step*.json", training.trl),
+    Section(MODELS, "trl mixture", "trl-mixture.json", training.mixture),
     Section("docs/recipes/vllm-sglang.md", "trl step with vllm", "*-trl-with-vllm.json", training.trl_with_vllm),
     Section("docs/recipes/vllm-sglang.md", "vllm rollout", "*-vllm-*.json", training.rollouts),
     Section("docs/objectives.md", "differences", "trl-objectives.json", training.trl_objectives),
