@@ -59,6 +59,10 @@ MIXTURES: dict[str, dict[str, Any]] = {
         **{**OF_MIXTURES, "num_local_experts": 8, "intermediate_size": 64},
     },
     "olmoe": {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", **OF_MIXTURES, "intermediate_size": 64},
+    "qwen2_moe": {
+        **{"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"},
+        **{**OF_MIXTURES, "shared_expert_intermediate_size": 96},
+    },
     "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **OF_MIXTURES},
 }
 DTYPES = ("bfloat16", "float16", "float32")
@@ -136,6 +140,7 @@ def run_second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         ("llama", "bfloat16", ("--prompts",)),
         ("mixtral", "bfloat16", ()),
         ("olmoe", "float32", ()),
+        ("qwen2_moe", "bfloat16", ("--compiled",)),
         ("qwen3_moe", "bfloat16", ("--compiled",)),
     ],
 )
