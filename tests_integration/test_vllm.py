@@ -151,7 +151,7 @@ def test_rollout_has_the_bits_of_training(run: Any, model: str, dtype: str, opti
 @pytest.mark.parametrize(
     ("model", "dtype", "options"),
     [
-        ("llama", "bfloat16", ("--prompts",)),
+        ("qwen3_moe", "bfloat16", ("--prompts",)),
         ("qwen3", "float16", ("--processed",)),
         ("gemma2", "bfloat16", ("--masked",)),
     ],

@@ -41,6 +41,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     monkeypatch.setattr(tool, "seen", seen, raising=False)
 
     class Engines:
+        ends_at = 0
+
         def __init__(self, folder: str, args: Any) -> None:
             self.ways = [way for way in args.ways if way != "batch-invariant"]
             self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
@@ -49,6 +51,9 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
             return self.ways
 
         def answer(self, way: str, ids: list[list[int]], tokens: int) -> Any:
+            if way == "stock" and tokens == 2 and len(ids) == self.ends_at:
+                self.ways.remove(way)
+                return None
             from rl_kernels.models import invariant
 
             calls.append((way, len(ids), tokens))
@@ -120,6 +125,11 @@ def test_a_way_that_cannot_start_is_left_out(
     assert tool.main(options) == 0
     found = json.loads(report.read_text(encoding="utf-8"))
     assert found["settings"]["ways"] == list(found["speed"]["3"]) == ["stock"]
+    # And one that ends while it is timed.
+    monkeypatch.setattr(tool.Engines, "ends_at", 3)
+    assert tool.main([*options, "--ways", "rl-kernels", "stock"]) == 0
+    found = json.loads(report.read_text(encoding="utf-8"))
+    assert [list(found["speed"][number]) for number in "13"] == [["rl-kernels", "stock"], ["rl-kernels"]]
     monkeypatch.setattr(tool, "OURS", "batch-invariant")
     assert tool.main(options) == 2
     assert engines[-1][0] == "closed"
@@ -191,10 +201,13 @@ def test_an_engine_is_driven_over_its_pipe(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def fails(way: str, folder: str, given: Any, calls: Any) -> None:
-    """Stand for an engine of which one cannot start."""
+    """Stand for engines of which one cannot start, and one ends at its first call."""
     if way == "stock":
         raise SystemExit(3)
     calls.send("ready")
+    if way == "batch-invariant":
+        calls.recv()
+        raise SystemExit(4)
     assert calls.recv() is None
 
 
@@ -202,9 +215,11 @@ def test_an_engine_that_cannot_start_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(vllm_engines, "engine", fails)
-    engines = vllm_engines.Engines("", SimpleNamespace(ways=["rl-kernels", "stock"]))
-    assert engines.ready() == ["rl-kernels"]
-    assert capsys.readouterr().out == "rl-kernels: ready\nstock: could not start\n"
+    engines = vllm_engines.Engines("", SimpleNamespace(ways=["rl-kernels", "stock", "batch-invariant"]))
+    assert engines.ready() == ["rl-kernels", "batch-invariant"]
+    assert capsys.readouterr().out.splitlines()[:2] == ["rl-kernels: ready", "stock: could not start"]
+    assert engines.answer("batch-invariant", [[1]], 2) is None
+    assert engines.ways == ["rl-kernels"]
     engines.close()
     assert not multiprocessing.active_children()
 

@@ -58,13 +58,17 @@ def engine(way: str, folder: str, args: argparse.Namespace, calls: Any) -> None:
 
 
 class Engines:
-    """vLLM in several ways, each waiting for calls."""
+    """vLLM in several ways, each waiting for calls.
+
+    Attributes:
+        ways: those that answer. One that cannot start, or ends by itself, has printed its own error.
+    """
 
     def __init__(self, folder: str, args: argparse.Namespace) -> None:
         """Start them all at once."""
         context = multiprocessing.get_context("spawn")
-        self._ends, self._processes = {}, []
-        for way in args.ways:
+        self.ways, self._ends, self._processes = list(args.ways), {}, []
+        for way in self.ways:
             self._ends[way], other = context.Pipe()
             self._processes.append(context.Process(target=engine, args=(way, folder, args, other)))
             self._processes[-1].start()
@@ -72,21 +76,25 @@ class Engines:
             other.close()
 
     def ready(self) -> list[str]:
-        """Wait for all, and return the ways that could start; an engine that could not has printed its own error."""
-        return [way for way in self._ends if self._starts(way)]
+        """Wait for all, and return the ways that could start."""
+        for way in [*self.ways]:
+            message = self._received(way)
+            print(f"{way}: {message or 'could not start'}", flush=True)
+        return self.ways
 
-    def _starts(self, way: str) -> bool:
+    def answer(self, way: str, ids: list[list[int]], tokens: int) -> Answers | None:
+        """Return the answers of a way to these prompts, or None if it has ended."""
+        # An error of a process that has ended is found below.
+        with suppress(OSError):
+            self._ends[way].send((ids, tokens))
+        return self._received(way)
+
+    def _received(self, way: str) -> Any:
         try:
-            print(f"{way}: {self._ends[way].recv()}", flush=True)
-        except EOFError:
-            print(f"{way}: could not start", flush=True)
-            return False
-        return True
-
-    def answer(self, way: str, ids: list[list[int]], tokens: int) -> Answers:
-        """Return the answers of a way to these prompts."""
-        self._ends[way].send((ids, tokens))
-        return self._ends[way].recv()
+            return self._ends[way].recv()
+        except (EOFError, OSError):
+            self.ways.remove(way)
+            return None
 
     def close(self) -> None:
         """End them, and free their memory."""

@@ -2,7 +2,7 @@
 
 The model has random weights: a Llama with the widths of Llama 3.1 8B, a small Qwen3, or a mixture of experts with the
 widths of Qwen3-30B-A3B. vLLM runs stock, in its own batch-invariant mode, and with the plugin of rl-kernels-models,
-each in processes of its own; all are there at once. A way that cannot start is left out.
+each in processes of its own; all are there at once. A way that cannot start, or ends, is left out.
 
 bits: prompts of several lengths are answered, and the log-probabilities of the sampled tokens are compared with those
 of a training pass: the same model in transformers, as it comes with `log_softmax`, and under `invariant()` with
@@ -87,13 +87,15 @@ def prompts(number: int, longest: int, vocab: int, seed: int) -> list[list[int]]
 
 def speeds(engines: Engines, args: argparse.Namespace, vocab: int, number: int) -> dict[str, list[float]]:
     """Return tokens a second with a number of sequences by way, a rate for each round."""
-    rates: dict[str, list[float]] = {way: [] for way in args.ways}
+    rates: dict[str, list[float]] = {way: [] for way in engines.ways}
     for turn in range(-1, args.rounds):
-        for way in args.ways if turn % 2 else args.ways[::-1]:
+        for way in engines.ways[:: 1 if turn % 2 else -1]:
             ids = prompts(number, 128, vocab, turn * 1000 + number)
-            seconds, answers, _ = engines.answer(way, ids, args.tokens // 2)
-            if turn >= 0:
-                rates[way].append(round(sum(map(len, answers)) / seconds, 1))
+            answers = engines.answer(way, ids, args.tokens // 2)
+            if answers is None:
+                del rates[way]
+            elif turn >= 0:
+                rates[way].append(round(sum(map(len, answers[1])) / answers[0], 1))
     shown = {way: statistics.median(of) for way, of in rates.items()}
     print(f"{number} sequences, tokens a second: {shown}", flush=True)
     return rates
@@ -149,32 +151,27 @@ def compare(model: Any, way: str, answers: Answers, ids: list[list[int]]) -> lis
     return records
 
 
-def measure(folder: str, args: argparse.Namespace, document: dict[str, Any], keep: Callable[[], None]) -> bool:
-    """Add the results to a document, and call ``keep`` after each; ``args.ways`` become those that could start.
-
-    Return False if there are none, or if the plugin is not among them but was asked for.
-    """
+def measure(folder: str, args: argparse.Namespace, document: dict[str, Any], keep: Callable[[], None]) -> None:
+    """Add the results to a document, and call ``keep`` after each; ``args.ways`` become those that answered."""
     vocab, engines = MODELS[args.model]["vocab_size"], Engines(folder, args)
     try:
         # While engines start.
         model = trainer(folder, args.device) if "bits" in args.parts else None
-        chosen, args.ways = args.ways, engines.ready()
-        if not args.ways or (OURS in chosen and OURS not in args.ways):
-            return False
+        args.ways = engines.ready()
         if model is not None:
             document["bits"], ids = [], prompts(args.prompts, LONGEST, vocab, 0)
-            for way in args.ways:
-                document["bits"] += compare(model, way, engines.answer(way, ids, args.tokens), ids)
+            for way in [*engines.ways]:
+                answers = engines.answer(way, ids, args.tokens)
+                document["bits"] += [] if answers is None else compare(model, way, answers, ids)
                 keep()
             del model
         if "speed" in args.parts:
             document["speed"] = {}
-            for number in args.sequences:
+            for number in args.sequences if engines.ways else ():
                 document["speed"][str(number)] = speeds(engines, args, vocab, number)
                 keep()
     finally:
         engines.close()
-    return True
 
 
 def parser() -> Parser:
@@ -220,8 +217,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.json:
                 write_json(args.json, document)
 
-        if not measure(folder, args, document, keep):
-            return 2
+        chosen = args.ways
+        measure(folder, args, document, keep)
+    if not args.ways or (OURS in chosen and OURS not in args.ways):
+        return 2
     ours = [record for record in document.get("bits", []) if record["way"] == OURS and record["training"] != STOCK]
     return int(any(record["differ"] for record in ours))
 
