@@ -1,8 +1,9 @@
-"""gated_delta_rule in Triton: the launches of prefill and decode. The backward pass is that of ``native``, in PyTorch.
+"""gated_delta_rule in Triton: the launches of prefill and decode; ``backward`` has those of the backward pass.
 
-The reduction order is the contract of this backend; ``tiles``, ``scan`` and ``decode`` state it. Prefill, a chunk of
-any length with a cache, and packed sequences take three launches: sums of decays, products and inverses of all chunks,
-and the pass over chunks. One token of each sequence takes a launch of its own, and one that counts it.
+The reduction order is the contract of this backend; ``tiles``, ``scan``, ``decode``, ``reverse`` and ``differentiate``
+state it. Prefill, a chunk of any length with a cache, and packed sequences take three launches: sums of decays,
+products and inverses of all chunks, and the pass over chunks. One token of each sequence takes a launch of its own, and
+one that counts it.
 """
 
 from __future__ import annotations
@@ -13,67 +14,14 @@ import torch
 
 from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.gpu import device_of
-from rl_kernels.core.operator import tiles_change_no_bit
-from rl_kernels.core.triton_lib.launch import Launch, ceil_div, next_power_of_2
-from rl_kernels.gated_delta.backends.triton import decode, prepare, scan
-from rl_kernels.gated_delta.backends.triton.schedule import tile_of_decode, tile_of_scan, warps_of_prepare
-from rl_kernels.gated_delta.constants import BLOCK, CHUNK
-from rl_kernels.gated_delta.gradients import backward
+from rl_kernels.core.triton_lib.launch import Launch
+from rl_kernels.gated_delta.backends.triton import decode
+from rl_kernels.gated_delta.backends.triton.backward import backward
+from rl_kernels.gated_delta.backends.triton.plan import Plan, unreadable, with_copies
+from rl_kernels.gated_delta.backends.triton.schedule import tile_of_decode
 from rl_kernels.gated_delta.inputs import COUNT, Inputs
 
 __all__ = ["backward", "continued", "forward"]
-
-
-class Plan:
-    """The launches for calls of one kind.
-
-    Args:
-        inputs: the arguments.
-        is_cached: whether sequences go on from a cache.
-    """
-
-    def __init__(self, inputs: Inputs, *, is_cached: bool) -> None:
-        q, _, v = inputs[:3]
-        self.sequences, self.tokens = inputs.sequences, q.shape[1]
-        self.sizes = q.shape[2], v.shape[2], q.shape[3], v.shape[3]
-        self.copied = unreadable(inputs)
-        key_heads, heads, size, value_size = self.sizes
-        self.is_empty = not (self.sequences and q.shape[0] and self.tokens)
-        self.chunks = ceil_div(self.tokens + (CHUNK - 1) * is_cached, CHUNK)
-        packed = self.tokens // CHUNK + 2 * self.sequences
-        self.slots = self.sequences * self.chunks if inputs.cu_seqlens is None else packed
-        if self.is_empty:
-            return
-        places = (self.tokens, self.chunks, self.sequences, self.sequences.bit_length())
-        strides = [stride for x in with_copies(inputs[:3], self.copied, shapes_only=True) for stride in x.stride()[:3]]
-        self.sum_decays = Launch(
-            prepare.sum_decays, (self.slots,), (*places, heads, next_power_of_2(heads)), num_warps=1
-        )
-        numbers = (*places, *strides[:6], key_heads, heads, size, inputs.normalize_qk)
-        self.prepare = Launch(prepare.prepare, (self.slots, heads), numbers, num_warps=warps_of_prepare(size))
-        tile = tile_of_scan(q.dtype, size, value_size, tiles_change_no_bit(q.device))
-        numbers = (*places[:2], *strides[6:], *self.sizes, tile.width)
-        grid = (value_size // tile.width, heads, self.sequences)
-        self.scan = Launch(scan.scan, grid, numbers, num_warps=tile.warps, num_stages=tile.stages)
-
-    def run(self, arguments: tuple[Any, ...], state: torch.Tensor | None, cache: tuple[Any, ...]) -> torch.Tensor:
-        """Launch; ``cache`` has the tensors of a ``DeltaCache`` or None for each."""
-        inputs = Inputs._make(with_copies(arguments[:COUNT], self.copied))
-        q, k, v, g, beta, initial, *places, scale, _ = inputs
-        key_heads, heads, size, _ = self.sizes
-        initial, keys, values, decays, inverse, lengths = (cache[0] if cache[0] is not None else initial, *cache[1:])
-        sums = q.new_empty((self.slots, heads, CHUNK), dtype=torch.float32)
-        unit_q, unit_k = (q.new_empty((self.slots, key_heads, CHUNK, size)) for _ in range(2))
-        below, scores = (q.new_empty((self.slots, heads, CHUNK, CHUNK)) for _ in range(2))
-        inverses = q.new_empty((self.slots, heads, CHUNK, BLOCK), dtype=torch.float32)
-        out = v.new_zeros(v.shape) if places[1] is not None else v.new_empty(v.shape)
-        places = [*places, lengths]
-        with device_of(q):
-            self.sum_decays(g, sums, decays, *places)
-            self.prepare(q, k, beta, sums, unit_q, unit_k, below, scores, inverses, keys, inverse, *places)
-            matrices = (unit_q, unit_k, v, beta, sums, below, scores, inverses)
-            self.scan(*matrices, initial, out, state, keys, values, decays, inverse, *places, scale)
-        return out
 
 
 NO_CACHE = (None,) * 6
@@ -141,22 +89,3 @@ def _one_token(inputs: Inputs) -> Launches:
         return out
 
     return launch
-
-
-def unreadable(inputs: Inputs) -> tuple[int, ...]:
-    """Return the places of operands that kernels read only from a copy."""
-    rows = [place for place, x in enumerate(inputs[:3]) if x.stride(3) != 1]
-    whole = [
-        place for place, x in enumerate(inputs.differentiable) if place >= 3 and x is not None and not x.is_contiguous()
-    ]
-    return *rows, *whole
-
-
-def with_copies(arguments: Any, copied: tuple[int, ...], *, shapes_only: bool = False) -> list[Any]:
-    """Return the arguments with contiguous copies at the places ``copied``; with ``shapes_only`` copy no data."""
-    copies = list(arguments)
-    for place in copied:
-        if place < len(copies):
-            x = copies[place]
-            copies[place] = x.new_empty(x.shape) if shapes_only else x.contiguous()
-    return copies

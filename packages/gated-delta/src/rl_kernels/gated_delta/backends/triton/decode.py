@@ -79,7 +79,7 @@ def decode(
 
     x = tl.where((row == _KEY)[:, None], k[None, :], tl.where((row == _QUERY)[:, None], q[None, :], 0.0).to(dtype))
     if NORMALIZE:
-        x = unit(x.to(tl.float32), BLOCK, D).to(dtype)
+        x = unit(x.to(tl.float32)).to(dtype)
     key = only(x.to(tl.float32), row, _KEY).to(dtype)
     block_keys = tl.where(is_new[:, None], key[None, :], block_keys)
     block_sums = tl.where(is_new, total, block_sums)

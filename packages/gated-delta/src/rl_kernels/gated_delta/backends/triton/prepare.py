@@ -90,8 +90,8 @@ def prepare(
     q = rows_at(Q, batch, first + j, key_head, is_token, q_batch, q_token, q_head, d)
     k = rows_at(K, batch, first + j, key_head, is_token, k_batch, k_token, k_head, d)
     if NORMALIZE:
-        q = unit(q.to(tl.float32), CHUNK, D).to(dtype)
-        k = unit(k.to(tl.float32), CHUNK, D).to(dtype)
+        q = unit(q.to(tl.float32)).to(dtype)
+        k = unit(k.to(tl.float32)).to(dtype)
     if HELD_KEYS is not None:
         held_row = (s.to(tl.int64) * HK + key_head) * CHUNK + row
         held = tl.load(HELD_KEYS + held_row[:, None] * D + d[None, :], mask=(j < 0)[:, None], other=0.0)

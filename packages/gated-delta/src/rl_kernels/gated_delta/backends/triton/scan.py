@@ -69,6 +69,27 @@ def solve(
 
 
 @triton.jit
+def rows_of(
+    KEYS, V, SUMS, BELOW, INVERSE, BETA, HELD, factor, first, count, v_token, columns,
+    HV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Return the scaled right sides and the pseudo values of each block of a chunk, from its rounded state."""
+    x0 = side_of(KEYS, V, SUMS, factor, first, count, v_token, columns, 0, D, WIDTH)
+    x1 = side_of(KEYS, V, SUMS, factor, first, count, v_token, columns, 1, D, WIDTH)
+    x2 = side_of(KEYS, V, SUMS, factor, first, count, v_token, columns, 2, D, WIDTH)
+    x3 = side_of(KEYS, V, SUMS, factor, first, count, v_token, columns, 3, D, WIDTH)
+    side0, u0 = solve(x0, factor, INVERSE, BETA, HELD, first, count, columns, 0, HV, DV)
+    x1 = dot(block_of(BELOW, 1, 0), u0, x1)
+    side1, u1 = solve(x1, factor, INVERSE, BETA, HELD, first, count, columns, 1, HV, DV)
+    x2 = dot(block_of(BELOW, 2, 1), u1, dot(block_of(BELOW, 2, 0), u0, x2))
+    side2, u2 = solve(x2, factor, INVERSE, BETA, HELD, first, count, columns, 2, HV, DV)
+    x3 = dot(block_of(BELOW, 3, 1), u1, dot(block_of(BELOW, 3, 0), u0, x3))
+    x3 = dot(block_of(BELOW, 3, 2), u2, x3)
+    side3, u3 = solve(x3, factor, INVERSE, BETA, HELD, first, count, columns, 3, HV, DV)
+    return side0, u0, side1, u1, side2, u2, side3, u3
+
+
+@triton.jit
 def queries_state(QUERIES, SUMS, factor, INDEX: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
     """Return ``exp(G) q S`` of a block of rows."""
     row = tl.arange(0, BLOCK) + INDEX * BLOCK
@@ -90,6 +111,17 @@ def add_block(state, KEYS, SUMS, u, last, INDEX: tl.constexpr, D: tl.constexpr):
     row = tl.arange(0, BLOCK) + INDEX * BLOCK
     faded = times(u.to(tl.float32), tl.exp(last - tl.load(SUMS + row))[:, None]).to(u.dtype)
     return dot(tl.trans(unit_rows(KEYS, INDEX, D)), faded, state)
+
+
+@triton.jit
+def next_state(state, KEYS, SUMS, u0, u1, u2, u3, D: tl.constexpr):
+    """Return the state after a chunk with these pseudo values."""
+    last = tl.load(SUMS + CHUNK - 1)
+    state = times(state, tl.exp(last))
+    state = add_block(state, KEYS, SUMS, u0, last, 0, D)
+    state = add_block(state, KEYS, SUMS, u1, last, 1, D)
+    state = add_block(state, KEYS, SUMS, u2, last, 2, D)
+    return add_block(state, KEYS, SUMS, u3, last, 3, D)
 
 
 @triton.jit
@@ -150,18 +182,10 @@ def scan(
         first = chunk * CHUNK - opened
         factor = state.to(UNIT_K.dtype.element_ty)
 
-        x0 = side_of(keys, v_base, sums, factor, first, count, v_token, columns, 0, D, WIDTH)
-        x1 = side_of(keys, v_base, sums, factor, first, count, v_token, columns, 1, D, WIDTH)
-        x2 = side_of(keys, v_base, sums, factor, first, count, v_token, columns, 2, D, WIDTH)
-        x3 = side_of(keys, v_base, sums, factor, first, count, v_token, columns, 3, D, WIDTH)
-        side0, u0 = solve(x0, factor, inverse, beta_base, held, first, count, columns, 0, HV, DV)
-        x1 = dot(block_of(below, 1, 0), u0, x1)
-        side1, u1 = solve(x1, factor, inverse, beta_base, held, first, count, columns, 1, HV, DV)
-        x2 = dot(block_of(below, 2, 1), u1, dot(block_of(below, 2, 0), u0, x2))
-        side2, u2 = solve(x2, factor, inverse, beta_base, held, first, count, columns, 2, HV, DV)
-        x3 = dot(block_of(below, 3, 1), u1, dot(block_of(below, 3, 0), u0, x3))
-        x3 = dot(block_of(below, 3, 2), u2, x3)
-        side3, u3 = solve(x3, factor, inverse, beta_base, held, first, count, columns, 3, HV, DV)
+        side0, u0, side1, u1, side2, u2, side3, u3 = rows_of(
+            keys, v_base, sums, below, inverse, beta_base, held, factor, first, count, v_token, columns,
+            HV, D, DV, WIDTH,
+        )  # fmt: skip
 
         o = dot(block_of(scores, 0, 0), u0, queries_state(queries, sums, factor, 0, D, WIDTH))
         put_rows(out_base, o, scale, first, count, HV * DV, columns, 0)
@@ -192,11 +216,6 @@ def scan(
                     )  # fmt: skip
         # An open chunk is not added to the cache's state.
         if (LENGTHS is None) | (used == CHUNK):
-            last = tl.load(sums + CHUNK - 1)
-            state = times(state, tl.exp(last))
-            state = add_block(state, keys, sums, u0, last, 0, D)
-            state = add_block(state, keys, sums, u1, last, 1, D)
-            state = add_block(state, keys, sums, u2, last, 2, D)
-            state = add_block(state, keys, sums, u3, last, 3, D)
+            state = next_state(state, keys, sums, u0, u1, u2, u3, D)
     if STATE is not None:
         tl.store(STATE + state_place, state)

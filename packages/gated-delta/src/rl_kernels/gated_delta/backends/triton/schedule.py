@@ -41,3 +41,12 @@ def tile_of_decode(dtype: torch.dtype, key_size: int, value_size: int) -> Tile:
 def warps_of_prepare(key_size: int) -> int:
     """Choose the warps of ``prepare``."""
     return 4 if key_size <= WIDEST else 8
+
+
+PART = 64
+"""Columns of Dv whose sums the kernels of ``differentiate`` add at once; part of the order of the sums."""
+
+
+def warps_of_differentiate(key_size: int) -> int:
+    """Choose the warps of the kernels of ``differentiate``."""
+    return 4 if key_size <= WIDEST // 2 else 8

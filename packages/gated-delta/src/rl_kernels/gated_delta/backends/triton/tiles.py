@@ -13,6 +13,8 @@ import triton.language as tl
 from rl_kernels.core.triton_lib.arithmetic import INTERPRETED, fma, product
 from rl_kernels.gated_delta import constants
 
+HALVINGS = tl.constexpr(8)
+"""Steps that add up a row of the widest head, 256 numbers."""
 CHUNK, BLOCK, EPS = tl.constexpr(constants.CHUNK), tl.constexpr(constants.BLOCK), tl.constexpr(constants.EPS)
 
 
@@ -37,27 +39,33 @@ def times(x, factor):
 
 
 @triton.jit
+def scaled(x, scale):
+    """Return ``x`` times a number, rounded before anything is added to it."""
+    return product(x, tl.full(x.shape, scale, tl.float32))
+
+
+@triton.jit
 def minus(x, a, b):
     """Return ``x - a b``, rounded once; a and b are broadcast."""
     return fma(tl.broadcast_to(-a, x.shape), tl.broadcast_to(b, x.shape), x)
 
 
 @triton.jit
-def row_sum(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def row_sum(x):
     """Return the sum of each row by a balanced tree of neighbors.
 
     Every step adds just two numbers, so the bits do not depend on the number of warps or on the layout of the tile.
     """
-    STEPS: tl.constexpr = COLUMNS.bit_length() - 1
-    for step in tl.static_range(STEPS):
-        x = tl.sum(tl.reshape(x, [ROWS, COLUMNS >> (step + 1), 2]), 2)
-    return tl.reshape(x, [ROWS])
+    for _ in tl.static_range(HALVINGS):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), 2)
+    return tl.reshape(x, [x.shape[0]])
 
 
 @triton.jit
-def unit(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def unit(x):
     """Return the rows of FP32 ``x``, divided by their norms."""
-    squares = row_sum(product(x, x), ROWS, COLUMNS)
+    squares = row_sum(product(x, x))
     return times(x, tl.rsqrt(squares + EPS)[:, None])
 
 
