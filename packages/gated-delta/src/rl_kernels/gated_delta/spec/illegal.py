@@ -28,7 +28,7 @@ ILLEGAL = (
         "v: expected a number of",
         "scaled",
     ),
-    IllegalCall("g of one head", edited("g", lambda x: x[..., :1]), ValueError, "g: expected shape"),
+    IllegalCall("g of more heads", edited("g", lambda x: x.repeat(1, 1, 2)), ValueError, "g: expected shape"),
     IllegalCall("g of integers", edited("g", torch.Tensor.int), TypeError, "g: expected dtype"),
     IllegalCall("beta of one number", given(beta=0.5), TypeError, "beta: expected a tensor"),
     IllegalCall("beta elsewhere", edited("beta", lambda x: x.to("meta")), ValueError, "beta: expected device"),

@@ -27,6 +27,11 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
         state = empty(8, HEADS[1], size, value_size)
         packed = operands(1, TOKENS, size, value_size, dtype)
         yield partial(backend.forward, *packed, state, bounds, None, 0.1, False, False)
+        grad = empty(2, TOKENS, HEADS[1], value_size, dtype=dtype)
+        dense = operands(2, TOKENS, size, value_size, dtype)
+        yield partial(backend.backward, *dense, None, None, None, 0.1, True, grad, None, False)
+        grad = empty(1, TOKENS, HEADS[1], value_size, dtype=dtype)
+        yield partial(backend.backward, *packed, state, bounds, None, 0.1, False, grad, state, True)
         cache = DeltaCache.empty(2, *HEADS, size, value_size, dtype=dtype, device="meta")
         for tokens, start in ((1, None), (5, empty(2, dtype=torch.int32))):
             options = (None, None, start, 0.1, True)

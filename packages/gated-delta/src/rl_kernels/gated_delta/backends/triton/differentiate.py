@@ -61,7 +61,8 @@ def gates(
         return
     row, d, item = tl.arange(0, CHUNK), tl.arange(0, D), slot.to(tl.int64) * HV + head
     is_token = chunk * CHUNK + row < count
-    place, dtype = first + chunk * CHUNK + row, UNIT_Q.dtype.element_ty
+    place = first + chunk * CHUNK + row
+    dtype = UNIT_Q.dtype.element_ty
     token = batch.to(tl.int64) * tokens + place
     key_item = slot.to(tl.int64) * HK + head // (HV // HK)
     q, k = part_at(UNIT_Q, key_item, d, CHUNK, D), part_at(UNIT_K, key_item, d, CHUNK, D)

@@ -84,7 +84,8 @@ def solve_transposed(
 ):
     """Return a block's gradient of v, rounded; write it, and the gradient of ``beta x``."""
     row = tl.arange(0, BLOCK) + INDEX * BLOCK
-    j, c, dtype = first + row, tl.arange(0, BLOCK), DX.dtype.element_ty
+    j, c = first + row, tl.arange(0, BLOCK)
+    dtype = DX.dtype.element_ty
     beta = tl.load(BETA + j.to(tl.int64) * HV, mask=j < count, other=0.0).to(tl.float32)
     inverse = tl.load(INVERSE + row[:, None] * BLOCK + c[None, :]).to(dtype)
     dx = dot(tl.trans(inverse), du.to(dtype), tl.zeros(du.shape, tl.float32))
