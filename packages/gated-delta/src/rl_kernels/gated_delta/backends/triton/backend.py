@@ -2,8 +2,8 @@
 
 The reduction order is the contract of this backend; ``tiles``, ``scan``, ``decode``, ``reverse`` and ``differentiate``
 state it. Prefill, a chunk of any length with a cache, and packed sequences take three launches: sums of decays,
-products and inverses of all chunks, and the pass over chunks. One token of each sequence takes a launch of its own, and
-one that counts it.
+products and inverses of all chunks, and the pass over chunks. One token of each sequence takes two launches: what
+does not depend on columns of the state, and its row.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rl_kernels.gated_delta.backends.triton import decode
 from rl_kernels.gated_delta.backends.triton.backward import backward
 from rl_kernels.gated_delta.backends.triton.plan import Plan, unreadable, with_copies
 from rl_kernels.gated_delta.backends.triton.schedule import tile_of_decode
+from rl_kernels.gated_delta.constants import CHUNK
 from rl_kernels.gated_delta.inputs import COUNT, Inputs
 
 __all__ = ["backward", "continued", "forward"]
@@ -72,20 +73,26 @@ def _one_token(inputs: Inputs) -> Launches:
     q, k, v = inputs[:3]
     copied = unreadable(inputs)
     q, k, v = with_copies((q, k, v), copied, shapes_only=True)
-    strides = [stride for x in (q, k, v) for stride in (x.stride(0), x.stride(2))]
-    sizes = q.shape[2], v.shape[2], q.shape[3], v.shape[3]
-    tile = tile_of_decode(q.dtype, *sizes[2:])
-    numbers = (*strides, *sizes, tile.width, inputs.normalize_qk)
-    grid = (sizes[3] // tile.width, sizes[1], q.shape[0])
-    step = Launch(decode.decode, grid, numbers, num_warps=tile.warps, num_stages=tile.stages)
+    q_strides, k_strides, v_strides = ((x.stride(0), x.stride(2)) for x in (q, k, v))
+    batch, sizes = q.shape[0], (q.shape[2], v.shape[2], q.shape[3], v.shape[3])
+    key_heads, heads, size, value_size = sizes
+    tile = tile_of_decode(q.dtype, size, value_size)
+    numbers = (*q_strides, *k_strides, *sizes[:3], inputs.normalize_qk)
+    weigh = Launch(decode.weigh, (key_heads, batch), numbers, num_warps=4)
+    grid = (value_size // tile.width, heads, batch)
+    step = Launch(decode.decode, grid, (*v_strides, *sizes, tile.width), num_warps=tile.warps, num_stages=tile.stages)
 
     def launch(*args: Any) -> torch.Tensor:
         q, k, v, g, beta = with_copies(args[:5], copied)
+        state, keys, values, decays, inverse, lengths = args[COUNT:]
         out = v.new_empty(v.shape)
         if out.numel():
+            unit_q, weights = q.new_empty((batch, key_heads, size)), v.new_empty((batch, heads, 2, CHUNK))
+            counts = lengths.new_empty((batch, key_heads))
+            shared = (unit_q, weights, counts)
             with device_of(q):
-                step(q, k, v, g, beta, out, *args[COUNT:], args[8])
-            args[-1].add_(1)
+                weigh(q, k, g, beta, keys, decays, inverse, lengths, *shared)
+                step(v, beta, out, state, keys, values, decays, inverse, lengths, *shared, args[8])
         return out
 
     return launch
