@@ -21,10 +21,17 @@ TRITON = (
     ),
     Bug("an earlier block left out", "x3 = dot(block_of(below, 3, 2), u2, x3)", "x3 = x3 + 0.0 * u2"),
     Bug("decay left out of the state", "state = times(state, tl.exp(last))", "state = state + 0.0 * last"),
+    Bug("a later block left out of gradients", "dot(tl.trans(block_of(below, 1, 0)), dv1, du)", "du + 0.0 * dv1"),
+    Bug("gradient of the decay at the end left out", "CHUNK - 1, dsums + at_last, dsums)", "CHUNK, at_last, dsums)"),
+    Bug(
+        "gradient of keys through the state left out",
+        "total = dot(faded, tl.trans(part_at(DSTATES, item, c, D, DV)), total)",
+        "total = total + 0.0",
+    ),
 )
 NATIVE_MODULES = tuple(f"{HERE}.{name}" for name in ("places", "chunks", "gradients", "backends.native"))
-
-TRITON_MODULES = tuple(f"{HERE}.backends.triton.{name}" for name in ("tiles", "prepare", "scan", "decode", "backend"))
+TRITON_NAMES = ("tiles", "prepare", "scan", "decode", "reverse", "differentiate", "plan", "backward", "backend")
+TRITON_MODULES = tuple(f"{HERE}.backends.triton.{name}" for name in TRITON_NAMES)
 
 
 class TestConformance(Conformance):

@@ -9,14 +9,18 @@ from itertools import pairwise
 import pytest
 import torch
 
-from rl_kernels.core.operator import Call
+from rl_kernels.core.operator import INVARIANT, Call
 from rl_kernels.gated_delta import DeltaCache, gated_delta_rule, reference
 from rl_kernels.gated_delta.op import OPERATOR
 
 pytestmark = pytest.mark.smoke
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CALL = Call(torch.device(DEVICE), torch.float32, "cpu", {})
-BACKENDS = [backend.name for backend in OPERATOR.backends if backend.why_not(CALL) is None]
+BACKENDS = [
+    backend.name
+    for backend in OPERATOR.backends
+    if backend.why_not(CALL) is None and backend.promises[DEVICE] >= INVARIANT
+]
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 HEADS, SIZES = (1, 2), (16, 32)
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129)
@@ -193,25 +197,6 @@ def test_a_cache_has_no_gradients() -> None:
         gated_delta_rule(*operands(3), cache=empty(), initial_state=state)
     with pytest.raises(ValueError, match="return_state: expected False with cache"):
         gated_delta_rule(*operands(3), cache=empty(), return_state=True)
-
-
-def test_gradients_are_those_of_the_recurrence() -> None:
-    call = [x.double().requires_grad_() for x in (*operands(130), torch.randn(1, HEADS[1], *SIZES, device=DEVICE))]
-    results = []
-    for function in (gated_delta_rule, reference.gated_delta_rule):
-        out = function(*call[:5], initial_state=call[5], return_state=True)
-        torch.manual_seed(1)
-        results.append(torch.autograd.grad(out, call, [torch.randn_like(x) for x in out]))
-    for ours, expected in zip(*results, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-10)
-
-
-def test_gradients_of_no_token() -> None:
-    call = [x.requires_grad_() for x in (*operands(0, 2), torch.randn(2, HEADS[1], *SIZES, device=DEVICE))]
-    out = gated_delta_rule(*call[:5], initial_state=call[5], return_state=True)
-    *rest, grad = torch.autograd.grad(out.state.sum(), call)
-    assert torch.equal(grad, torch.ones_like(grad))
-    assert [x.numel() for x in rest] == [0] * 5
 
 
 def test_definition_by_hand() -> None:

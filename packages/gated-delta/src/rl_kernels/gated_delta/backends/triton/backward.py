@@ -16,7 +16,7 @@ from rl_kernels.core.operator import tiles_change_no_bit
 from rl_kernels.core.triton_lib.launch import Launch
 from rl_kernels.gated_delta.backends.triton import differentiate, reverse
 from rl_kernels.gated_delta.backends.triton.plan import Plan, with_copies
-from rl_kernels.gated_delta.backends.triton.schedule import PART, tile_of_scan, warps_of_differentiate
+from rl_kernels.gated_delta.backends.triton.schedule import part_of_sums, tile_of_differentiate, tile_of_scan
 from rl_kernels.gated_delta.constants import CHUNK
 from rl_kernels.gated_delta.inputs import COUNT, Inputs
 
@@ -32,16 +32,19 @@ class Backward:
     def __init__(self, inputs: Inputs, plan: Plan) -> None:
         self.plan = plan
         key_heads, heads, size, value_size = sizes = plan.sizes
-        (q_strides, k_strides, v_strides), width = plan.strides, min(PART, value_size)
-        tile = tile_of_scan(inputs.q.dtype, size, value_size, tiles_change_no_bit(inputs.q.device))
-        warps = warps_of_differentiate(size)
+        q_strides, k_strides, v_strides = plan.strides
+        fast = tiles_change_no_bit(inputs.q.device)
+        tile = tile_of_scan(inputs.q.dtype, size, value_size, fast)
+        part = part_of_sums(inputs.q.dtype, value_size)
+        width, warps, stages = tile_of_differentiate(value_size, fast)
 
         def of_chunks(kernel: Any, heads: int, *numbers: Any) -> Launch:
-            return Launch(kernel, (plan.slots, heads), (*plan.places, *numbers), num_warps=warps)
+            numbers = (*plan.places, *numbers)
+            return Launch(kernel, (plan.slots, heads), numbers, num_warps=warps, num_stages=stages)
 
         self.replay = plan.over_chunks(reverse.replay, tile, *v_strides)
         self.reverse = plan.over_chunks(reverse.reverse, tile)
-        self.gates = of_chunks(differentiate.gates, heads, *v_strides, *sizes, width)
+        self.gates = of_chunks(differentiate.gates, heads, *v_strides, *sizes, part)
         normalize = inputs.normalize_qk
         self.queries = of_chunks(differentiate.queries, key_heads, *q_strides, *sizes, width, normalize)
         self.keys = of_chunks(differentiate.keys, key_heads, *k_strides, *sizes, width, normalize)

@@ -65,10 +65,8 @@ def gates(
     dtype = UNIT_Q.dtype.element_ty
     token = batch.to(tl.int64) * tokens + place
     key_item = slot.to(tl.int64) * HK + head // (HV // HK)
-    q, k = part_at(UNIT_Q, key_item, d, CHUNK, D), part_at(UNIT_K, key_item, d, CHUNK, D)
     sums, last = tl.load(SUMS + item * CHUNK + row), tl.load(SUMS + item * CHUNK + CHUNK - 1)
     grown, fading = tl.exp(sums), tl.exp(last - sums)
-    below, scores = square_at(BELOW, item), square_at(SCORES, item)
     zeros = tl.zeros([CHUNK, WIDTH], tl.float32)
     dscores, dbelow = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
     dbeta, dgrown, leaving = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
@@ -81,12 +79,14 @@ def gates(
         dscores = dot(grad, tl.trans(u), dscores)
         dbelow = dot(dv, tl.trans(u), dbelow)
         factor = part_at(STATES, item, c, D, DV)
-        keys_state, queries_state = dot(k, factor, zeros), dot(q, factor, zeros)
+        queries_state = dot(part_at(UNIT_Q, key_item, d, CHUNK, D), factor, zeros)
+        k = part_at(UNIT_K, key_item, d, CHUNK, D)
+        keys_state = dot(k, factor, zeros)
         from_queries = row_sum(product(grad.to(tl.float32), queries_state))
         from_keys = row_sum(product(dv.to(tl.float32), keys_state))
         dgrown += scaled(from_queries, scale) - from_keys
         v = rows_at(V, batch, place, head, is_token, v_batch, v_token, v_head, c).to(tl.float32)
-        x = dot(below, u, minus(v, grown[:, None], keys_state))
+        x = dot(square_at(BELOW, item), u, minus(v, grown[:, None], keys_state))
         dbeta += row_sum(product(dx.to(tl.float32), x))
         dfactor = part_at(DSTATES, item, c, D, DV)
         faded = times(u.to(tl.float32), fading[:, None])
@@ -101,7 +101,8 @@ def gates(
     square = (item * CHUNK + row)[:, None] * CHUNK + row[None, :]
     tl.store(DQK + square, times(dscores, between).to(dtype))
     tl.store(DKK + square, (-times(dbelow, between)).to(dtype))
-    moved = product(dscores, scores.to(tl.float32)) + product(dbelow, below.to(tl.float32))
+    moved = product(dscores, square_at(SCORES, item).to(tl.float32))
+    moved += product(dbelow, square_at(BELOW, item).to(tl.float32))
     moved = row_sum(moved) - row_sum(tl.trans(moved))
     dsums = product(grown, dgrown) + moved - leaving
     at_last = row_sum(leaving[None, :]) + times(row_sum(kept[None, :]), tl.exp(last))

@@ -43,10 +43,11 @@ def warps_of_prepare(key_size: int) -> int:
     return 4 if key_size <= WIDEST else 8
 
 
-PART = 64
-"""Columns of Dv whose sums the kernels of ``differentiate`` add at once; part of the order of the sums."""
+def part_of_sums(dtype: torch.dtype, value_size: int) -> int:
+    """Choose the columns of Dv whose sums ``gates`` adds at once, in a tree; this is part of the order of the sums."""
+    return min(32 if dtype in HALF else 16, value_size)
 
 
-def warps_of_differentiate(key_size: int) -> int:
-    """Choose the warps of the kernels of ``differentiate``."""
-    return 4 if key_size <= WIDEST // 2 else 8
+def tile_of_differentiate(value_size: int, fast: bool) -> Tile:
+    """Choose the schedule of the kernels of ``differentiate``, with the columns that ``queries`` and ``keys`` take."""
+    return Tile(min(64, value_size), 8, 2) if fast else Tile(min(32, value_size), 8)
