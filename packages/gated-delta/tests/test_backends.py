@@ -19,7 +19,7 @@ TRITON = (
         "tl.reshape(times(below, beta[:, None])",
         "tl.reshape((below + 0.0 * beta[:, None])",
     ),
-    Bug("an earlier block left out", "x3 = dot(block_of(below, 3, 2), u2, x3)", "x3 = x3 + 0.0 * u2"),
+    Bug("an earlier block left out", "x3 = dot(block_of(BELOW, 3, 2), u2, x3)", "x3 = x3 + 0.0 * u2"),
     Bug("decay left out of the state", "state = times(state, tl.exp(last))", "state = state + 0.0 * last"),
     Bug("a later block left out of gradients", "dot(tl.trans(block_of(below, 1, 0)), dv1, du)", "du + 0.0 * dv1"),
     Bug("gradient of the decay at the end left out", "CHUNK - 1, dsums + at_last, dsums)", "CHUNK, at_last, dsums)"),

@@ -64,7 +64,7 @@ class Plan:
         return Launch(kernel, grid, numbers, num_warps=tile.warps, num_stages=tile.stages)
 
     def chunks_of(self, inputs: Inputs, held: tuple[Any, ...], places: tuple[Any, ...]) -> Chunks:
-        """Launch what needs no state; ``held`` has keys, sums of decays and the inverse of a cache, or None for each."""
+        """Launch what needs no state; ``held`` has keys, decays and the inverse of a cache, or None for each."""
         q, k, _, g, beta = inputs[:5]
         key_heads, heads, size, _ = self.sizes
         keys, decays, inverse = held
