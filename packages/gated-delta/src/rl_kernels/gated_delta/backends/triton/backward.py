@@ -36,7 +36,7 @@ class Backward:
         fast = tiles_change_no_bit(inputs.q.device)
         tile = tile_of_scan(inputs.q.dtype, size, value_size, fast)
         part = part_of_sums(inputs.q.dtype, value_size)
-        width, warps, stages = tile_of_differentiate(value_size, fast)
+        width, warps, stages = tile_of_differentiate(size, value_size, fast)
 
         def of_chunks(kernel: Any, heads: int, *numbers: Any) -> Launch:
             numbers = (*plan.places, *numbers)

@@ -48,6 +48,6 @@ def part_of_sums(dtype: torch.dtype, value_size: int) -> int:
     return min(32 if dtype in HALF else 16, value_size)
 
 
-def tile_of_differentiate(value_size: int, fast: bool) -> Tile:
+def tile_of_differentiate(key_size: int, value_size: int, fast: bool) -> Tile:
     """Choose the schedule of the kernels of ``differentiate``, with the columns that ``queries`` and ``keys`` take."""
-    return Tile(min(64, value_size), 8, 2) if fast else Tile(min(32, value_size), 8)
+    return Tile(min(64 if fast and key_size <= WIDEST else 32, value_size), 8, 2 if fast else 1)
