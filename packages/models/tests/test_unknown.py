@@ -47,6 +47,24 @@ class Activates(Multiplies):
         return nn.functional.silu(self.inner(x))
 
 
+class Raises(Multiplies):
+    """Another, with a function of PyTorch that has no module."""
+
+    def forward(self, x):
+        return torch.exp2(self.inner(x))
+
+
+class Holds(Multiplies):
+    """Another, whose activation is a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.gelu = nn.GELU()
+
+    def forward(self, x):
+        return self.gelu(self.inner(x))
+
+
 class QuantLinear(nn.Module):
     """A linear layer with packed weights, as quantization libraries have them."""
 
@@ -114,6 +132,7 @@ LEFT = {
     "attention": (Attends, COMPUTES.format("scaled_dot_product_attention")),
     "a product": (Multiplies, COMPUTES.format("@")),
     "a function": (Activates, COMPUTES.format("silu")),
+    "a power": (Raises, COMPUTES.format("exp2")),
     "packed weights": (QuantLinear, "QuantLinear is not an nn.Linear; it may be quantized"),
 }
 
@@ -144,7 +163,7 @@ def test_a_warning_names_a_few():
 
 
 def test_what_it_knows_passes():
-    made = nn.Sequential(nn.Embedding(5, 24), Adds(), nn.Linear(24, 3))
+    made = nn.Sequential(nn.Embedding(5, 24), Adds(), Holds(), nn.Linear(24, 3))
     invariant(made, strict=True).undo()
 
 

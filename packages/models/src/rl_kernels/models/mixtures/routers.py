@@ -148,6 +148,10 @@ def form_of(module: Any) -> Form | None:
 
 def _recognized(module: Any) -> Form | None:
     """Return the form whose experts, weights and logits are those of the module's class, for random rows."""
+    # Those of a child too: a twin has random values for its own alone.
+    values = {*dict(module.named_parameters()), *dict(module.named_buffers())}
+    if not values <= {"weight", "bias", CORRECTION}:
+        return None
     has = tuple(getattr(module, name, None) is not None for name in ("bias", CORRECTION, GROUPS[0], SCALE))
     twins = [_twin(module, dtype) for dtype in (torch.float32, torch.bfloat16)]
     probes = [_probe(module.weight.shape[1], twin.weight.dtype) for twin in twins]
