@@ -32,7 +32,13 @@ MIXTURES = {
     "FlexOlmo": {},
     "Afmoe": {"head_dim": 16},
     "Laguna": {"head_dim": 16},
-    "Ernie4_5_Moe": {"head_dim": 16, "moe_num_experts": 8, "moe_k": 3, "moe_layer_start_index": 0, "moe_layer_end_index": 1},
+    "Ernie4_5_Moe": {
+        "head_dim": 16,
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_layer_start_index": 0,
+        "moe_layer_end_index": 1,
+    },
 }
 """Families of mixtures, with what makes each its own."""
 EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}

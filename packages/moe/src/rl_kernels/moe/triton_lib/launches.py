@@ -124,8 +124,8 @@ def _backward(kit_of: KitOf, *arguments: Any) -> Launches:
             else:
                 bounds = order[routes:]
                 tiles = list_tiles(bounds)
-            # In this order, and without names for what is read once, the most memory is z, dz, and h, dh and w h or a row
-            # of hidden for each route.
+            # In this order, and without names for what is read once, the most memory is z, dz, and for each route h, dh
+            # and w h or a row of hidden.
             if routes:
                 activate(
                     of_activation(grad, down.mT, None, order, tiles),
