@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from rl_kernels.lab.bench.conformance import BenchConformance
 from rl_kernels.lab.bench.definition import Shape
 from rl_kernels.norm.op import OPERATOR
-from rl_kernels.norm.spec.bench import BENCH
-from rl_kernels.norm.spec.cases import ADDED
+from rl_kernels.norm.spec.bench import BENCH, LIBRARIES
+from rl_kernels.norm.spec.cases import ADDED, GATED
 
 
 def liger_rms_norm(x, weight, eps, offset=0.0, casting_mode="llama", in_place=True):
@@ -21,7 +21,7 @@ def liger_fused_add_rms_norm(x, residual, weight, eps, offset=0.0, casting_mode=
 
 class TestBench(BenchConformance):
     operator = OPERATOR
-    tiny = (Shape((7, 16)), Shape((17, 33)), Shape((5, 24), ADDED))
+    tiny = (Shape((7, 16)), Shape((17, 33)), Shape((5, 24), ADDED), Shape((6, 32), GATED, without=LIBRARIES))
     peers = ("eager", "liger")
     modules = {
         "liger_kernel.transformers.functional": {
@@ -37,6 +37,8 @@ def test_bytes_are_counted_once():
     assert (forward.work.bytes, both.work.bytes) == (2 * size, 5 * size)
     forward, both = BENCH.passes(Shape((64, 128), ADDED), 2).values()
     assert (forward.work.bytes, both.work.bytes) == (4 * size, 8 * size)
+    forward, both = BENCH.passes(Shape((64, 128), GATED), 2).values()
+    assert (forward.work.bytes, both.work.bytes) == (3 * size, 8 * size)
 
 
 def test_eager_is_llamas_module():
