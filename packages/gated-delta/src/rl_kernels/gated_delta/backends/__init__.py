@@ -1,1 +1,1 @@
-"""The backends of gated_delta_rule, one module or folder each; they never import each other."""
+"""The backends of the package's operators, one module or folder each; they never import each other."""

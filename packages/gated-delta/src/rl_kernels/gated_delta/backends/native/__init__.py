@@ -1,0 +1,1 @@
+"""The native backend of gated_delta_rule: PyTorch on any device."""

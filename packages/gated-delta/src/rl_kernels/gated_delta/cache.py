@@ -1,0 +1,147 @@
+"""The cache of sequences that go on: the state at the start of the open chunk, and the rows of that chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from rl_kernels.core import validate as check
+from rl_kernels.gated_delta.constants import BLOCK, CHUNK
+from rl_kernels.gated_delta.inputs import state_dtype
+
+
+class DeltaCache(NamedTuple):
+    """What a sequence needs to go on with the bits of one call: the state of its last whole chunk, and newer rows.
+
+    ``gated_delta_rule(..., cache=)`` writes to these tensors in place; their shapes never change, so a CUDA graph may
+    hold them. Row r is token ``lengths // 64 * 64 + r`` of its sequence; rows from ``lengths % 64`` on are undefined.
+
+    Attributes:
+        state: ``[B, Hv, Dk, Dv]``, FP32: the recurrent state after the last whole chunk of 64 tokens.
+        keys: ``[B, Hk, 64, Dk]`` in the dtype of k: normalized keys.
+        values: ``[B, Hv, 64, Dv]`` in the dtype of v: the pseudo values u of whole blocks of 16 rows, and the right
+            sides of the equations of u in the block that is open.
+        decays: ``[B, Hv, 64]``, FP32: sums of g from the first row of the chunk to each row.
+        inverse: ``[B, Hv, 16, 16]``, FP32: the rows of the inverse of the open block's system.
+        lengths: ``[B]``, int32: tokens of each sequence.
+    """
+
+    state: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    decays: torch.Tensor
+    inverse: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        key_heads: int,
+        value_heads: int,
+        key_size: int,
+        value_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> DeltaCache:
+        """Return the cache of ``batch`` sequences without a token.
+
+        Args:
+            batch: number of sequences.
+            key_heads: Hk.
+            value_heads: Hv.
+            key_size: Dk.
+            value_size: Dv.
+            dtype: dtype of q, k and v.
+            device: device of the tensors; by default the current default device.
+        """
+        state = torch.zeros(
+            (batch, value_heads, key_size, value_size), dtype=state_dtype(dtype), device=device or torch.empty(0).device
+        )
+        return cls.from_recurrent(state, key_heads, dtype=dtype)
+
+    @classmethod
+    def from_recurrent(
+        cls, state: torch.Tensor, key_heads: int, *, dtype: torch.dtype, lengths: torch.Tensor | None = None
+    ) -> DeltaCache:
+        """Return a cache that goes on from recurrent states; a new chunk begins there.
+
+        Args:
+            state: ``[B, Hv, Dk, Dv]``, FP32 (FP64 for FP64 operands), copied.
+            key_heads: Hk, a divisor of Hv.
+            dtype: dtype of q, k and v.
+            lengths: ``[B]``, int32 or int64: tokens of each sequence so far, multiples of 64; by default 0. Only at
+                such a length does the sequence go on with the bits of one call.
+
+        Raises:
+            TypeError, ValueError: an argument is not as above; the message names it.
+        """
+        check.tensor("state", state, (state_dtype(dtype),), ndim=4)
+        batch, heads, key_size, value_size = state.shape
+        check.integer("key_heads", key_heads, least=1)
+        if heads % key_heads:
+            raise ValueError(f"key_heads: expected a divisor of the {heads} heads of state, got {key_heads}")
+        if lengths is None:
+            lengths = state.new_zeros(batch, dtype=torch.int32)
+        check.tensor("lengths", lengths, check.INTEGERS, ndim=1)
+        check.shape("lengths", lengths, (batch,), "one for each sequence of state")
+        if bool(((lengths % CHUNK != 0) | (lengths < 0)).any()):
+            raise ValueError(f"lengths: expected multiples of {CHUNK}, got {lengths.tolist()}")
+        return cls(
+            state.clone(memory_format=torch.contiguous_format),
+            state.new_zeros((batch, key_heads, CHUNK, key_size), dtype=dtype),
+            state.new_zeros((batch, heads, CHUNK, value_size), dtype=dtype),
+            state.new_zeros((batch, heads, CHUNK)),
+            state.new_zeros((batch, heads, BLOCK, BLOCK)),
+            lengths.to(torch.int32, copy=True),
+        )
+
+    def to_recurrent(self) -> torch.Tensor:
+        """Return the recurrent states ``[B, Hv, Dk, Dv]``: copies of ``state``, with the open chunk added.
+
+        For a sequence without an open row these are the bits of ``state``.
+        """
+        opened = (self.lengths.long() % CHUNK)[:, None, None]
+        row = torch.arange(CHUNK, device=self.state.device)
+        dtype = self.state.dtype
+        values = torch.where((row < opened)[..., None], self.values.to(dtype), 0.0)
+        begin = opened // BLOCK * BLOCK
+        is_inverse = (row[:BLOCK, None] < (opened - begin)[..., None]) & (row[:BLOCK] <= row[:BLOCK, None])
+        inverse = torch.where(is_inverse, self.inverse, 0.0).to(self.keys.dtype).to(dtype)
+        place = (begin + row[:BLOCK]).clamp(max=CHUNK - 1)[..., None].expand(*values.shape[:2], BLOCK, values.shape[3])
+        u = (inverse @ values.gather(2, place)).to(self.values.dtype).to(dtype)
+        values = torch.where((begin < opened)[..., None], values.scatter(2, place, u), values)
+        last = self.decays.gather(2, (opened - 1).clamp(min=0).expand(-1, self.decays.shape[1], 1))
+        fading = torch.where(row < opened, (last - self.decays).exp(), 0.0)
+        faded = (fading[..., None] * values).to(self.values.dtype).to(dtype)
+        keys = torch.where((row < opened)[..., None], self.keys.to(dtype), 0.0)
+        keys = keys.repeat_interleave(self.state.shape[1] // self.keys.shape[1], 1)
+        return torch.where((opened > 0)[..., None], last.exp()[..., None] * self.state + keys.mT @ faded, self.state)
+
+    def select(self, sequences: torch.Tensor | Sequence[int]) -> DeltaCache:
+        """Return a copy with these sequences, in this order; one that comes twice is forked, as beams are."""
+        index = torch.as_tensor(sequences, dtype=torch.long, device=self.lengths.device)
+        return DeltaCache(*(x.index_select(0, index) for x in self))
+
+    def crop(self, lengths: torch.Tensor | Sequence[int]) -> None:
+        """Forget the newest tokens, in place, such as guesses that were not accepted.
+
+        Args:
+            lengths: ``[B]``: tokens that each sequence keeps. Only rows of the open chunk can be forgotten, down to the
+                beginning of its open block of 16, since older ones are part of the state.
+
+        Raises:
+            ValueError: a sequence would have to grow, or to forget older tokens; the message says which are held.
+        """
+        kept = torch.as_tensor(lengths, dtype=torch.int32, device=self.lengths.device)
+        check.shape("lengths", kept, self.lengths.shape, "one for each sequence")
+        least = self.lengths // BLOCK * BLOCK
+        if bool(((kept < least) | (kept > self.lengths)).any()):
+            raise ValueError(
+                f"lengths: expected {least.tolist()} to {self.lengths.tolist()}, the tokens that the cache can go back "
+                f"to, got {kept.tolist()}"
+            )
+        self.lengths.copy_(kept)
