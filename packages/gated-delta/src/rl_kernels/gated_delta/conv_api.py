@@ -153,7 +153,7 @@ class _CausalConv1d(torch.autograd.Function):
         cu_seqlens, start, silu, return_state, ready = settings
         out, last = ops["forward"].call(ready, *tensors, cu_seqlens, start, silu, return_state)
         save(ctx, *tensors, cu_seqlens, start)
-        ctx.silu, ctx.backend = silu, ready.backend
+        ctx.silu, ctx.return_state, ctx.backend = silu, return_state, ready.backend
         ctx.dtypes = [None if value is None else value.dtype for value in tensors]
         if not return_state:
             ctx.mark_non_differentiable(last)
@@ -168,6 +168,8 @@ class _CausalConv1d(torch.autograd.Function):
         if grad is None and grad_state is None:
             return (None,) * len(needed)
         tensors = ctx.saved_tensors
+        # Under torch.compile an empty state has a gradient too.
+        grad_state = grad_state if ctx.return_state else None
         if grad is None:
             grad = torch.zeros_like(tensors[0], memory_format=torch.contiguous_format)
         results = first_order(ops["backward"], *tensors, ctx.silu, grad, grad_state, *needed[1:3], ctx.backend)

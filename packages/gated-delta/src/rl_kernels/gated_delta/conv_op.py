@@ -18,9 +18,7 @@ from rl_kernels.core.torchlib.ops import define
 from rl_kernels.core.triton_lib.launch import triton_backend
 from rl_kernels.gated_delta.conv_inputs import COUNT, ConvInputs
 
-_INPUTS = (
-    "Tensor x, Tensor weight, Tensor? bias, Tensor? state, Tensor? cu_seqlens, Tensor? start, bool silu"
-)
+_INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? state, Tensor? cu_seqlens, Tensor? start, bool silu"
 SCHEMAS = {
     "forward": f"({_INPUTS}, bool return_state, str backend) -> (Tensor, Tensor)",
     "backward": (

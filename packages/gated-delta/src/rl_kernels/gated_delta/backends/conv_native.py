@@ -75,7 +75,7 @@ def backward(*args: Any) -> tuple[torch.Tensor, ...]:
 
 def _first(call: ConvInputs) -> _Tokens:
     """Return the first token of each sequence."""
-    (batch, count, _), device = call.x.shape, call.x.device
+    count, device = call.x.shape[1], call.x.device
     sequence = torch.arange(call.sequences, device=device)
     if call.cu_seqlens is not None:
         bounds = call.cu_seqlens.long().clamp(0, count)
@@ -122,9 +122,7 @@ def _weighted(call: ConvInputs, taps: list[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def _pulled(
-    call: ConvInputs, tokens: _Tokens, upstream: torch.Tensor, grad_state: torch.Tensor | None
-) -> torch.Tensor:
+def _pulled(call: ConvInputs, tokens: _Tokens, upstream: torch.Tensor, grad_state: torch.Tensor | None) -> torch.Tensor:
     """Return the gradients of inputs ``[N, D]``: of the tokens that see them, the last first, and of the last state."""
     weight = call.weight.to(upstream.dtype)
     total = upstream.new_zeros(len(tokens.at), upstream.shape[1])

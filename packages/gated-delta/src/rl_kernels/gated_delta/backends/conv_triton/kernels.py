@@ -82,9 +82,7 @@ def forward(
     D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs of a slot, ROWS at a time, and with the last chunk the last inputs. Grid: slots, channels."""
-    row, s, first, length, begin = place(
-        tl.program_id(0), CU_SEQLENS, START, tokens, slots, sequences, steps, CHUNK
-    )
+    row, s, first, length, begin = place(tl.program_id(0), CU_SEQLENS, START, tokens, slots, sequences, steps, CHUNK)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     x, y = X + row.to(tl.int64) * x_row, Y + row.to(tl.int64) * tokens * D
     bias = bias_of(BIAS, d, D)
