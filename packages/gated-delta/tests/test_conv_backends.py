@@ -20,7 +20,6 @@ CHUNK = 8
 """Tokens of a chunk in the interpreter, which takes a hundredth of a second for each token of backward."""
 NATIVE = (
     Bug("oldest state one token late", "(position + PAST).clamp(0, PAST - 1)]", "(position + 2).clamp(0, PAST - 1)]"),
-    Bug("state before the state", "(position < 0) & (position >= -PAST))[:, None]", "(position < 0))[:, None]"),
     Bug("gradient of the last state lost", "if grad_state is not None and", "if grad_state is None and"),
     Bug("gradient from the next sequence", "tokens.length))[:, None], value", "tokens.length + 1))[:, None], value"),
     Bug("chunks of the batch", "slot * CHUNK + tokens.position % CHUNK", "slot * CHUNK + tokens.at % CHUNK"),

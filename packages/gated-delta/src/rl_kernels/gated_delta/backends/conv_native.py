@@ -105,7 +105,7 @@ def _inputs(call: ConvInputs, tokens: _Tokens, back: int) -> torch.Tensor:
         values = torch.where(((position >= 0) & (position < tokens.length))[:, None], inside, values)
     if call.state is not None and len(position):
         before = call.state[tokens.sequence, (position + PAST).clamp(0, PAST - 1)]
-        values = torch.where(((position < 0) & (position >= -PAST))[:, None], before, values)
+        values = torch.where((position < 0)[:, None], before, values)
     return values
 
 
