@@ -16,7 +16,7 @@ BACKENDS = [
     for backend in OPERATOR.backends
     if backend.why_not(describe(torch.empty(1, 1, 8, device=DEVICE))) is None
 ]
-CHUNK = 8
+CHUNK = 4
 """Tokens of a chunk in the interpreter, which takes a hundredth of a second for each token of backward."""
 NATIVE = (
     Bug("oldest state one token late", "(position + PAST).clamp(0, PAST - 1)]", "(position + 2).clamp(0, PAST - 1)]"),
@@ -56,7 +56,7 @@ class TestConformance(Conformance):
         Mutants("triton", MODULES, TRITON, ("bias", "state", "left", "packed")),
     )
     smoke = ("plain", "packed")
-    interpreted = {"batch": 4, "seq": 11, "width": 9}
+    interpreted = {"batch": 4, "seq": 6, "width": 5}
     large = (
         Case("prompt", {"batch": 2, "seq": 2048, "width": 8192}),
         Case(

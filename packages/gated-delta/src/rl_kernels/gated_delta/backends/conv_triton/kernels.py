@@ -143,12 +143,13 @@ def backward(
     if DSTATE is not None:
         lowest = tl.where(begin == 0, -PAST, begin)
     newest = end + PAST - 1
-    x3 = inputs(x, STATE, s, first, length, newest, d, x_token, D)
-    x2 = inputs(x, STATE, s, first, length, newest - 1, d, x_token, D)
-    x1 = inputs(x, STATE, s, first, length, newest - 2, d, x_token, D)
     for i in tl.range(0, newest + 1 - lowest, num_stages=STAGES):
         position = newest - i
-        x0 = inputs(x, STATE, s, first, length, position - PAST, d, x_token, D)
+        # Read anew and not handed on, which would keep Triton from loading ahead; all but the first are in the L1 cache.
+        x0 = inputs(x, STATE, s, first, length, position - 3, d, x_token, D)
+        x1 = inputs(x, STATE, s, first, length, position - 2, d, x_token, D)
+        x2 = inputs(x, STATE, s, first, length, position - 1, d, x_token, D)
+        x3 = inputs(x, STATE, s, first, length, position, d, x_token, D)
         z = fma(x3, w3, fma(x2, w2, fma(x1, w1, fma(x0, w0, bias))))
         dz = upstream(grads, z, first, length, position, d, grad_token, D, SILU)
         dx = fma(w3, dz, fma(w2, dz1, fma(w1, dz2, product(w0, dz3))))
@@ -167,7 +168,6 @@ def backward(
             sum0, sum1, sum2, sum3 = fma(term, x0, sum0), fma(term, x1, sum1), fma(term, x2, sum2), fma(term, x3, sum3)
             sum_bias += term
         dz1, dz2, dz3 = dz, dz1, dz2
-        x1, x2, x3 = x0, x1, x2
     if PARTS is not None:
         part = PARTS + slot.to(tl.int64) * (TAPS + 1) * D + d
         tl.store(part, sum0, mask=inside)
