@@ -15,18 +15,7 @@ from rl_kernels.gated_delta import checks
 from rl_kernels.gated_delta.cache import DeltaCache
 from rl_kernels.gated_delta.inputs import Inputs
 from rl_kernels.gated_delta.op import OPERATOR, describe, ops
-
-
-class GatedDelta(NamedTuple):
-    """The results of ``gated_delta_rule`` with ``return_state``.
-
-    Attributes:
-        out: ``[B, T, Hv, Dv]`` in the dtype of q; differentiable.
-        state: ``[sequences, Hv, Dk, Dv]``, FP32: the recurrent states after the last tokens; differentiable.
-    """
-
-    out: torch.Tensor
-    state: torch.Tensor
+from rl_kernels.gated_delta.results import GatedDelta
 
 
 def gated_delta_rule(
@@ -148,7 +137,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         cu_seqlens, start, numbers, return_state, ready = settings
         out, state = ops["forward"].call(ready, *tensors, cu_seqlens, start, *numbers, return_state)
         save(ctx, *tensors, cu_seqlens, start)
-        ctx.numbers, ctx.backend = numbers, ready.backend
+        ctx.numbers, ctx.backend, ctx.has_state = numbers, ready.backend, return_state
         if not return_state:
             ctx.mark_non_differentiable(state)
         ctx.set_materialize_grads(False)
@@ -159,6 +148,8 @@ class _GatedDeltaRule(torch.autograd.Function):
         ctx: Any, grad: torch.Tensor | None, grad_state: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         needed = ctx.needs_input_grad
+        # Under torch.compile it is a tensor of zeros without elements.
+        grad_state = grad_state if ctx.has_state else None
         if grad is None and grad_state is None:
             return (None,) * len(needed)
         tensors = ctx.saved_tensors

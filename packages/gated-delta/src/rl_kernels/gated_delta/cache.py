@@ -86,10 +86,11 @@ class DeltaCache(NamedTuple):
             raise ValueError(f"key_heads: expected a divisor of the {heads} heads of state, got {key_heads}")
         if lengths is None:
             lengths = state.new_zeros(batch, dtype=torch.int32)
-        check.tensor("lengths", lengths, check.INTEGERS, ndim=1)
-        check.shape("lengths", lengths, (batch,), "one for each sequence of state")
-        if bool(((lengths % CHUNK != 0) | (lengths < 0)).any()):
-            raise ValueError(f"lengths: expected multiples of {CHUNK}, got {lengths.tolist()}")
+        else:
+            check.tensor("lengths", lengths, check.INTEGERS, ndim=1)
+            check.shape("lengths", lengths, (batch,), "one for each sequence of state")
+            if bool(((lengths % CHUNK != 0) | (lengths < 0)).any()):
+                raise ValueError(f"lengths: expected multiples of {CHUNK}, got {lengths.tolist()}")
         return cls(
             state.clone(memory_format=torch.contiguous_format),
             state.new_zeros((batch, key_heads, CHUNK, key_size), dtype=dtype),

@@ -11,8 +11,10 @@ from rl_kernels.core.calls import Ready
 from rl_kernels.core.dispatch import choose, remembered
 from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib.derivatives import apply_of, first_order, no_lost_derivatives
-from rl_kernels.gated_delta.conv_inputs import ConvInputs, Convolved, check_bounds, check_inputs
+from rl_kernels.gated_delta.conv_inputs import ConvInputs, check_inputs
 from rl_kernels.gated_delta.conv_op import OPERATOR, describe, ops
+from rl_kernels.gated_delta.layouts import check_bounds
+from rl_kernels.gated_delta.results import Convolved
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
@@ -112,7 +114,7 @@ def causal_conv1d(
     ready = _prepare(*tensors, cu_seqlens, start, activation, return_state, backend)
     silu = activation == "silu"
     if validate and not (cu_seqlens is start is None):
-        check_bounds(ConvInputs(*tensors, cu_seqlens, start, silu))
+        check_bounds("x", x, cu_seqlens, start)
     no_lost_derivatives("causal_conv1d", *tensors)
     if torch.is_grad_enabled() and any([value is not None and value.requires_grad for value in tensors]):
         settings = _Settings(cu_seqlens, start, silu, return_state, ready)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from rl_kernels.gated_delta.conv_inputs import Convolved
 from rl_kernels.gated_delta.reference import spans
+from rl_kernels.gated_delta.results import Convolved
 
 
 def causal_conv1d(

@@ -15,6 +15,7 @@ import torch
 from rl_kernels.core import batched
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
 from rl_kernels.core.torchlib.ops import define
+from rl_kernels.core.triton_lib.launch import triton_backend
 from rl_kernels.gated_delta.constants import CHUNK
 from rl_kernels.gated_delta.inputs import COUNT, Inputs, state_dtype
 
@@ -76,9 +77,10 @@ OPERATOR = Operator(
     schemas=SCHEMAS,
     fakes=FAKES,
     backends=(
+        triton_backend("rl_kernels.gated_delta.backends.triton.backend"),
         Backend(
             "native",
-            "rl_kernels.gated_delta.backends.native.backend",
+            "rl_kernels.gated_delta.backends.native",
             {"cpu": INVARIANT, "cuda": REPEATABLE},
             note=_note,
         ),

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
+from rl_kernels.gated_delta.results import GatedDelta
+
 CHUNK, EPS = 64, 1e-6
 
 
@@ -27,7 +29,7 @@ def gated_delta_rule(
     start: torch.Tensor | None = None,
     return_state: bool = False,
     **_: object,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | GatedDelta:
     """Return the output ``[B, T, Hv, Dv]`` in the dtype of q, and with ``return_state`` the last states."""
     form = _recurrence if q.dtype == torch.float64 else _chunked
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -49,7 +51,7 @@ def gated_delta_rule(
     if not return_state:
         return out
     shape = (0, v.shape[2], q.shape[3], v.shape[3])
-    return out, torch.stack(states) if states else _wide(v).new_zeros(shape)
+    return GatedDelta(out, torch.stack(states) if states else _wide(v).new_zeros(shape))
 
 
 def spans(
@@ -95,8 +97,8 @@ def _chunked(
         return x.to(v.dtype).float()
 
     outs = []
-    for chunk in zip(*(x.split(CHUNK, 1) for x in (q, k, v, g, beta)), strict=True):
-        a, b, c, decay, strength = (x.float() for x in chunk)
+    for first in range(0, q.shape[1], CHUNK):
+        a, b, c, decay, strength = (x[:, first : first + CHUNK].float() for x in (q, k, v, g, beta))
         decay, strength = decay.cumsum(1), strength[..., None]
         is_past = torch.ones(decay.shape[1], decay.shape[1], dtype=torch.bool, device=q.device).tril()
         between = torch.where(is_past, decay[..., None] - decay[..., None, :], -torch.inf).exp()

@@ -1,1 +1,1 @@
-"""Cases, checks and benchmark of gated_delta_rule, for the checker and the tests; not imported at run time."""
+"""Cases, checks and benchmark of the package's operators, for the checker and the tests; not imported at run time."""

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from rl_kernels.core.testing import Case
-from rl_kernels.gated_delta.conv_inputs import PAST, TAPS, Convolved
+from rl_kernels.gated_delta.conv_inputs import PAST, TAPS
+from rl_kernels.gated_delta.results import Convolved
 from rl_kernels.gated_delta.spec.conv_cases import STATE
 from rl_kernels.lab.bench.definition import (
     FORWARD,

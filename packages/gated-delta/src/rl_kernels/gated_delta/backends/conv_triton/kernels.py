@@ -145,7 +145,7 @@ def backward(
     newest = end + PAST - 1
     for i in tl.range(0, newest + 1 - lowest, num_stages=STAGES):
         position = newest - i
-        # Read anew and not handed on, which would keep Triton from loading ahead; all but the first are in the L1 cache.
+        # Read anew: handed on from token to token they would keep Triton from loading ahead. L1 has all but the first.
         x0 = inputs(x, STATE, s, first, length, position - 3, d, x_token, D)
         x1 = inputs(x, STATE, s, first, length, position - 2, d, x_token, D)
         x2 = inputs(x, STATE, s, first, length, position - 1, d, x_token, D)

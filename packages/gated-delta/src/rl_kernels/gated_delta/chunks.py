@@ -144,7 +144,7 @@ def rows_of(chunks: Chunks, part: slice, state: torch.Tensor, cache: DeltaCache 
     for block in range(BLOCKS):
         rows = slice(block * BLOCK, block * BLOCK + BLOCK)
         # Rows of this block and later ones are still zeros.
-        side = multiply(below[:, :, rows], u, sides[:, :, rows].contiguous())
+        side = multiply(below[:, :, rows], u, sides[:, :, rows].clone(memory_format=torch.contiguous_format))
         sides[:, :, rows] = side
         scaled = rounded(chunks.beta[part][:, :, rows] * side, dtype)
         if held is not None:

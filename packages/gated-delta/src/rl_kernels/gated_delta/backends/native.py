@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from rl_kernels.gated_delta.backends.native.chunks import chunks_of, next_state, output_of, rows_of
-from rl_kernels.gated_delta.backends.native.gradients import backward
+from rl_kernels.gated_delta.chunks import chunks_of, next_state, output_of, rows_of
+from rl_kernels.gated_delta.gradients import backward
 from rl_kernels.gated_delta.cache import DeltaCache
 from rl_kernels.gated_delta.constants import BLOCK, CHUNK
 from rl_kernels.gated_delta.inputs import COUNT, Inputs, state_dtype

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rl_kernels.core.rowwise.sums import row_sum
-from rl_kernels.gated_delta.backends.native.chunks import (
+from rl_kernels.gated_delta.chunks import (
     Chunks,
     Rows,
     chunks_of,
@@ -133,7 +133,7 @@ def _solve_transposed(
     for block in reversed(range(CHUNK // BLOCK)):
         rows = slice(block * BLOCK, block * BLOCK + BLOCK)
         # Only later blocks: what this block's rows do to each other is part of its inverse.
-        side = multiply(-below[:, :, :, rows].mT.contiguous(), scaled, du[:, :, rows].contiguous())
+        side = multiply(-below[:, :, :, rows].mT.contiguous(), scaled, du[:, :, rows].clone(memory_format=torch.contiguous_format))
         result[:, :, rows] = multiply(inverse[:, :, block].mT.contiguous(), side)
         scaled[:, :, rows] = beta[:, :, rows] * result[:, :, rows]
     return result

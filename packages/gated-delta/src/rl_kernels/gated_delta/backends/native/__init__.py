@@ -1,1 +1,0 @@
-"""The native backend of gated_delta_rule: PyTorch on any device."""
