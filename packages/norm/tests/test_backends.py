@@ -43,9 +43,17 @@ PLANTED = (
             Bug("gradient of the sum lost", "dx = dx + of_sum", "dx = dx * 1.0"),
             Bug("mean of another row", "count + rows, mask", "count + rows // 2, mask"),
             Bug("last parts left out", "AHEAD, count", "AHEAD, count - REST"),
-            Bug("slope of the sigmoid lost", "slope = product(sigmoid, fma(gate, one - sigmoid, one))", "slope = sigmoid"),
+            Bug(
+                "slope of the sigmoid lost",
+                "slope = product(sigmoid, fma(gate, one - sigmoid, one))",
+                "slope = sigmoid",
+            ),
             Bug("gradient of the norm not gated", "return product(grad, tl.div_rn(gate, parts))", "return grad"),
-            Bug("gate's gradient without the weight", "grad, weighted(x, WEIGHT, d, inside, offset), GATE", "grad, x, GATE"),
+            Bug(
+                "gate's gradient without the weight",
+                "grad, weighted(x, WEIGHT, d, inside, offset), GATE",
+                "grad, x, GATE",
+            ),
         ),
         (
             *("plain", "residual", "gemma", "gated", "layer", "layer-residual", "layer-offset", "batch-2049"),

@@ -130,7 +130,7 @@ def _prepare(*args: Any) -> Ready:
     *tensors, activation, return_state, backend = args
     check.choice("activation", activation, ("silu", None))
     check.flag("return_state", return_state)
-    call = ConvInputs(*tensors, activation == "silu")
+    call = ConvInputs._make((*tensors, activation == "silu"))
     check_inputs(call)
     check.backend_name(backend)
     return ops["forward"].ready(*call, return_state, choose(OPERATOR, describe(call.x), backend).name)

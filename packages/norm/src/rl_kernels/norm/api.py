@@ -330,9 +330,8 @@ class _Norm(torch.autograd.Function):
         inputs = zip(ctx.needs_input_grad, ctx.places, strict=False)
         needed = [is_needed and is_asked_for(ctx, place) for is_needed, place in inputs]
         rows_of_grad_sum = None if grad_sum is None else _rows(grad_sum)
-        name, arguments = "backward", (_rows(grad), rows_of_grad_sum, _rows(total), weight, stats, centered, offset)
-        if gate is not None:
-            name, arguments = "backward_gated", (_rows(gate), *arguments)
+        name, gates = ("backward", ()) if gate is None else ("backward_gated", (_rows(gate),))
+        arguments = (*gates, _rows(grad), rows_of_grad_sum, _rows(total), weight, stats, centered, offset)
         dweight = None
         if needed[3] and main_grad is not None:
             no_lost_derivatives("rms_norm", *arguments)

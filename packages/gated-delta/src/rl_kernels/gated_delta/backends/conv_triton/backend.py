@@ -32,11 +32,11 @@ class _Slots(NamedTuple):
     """The slots of a call, as ``kernels`` describes them.
 
     Attributes:
-        count: number of all slots.
+        total: number of all slots.
         numbers: tokens of a row, slots of a row, sequences, and steps of the search for a slot's sequence.
     """
 
-    count: int
+    total: int
     numbers: tuple[int, int, int, int]
 
 
@@ -57,8 +57,8 @@ def forward(*args: Any) -> Launches:
     columns, warps = min(FORWARD[0], max(next_power_of_2(size), 16)), FORWARD[1]
     rows = min(MOST_ROWS, next_power_of_2(max(tokens, 1)))
     copied, state_shape = _copied(call), call.state_shape
-    numbers = (*numbers, *_strides(call.x, 0 in copied), size, CHUNK, rows, columns, call.silu)
-    convolve = Launch(kernels.forward, (count, ceil_div(size, columns)), numbers, num_warps=warps)
+    constants = (*_strides(call.x, 0 in copied), size, CHUNK, rows, columns, call.silu)
+    convolve = Launch(kernels.forward, (count, ceil_div(size, columns)), (*numbers, *constants), num_warps=warps)
 
     def launch(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         operands = list(args[: COUNT - 1])
@@ -82,8 +82,8 @@ def backward(*args: Any) -> Launches:
     columns, warps = min(BACKWARD[0], max(next_power_of_2(size), 16)), BACKWARD[1]
     copied, state_shape = _copied(call, grad, grad_state), call.state_shape
     strides = (*_strides(call.x, 0 in copied), *_strides(grad, COUNT - 1 in copied))
-    numbers = (*numbers, *strides, size, CHUNK, columns, call.silu, STAGES)
-    gradients = Launch(kernels.backward, (count, ceil_div(size, columns)), numbers, num_warps=warps)
+    constants = (*strides, size, CHUNK, columns, call.silu, STAGES)
+    gradients = Launch(kernels.backward, (count, ceil_div(size, columns)), (*numbers, *constants), num_warps=warps)
     add = Launch(kernels.chain, (ceil_div(size, COLUMNS), TAPS + 1), (count, size, COLUMNS, AHEAD), num_warps=2)
 
     def launch(*args: Any) -> tuple[torch.Tensor, ...]:
@@ -111,14 +111,14 @@ def _copied(call: ConvInputs, grad: torch.Tensor | None = None, *others: torch.T
 
     x and the gradient of the output may have any strides but that of a channel, the others none.
     """
-    loose, operands = (0, COUNT - 1), (*call[: COUNT - 1], grad, *others)
+    loose, tensors = (0, COUNT - 1), (call.x, call.weight, call.bias, call.state, call.cu_seqlens, call.start)
     fits = [
         x is None or ((x.shape[2] == 1 or x.stride(2) == 1) if number in loose else x.is_contiguous())
-        for number, x in enumerate(operands)
+        for number, x in enumerate((*tensors, grad, *others))
     ]
     return [number for number, is_read in enumerate(fits) if not is_read]
 
 
 def _strides(x: torch.Tensor, is_copied: bool) -> tuple[int, int]:
     """Return the strides of rows and tokens, of a contiguous copy if it is copied."""
-    return (x.shape[1] * x.shape[2], x.shape[2]) if is_copied else x.stride()[:2]
+    return (x.shape[1] * x.shape[2], x.shape[2]) if is_copied else (x.stride(0), x.stride(1))

@@ -46,10 +46,10 @@ def weighted(x, WEIGHT, d, inside, offset):
 @triton.jit
 def gated(x, GATE, X, WEIGHT, place, mask, CAST_FIRST: tl.constexpr):
     """Return rows times ``silu(GATE)``; with CAST_FIRST they are rounded before, if the weight has the dtype of X."""
-    if CAST_FIRST:
-        if WEIGHT is not None:
-            if WEIGHT.dtype == X.dtype:
-                x = x.to(X.dtype.element_ty).to(tl.float32)
+    if WEIGHT is not None:
+        is_alike: tl.constexpr = WEIGHT.dtype == X.dtype
+        if CAST_FIRST and is_alike:
+            x = x.to(X.dtype.element_ty).to(tl.float32)
     gate = tl.load(GATE + place, mask=mask, other=0.0).to(tl.float32)
     return product(x, tl.div_rn(gate, sigmoid_parts(gate)))
 
