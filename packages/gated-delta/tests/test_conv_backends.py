@@ -36,7 +36,7 @@ TRITON = (
     Bug("last parts left out", "range(full * AHEAD, count)", "range(full * AHEAD, count - 1)"),
 )
 MODULES = tuple(
-    f"rl_kernels.gated_delta.backends.{name}" for name in ("conv_native", "conv_triton.kernels", "conv_triton.backend")
+    f"rl_kernels.gated_delta.backends.{name}" for name in ("conv_native", "triton.conv.kernels", "triton.conv.backend")
 )
 
 

@@ -61,7 +61,7 @@ OPERATOR = Operator(
     schemas=SCHEMAS,
     fakes=FAKES,
     backends=(
-        triton_backend("rl_kernels.gated_delta.backends.conv_triton.backend"),
+        triton_backend("rl_kernels.gated_delta.backends.triton.conv.backend"),
         Backend("native", "rl_kernels.gated_delta.backends.conv_native", {"cpu": INVARIANT, "cuda": INVARIANT}),
     ),
     describe=describe,

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from rl_kernels.core.triton_lib.ahead import empty
-from rl_kernels.gated_delta.backends.conv_triton import backend
+from rl_kernels.gated_delta.backends.triton.conv import backend
 
 SIZE = 8192
 """Channels of Qwen3-Next and Qwen3.5."""
