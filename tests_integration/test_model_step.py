@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from forked import imported
+from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("transformers")
 
-tool, made = imported("model_step"), imported("model_ways")
+tool, made, decode = imported("model_step"), imported("model_ways"), imported("model_decode")
 SIZES = {"layers": 2, "hidden": 64, "between": 96, "heads": 4, "kv-heads": 2, "vocab": 300, "prompts": 4}
 SIZES |= {"longest": 60, "decoded": 2, "keys": 24, "generated": 3, "rounds": 1}
 TINY = [*(f"--{name}={size}" for name, size in SIZES.items()), "--device=cpu", "--dtype=fp32", "--sizes=2x16"]
@@ -43,6 +45,12 @@ def test_everything_is_timed_and_compared(
     assert all(counts["of_logits"] == 300 * counts["of_logps"] > 0 for counts in ours["prompts"].values())
     assert all(counts["experts"] == 0 for counts in ours["prompts"].values())
     assert all((counts["of_tokens"] > 0) == bool(family) for counts in ours["prompts"].values())
+    if family:
+        zero = {"mean": 0.0, "largest": 0.0}
+        assert all(set(map(str, counts["moves"].values())) == {str(zero)} for counts in ours["prompts"].values())
+        moves = [each for counts in stock["prompts"].values() for each in counts["moves"].values()]
+        assert all(0 <= each["mean"] <= each["largest"] for each in moves)
+        assert max(each["largest"] for each in moves) > 0
     assert ours["gradients"]["differ"] == 0 < ours["gradients"]["elements"]
     assert sum(counts["logits"] for counts in stock["prompts"].values()) > 0
     # Those of the stock model differ on some CPUs only.
@@ -76,7 +84,7 @@ def test_a_bit_that_differs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_way_that_fails_is_named_and_the_others_are_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    decoding = made.decoding
+    decoding = tool.decoding
 
     def fails(way: Any, *sizes: int) -> Any:
         if way.name == "stock":
@@ -88,6 +96,33 @@ def test_a_way_that_fails_is_named_and_the_others_are_timed(
     printed = capsys.readouterr().out
     assert "failed: decode, stock: RuntimeError: no room" in printed
     assert "decode, 2 sequences, 24 keys: invariant" in printed
+
+
+class Constants(TorchFunctionMode):
+    """Counts constants that a call copies from the host to the device, which no CUDA graph can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], torch.Tensor)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("keys", [24, 300], ids=["before the window is full", "full window"])
+def test_a_step_of_decoding_with_a_window_can_be_captured(keys: int) -> None:
+    given = tool.parser().parse_args([*TINY, "--family=GptOss", *WIDTHS])
+    with made.ways(given) as found:
+        counts = []
+        for way in found:
+            with way.active():
+                step = decode.decoding(way, 2, keys)
+                expected = step()
+                with Constants() as constants, decode.Filled():
+                    assert torch.equal(step(), expected) or keys > 128
+                counts.append(constants.count)
+    assert counts == [0, 0]
 
 
 def test_the_stock_model_keeps_its_rotary_embedding() -> None:

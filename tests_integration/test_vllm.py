@@ -23,6 +23,15 @@ class Plain(CpuPlatform):
     def import_kernels(cls):
         pass
 
+    @classmethod
+    def check_and_update_config(cls, vllm_config):
+        config = vllm_config.compilation_config
+        mode, backend = config.mode, config.backend
+        super().check_and_update_config(vllm_config)
+        # With this backend for its pieces, the graph is split as on a GPU; a CPU has another mode by itself.
+        if backend == "eager":
+            config.mode, config.backend, config.compile_sizes = mode, backend, []
+
 def named():
     return "plain_platform.Plain"
 """
@@ -59,6 +68,10 @@ MIXTURES: dict[str, dict[str, Any]] = {
         **{**OF_MIXTURES, "num_local_experts": 8, "intermediate_size": 64},
     },
     "olmoe": {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", **OF_MIXTURES, "intermediate_size": 64},
+    "qwen2_moe": {
+        **{"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"},
+        **{**OF_MIXTURES, "shared_expert_intermediate_size": 96},
+    },
     "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **OF_MIXTURES},
 }
 DTYPES = ("bfloat16", "float16", "float32")
@@ -136,7 +149,8 @@ def run_second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         ("llama", "bfloat16", ("--prompts",)),
         ("mixtral", "bfloat16", ()),
         ("olmoe", "float32", ()),
-        ("qwen3_moe", "bfloat16", ("--compiled",)),
+        ("qwen2_moe", "bfloat16", ("--compiled",)),
+        ("qwen3_moe", "bfloat16", ("--pieces",)),
     ],
 )
 def test_rollout_has_the_bits_of_training(run: Any, model: str, dtype: str, options: tuple[str, ...]) -> None:
@@ -146,7 +160,7 @@ def test_rollout_has_the_bits_of_training(run: Any, model: str, dtype: str, opti
 @pytest.mark.parametrize(
     ("model", "dtype", "options"),
     [
-        ("llama", "bfloat16", ("--prompts",)),
+        ("qwen3_moe", "bfloat16", ("--prompts",)),
         ("qwen3", "float16", ("--processed",)),
         ("gemma2", "bfloat16", ("--masked",)),
     ],

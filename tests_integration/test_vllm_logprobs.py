@@ -99,6 +99,11 @@ def test_what_is_not_covered_is_refused_by_name(changes: dict[str, Any], message
         ({"text": {"sliding_window": 4096}}, "sliding_window: expected None"),
         ({"text": {"clip_qkv": 8.0}}, "clip_qkv: expected None"),
         ({"text": {"attention_bias": True}}, "attention_bias: expected None"),
+        *(
+            ({"architectures": [f"{name}ForCausalLM"]}, f"architectures: expected .*, got {name}ForCausalLM")
+            for name in ("Glm4Moe", "DeepseekV3", "GraniteMoe", "PhiMoE", "GptOss")
+        ),
+        ({"architectures": ["Qwen2MoeForCausalLM"], "text": {"qkv_bias": False}}, "qkv_bias: expected True"),
         ({"architectures": ["OlmoeForCausalLM"], "text": {"rms_norm_eps": 1e-6}}, "rms_norm_eps: expected 1e-05"),
     ],
 )
@@ -111,13 +116,33 @@ def test_mixtures_that_are_not_covered_are_refused_by_name(changes: dict[str, An
 
     for architecture in MIXTURES:
         check(of(architecture, {}))
+    check(of("Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 64}))
     # As vLLM 0.24 and 0.26 have it.
     older = of(MIXTURES[0], {})
     older.model_config.enable_return_routed_experts = older.aux_output_config.enable_return_routed_experts
     del older.aux_output_config
     check(older)
     with pytest.raises(ValueError, match=message):
-        check(of(MIXTURES[-1], **{"text": {}} | changes))
+        check(of(**{"architecture": MIXTURES[-1], "text": {}} | changes))
+
+
+def test_experts_that_another_method_holds_are_refused() -> None:
+    from rl_kernels.models.clients.vllm.mixtures import Family, _replace
+
+    class Model:
+        def load_weights(self) -> None:
+            pass
+
+    class Block:
+        def __init__(self) -> None:
+            self.experts = SimpleNamespace(routed_experts=SimpleNamespace(quant_method=object()))
+
+        def forward(self) -> None:
+            pass
+
+    _replace(Family(Model, Block, None))
+    with pytest.raises(ValueError, match="experts: expected unquantized ones with RL_KERNELS_VLLM=1, got object"):
+        Block()
 
 
 def test_a_router_that_the_installed_transformers_defines_otherwise_is_refused() -> None:

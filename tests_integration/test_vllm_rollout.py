@@ -41,10 +41,19 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     monkeypatch.setattr(tool, "seen", seen, raising=False)
 
     class Engines:
-        def __init__(self, folder: str, given: Any) -> None:
+        ends_at = 0
+
+        def __init__(self, folder: str, args: Any) -> None:
+            self.ways = [way for way in args.ways if way != "batch-invariant"]
             self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
 
+        def ready(self) -> list[str]:
+            return self.ways
+
         def answer(self, way: str, ids: list[list[int]], tokens: int) -> Any:
+            if way == "stock" and tokens == 2 and len(ids) == self.ends_at:
+                self.ways.remove(way)
+                return None
             from rl_kernels.models import invariant
 
             calls.append((way, len(ids), tokens))
@@ -108,6 +117,24 @@ def test_a_token_of_ours_that_differs_is_an_error(
     assert len(engines) == 2
 
 
+def test_a_way_that_cannot_start_is_left_out(
+    engines: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    report = tmp_path / "vllm.json"
+    options = [*TINY, "--ways", "stock", "batch-invariant", "--parts", "speed", "--json", str(report)]
+    assert tool.main(options) == 0
+    found = json.loads(report.read_text(encoding="utf-8"))
+    assert found["settings"]["ways"] == list(found["speed"]["3"]) == ["stock"]
+    # And one that ends while it is timed.
+    monkeypatch.setattr(tool.Engines, "ends_at", 3)
+    assert tool.main([*options, "--ways", "rl-kernels", "stock"]) == 0
+    found = json.loads(report.read_text(encoding="utf-8"))
+    assert [list(found["speed"][number]) for number in "13"] == [["rl-kernels", "stock"], ["rl-kernels"]]
+    monkeypatch.setattr(tool, "OURS", "batch-invariant")
+    assert tool.main(options) == 2
+    assert engines[-1][0] == "closed"
+
+
 @pytest.mark.parametrize("model", ["llama", "qwen3"])
 def test_training_scores_each_token_after_the_prompt(
     engines: list[tuple[str, int, int]], model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -137,6 +164,7 @@ def test_an_engine_is_driven_over_its_pipe(monkeypatch: pytest.MonkeyPatch, tmp_
     class LLM:
         def __init__(self, **options: Any) -> None:
             done.append((options, dict(os.environ)))
+            self.llm_engine = SimpleNamespace(vllm_config=config)
 
         def reset_prefix_cache(self) -> None:
             done.append("reset")
@@ -149,15 +177,20 @@ def test_an_engine_is_driven_over_its_pipe(monkeypatch: pytest.MonkeyPatch, tmp_
     def value(number: float) -> SimpleNamespace:
         return SimpleNamespace(logprob=number)
 
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL")),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
+        use_v2_model_runner=True,
+    )
     stub = SimpleNamespace(LLM=LLM, SamplingParams=lambda **options: SimpleNamespace(**options))
     monkeypatch.setitem(sys.modules, "vllm", stub)
     monkeypatch.setattr(os, "environ", {**os.environ})
     here, there = multiprocessing.Pipe()
     here.send(([[1, 2], [3]], 2))
     here.send(None)
-    given = SimpleNamespace(runner=2, cache_gib=3)
+    given = SimpleNamespace(runner=2, cache_gib=3, eager=False)
     vllm_engines.engine("rl-kernels", str(tmp_path), given, there)
-    assert here.recv() == "ready"
+    assert here.recv() == "ready, runner 2, CUDA graphs FULL, chunked prefill True"
     seconds, tokens, logprobs = here.recv()
     assert seconds >= 0
     assert (tokens, logprobs) == ([[8, 9]] * 2, [[-1.0, -2.0]] * 2)
@@ -168,17 +201,26 @@ def test_an_engine_is_driven_over_its_pipe(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def fails(way: str, folder: str, given: Any, calls: Any) -> None:
-    """Stand for an engine of which one cannot start."""
+    """Stand for engines of which one cannot start, and one ends at its first call."""
     if way == "stock":
         raise SystemExit(3)
     calls.send("ready")
+    if way == "batch-invariant":
+        calls.recv()
+        raise SystemExit(4)
     assert calls.recv() is None
 
 
-def test_an_engine_that_cannot_start_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_cannot_start_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(vllm_engines, "engine", fails)
-    with pytest.raises(EOFError):
-        vllm_engines.Engines("", SimpleNamespace(ways=["rl-kernels", "stock"]))
+    engines = vllm_engines.Engines("", SimpleNamespace(ways=["rl-kernels", "stock", "batch-invariant"]))
+    assert engines.ready() == ["rl-kernels", "batch-invariant"]
+    assert capsys.readouterr().out.splitlines()[:2] == ["rl-kernels: ready", "stock: could not start"]
+    assert engines.answer("batch-invariant", [[1]], 2) is None
+    assert engines.ways == ["rl-kernels"]
+    engines.close()
     assert not multiprocessing.active_children()
 
 

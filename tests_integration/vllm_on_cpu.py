@@ -109,8 +109,11 @@ def sampled(folder: str, trainer: Any, chosen: list[str]) -> list[tuple[list[int
     from vllm import LLM, SamplingParams
 
     how: dict[str, Any] = {"enforce_eager": True}
-    if "--compiled" in chosen:
+    if {"--compiled", "--pieces"} & set(chosen):
         how = {"compilation_config": {"mode": 3, "cudagraph_mode": "NONE"}}
+    if "--pieces" in chosen:
+        fusions = dict.fromkeys(("fuse_norm_quant", "fuse_act_quant"), False)
+        how["compilation_config"] |= {"backend": "eager", "pass_config": fusions}
     engine = LLM(
         model=folder,
         skip_tokenizer_init=True,

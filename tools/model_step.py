@@ -9,7 +9,7 @@ transformers' continuous batching with its default settings.
 
 Bits: how many elements of the logits, and of the log-probabilities of `head_logp`, differ between prompts alone and the
 same prompts in batches, padded, packed, in chunks and so on; the gradients of a packed and of a padded batch; and for a
-mixture the tokens with other experts.
+mixture the tokens with other experts, and by how much their log-probabilities differ.
 
 Exit status: 1 if a bit differs under `invariant()`; 2 if nothing could run.
 """
@@ -27,14 +27,13 @@ from typing import Any
 
 import torch
 from model_continuous import ANSWER, batched
+from model_decode import captured, decoding, generated
 from model_ways import (
     LONGEST,
     OURS,
     STOCK,
     Way,
-    decoding,
     differing,
-    generated,
     gradients,
     layer_profile,
     prompts,
@@ -46,7 +45,7 @@ from rich.table import Table
 from rl_kernels.core.command import Parser, count, writable, write_json
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.lab.bench.environment import environment
-from rl_kernels.lab.bench.measure import GRAPH, clock_of
+from rl_kernels.lab.bench.measure import extra_memory
 from rl_kernels.lab.bench.peers import one_line
 from rl_kernels.lab.bench.report import digits
 
@@ -148,19 +147,6 @@ def _installed(module: str) -> list[str]:
     return [module] if find_spec(module) else []
 
 
-def captured(step: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a step captured in a CUDA graph; ``RuntimeError`` if it cannot be captured."""
-    clock = clock_of([step])
-    if clock.how != GRAPH:
-        raise RuntimeError("the step cannot be captured in a CUDA graph")
-
-    # The default argument keeps alive what the step reads, such as its cache: the graph does not.
-    def replay(_: Callable[[], Any] = step) -> None:
-        clock.play()
-
-    return replay
-
-
 def measure(report: Report, ways_to_time: Sequence[Way], args: argparse.Namespace) -> None:
     """Time every pass."""
     device, dtype = torch.device(args.device), DTYPES[args.dtype]
@@ -173,6 +159,9 @@ def measure(report: Report, ways_to_time: Sequence[Way], args: argparse.Namespac
             above = torch.randn(batch, tokens, args.hidden, device=device, dtype=dtype)
             both = {way.name: (way, lambda way=way, ids=ids, up=above: way.both(ids, up)) for way in ways_to_time}
             report.times(f"forward + backward {label}", both, args.rounds)
+            for name, (way, step) in both.items() if args.device == "cuda" else ():
+                with way.active():
+                    report.keep("memory", f"{label}, {name}", extra_memory(step, device))
         for way in ways_to_time:
             way.model.zero_grad(set_to_none=True)
     plain = [way for way in ways_to_time if way.body is way.model.model]
@@ -221,15 +210,16 @@ def show(document: dict[str, Any]) -> None:
     """Print the bits, then the times and their ratios to the stock model's."""
     for way, counted in document.get("bits", {}).items():
         for name, counts in counted["prompts"].items():
-            others = f"; {counts['experts']:,} of {counts['of_tokens']:,} tokens choose other experts"
             print(
                 f"{way}, {name}: {counts['logits']:,} of {counts['of_logits']:,} logits and {counts['logps']:,} of "
-                f"{counts['of_logps']:,} log-probabilities differ{others if counts.get('of_tokens') else ''}"
+                f"{counts['of_logps']:,} log-probabilities differ{_rerouted(counts)}"
             )
         counts = counted["gradients"]
         print(f"{way}, gradients packed and padded: {counts['differ']:,} of {counts['elements']:,} differ")
     for way, parts in document.get("profile", {}).items():
         print(f"{way}, ms of a layer: " + ", ".join(f"{name} {digits(ms)}" for name, ms in parts.items()))
+    for name, mib in document.get("memory", {}).items():
+        print(f"peak of forward + backward beside weights and gradients, {name}: {mib:,.0f} MiB")
     for name, reason in document["failed"].items():
         print(f"failed: {name}: {reason}")
     print("ran on " + ", ".join(f"{name} {value}" for name, value in document["environment"].items()))
@@ -241,6 +231,17 @@ def show(document: dict[str, Any]) -> None:
     for row, times in rows.items():
         table.add_row(row, *(_cell(times, name) for name in names))
     Console(width=160).print(table)
+
+
+def _rerouted(counts: Mapping[str, Any]) -> str:
+    """Return the tokens of a mixture with other experts, and by how much their log-probabilities differ."""
+    if not counts["of_tokens"]:
+        return ""
+    others = f"{counts['experts']:,} of {counts['of_tokens']:,} tokens choose other experts"
+    moves = (
+        f"{each['mean']:.1e} (at most {each['largest']:.1e}) with {kind}" for kind, each in counts["moves"].items()
+    )
+    return f"; {others}; moved by {', '.join(moves)}"
 
 
 def _cell(milliseconds: Mapping[str, float], name: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -121,33 +120,6 @@ def ways(args: argparse.Namespace) -> Iterator[list[Way]]:
         yield result
 
 
-def decoding(way: Way, batch: int, keys: int) -> Callable[[], Any]:
-    """Return a step of decoding with a static cache that holds ``keys - 1`` tokens of each sequence."""
-    from transformers import StaticCache
-
-    model = way.model.model
-    device = next(model.parameters()).device
-    cache = StaticCache(config=model.config, max_cache_len=keys)
-    takes = inspect.signature(model.forward).parameters
-    ids = torch.randint(1, model.config.vocab_size, (batch, keys), device=device)
-
-    def step(first: int, stop: int) -> Any:
-        # Layers of a cache count their tokens; reset the count, so that the step can be repeated.
-        for layer in cache.layers:
-            length = getattr(layer, "cumulative_length", None)
-            if isinstance(length, torch.Tensor):
-                length.fill_(first)
-        places = torch.arange(first, stop, device=device)
-        options = {"position_ids": places[None], "cache_position": places, "past_key_values": cache, "use_cache": True}
-        known = {name: value for name, value in options.items() if name in takes}
-        return model(ids[:, first:stop], **known).last_hidden_state
-
-    with torch.no_grad():
-        for first in range(0, keys - 1, 512):
-            step(first, min(first + 512, keys - 1))
-    return torch.no_grad()(lambda: step(keys - 1, keys))
-
-
 def prompts(args: argparse.Namespace) -> list[torch.Tensor]:
     """Draw prompts of many lengths."""
     generator = torch.Generator().manual_seed(args.seed + 3)
@@ -258,10 +230,11 @@ def scores(
     return list(zip(*(part.split(sizes) for part in parts), strict=True))
 
 
-def differing(way: Way, prompt_ids: Sequence[torch.Tensor]) -> dict[str, dict[str, int]]:
+def differing(way: Way, prompt_ids: Sequence[torch.Tensor]) -> dict[str, dict[str, Any]]:
     """Count, for each way of batching, elements of logits and log-probabilities that differ from the prompts alone.
 
-    Of a mixture also the tokens with other experts in any layer.
+    Of a mixture also the tokens with other experts in any layer, and by how much the log-probabilities of these tokens
+    and of the rest differ.
     """
     counts, alone = {}, []
     with choices(way.model) as states:
@@ -277,8 +250,9 @@ def differing(way: Way, prompt_ids: Sequence[torch.Tensor]) -> dict[str, dict[st
     return counts
 
 
-def _counted(scored: Sequence[tuple[torch.Tensor, ...]], alone: Sequence[tuple[torch.Tensor, ...]]) -> dict[str, int]:
-    counts = dict.fromkeys(("logits", "of_logits", "logps", "of_logps", "experts", "of_tokens"), 0)
+def _counted(scored: Sequence[tuple[torch.Tensor, ...]], alone: Sequence[tuple[torch.Tensor, ...]]) -> dict[str, Any]:
+    counts: dict[str, Any] = dict.fromkeys(("logits", "of_logits", "logps", "of_logps", "experts", "of_tokens"), 0)
+    moves, rerouted = [], []
     for mine, expected in zip(scored, alone, strict=True):
         logits, logps, experts = (
             bits_of(value) != bits_of(other[: len(value)]) for value, other in zip(mine, expected, strict=True)
@@ -289,7 +263,18 @@ def _counted(scored: Sequence[tuple[torch.Tensor, ...]], alone: Sequence[tuple[t
         counts["of_logits"] += logits.numel()
         counts["of_logps"] += logps.numel()
         counts["of_tokens"] += len(experts) if experts.numel() else 0
+        moves.append((mine[1] - expected[1][: len(logps)]).abs())
+        rerouted.append(experts.any(-1))
+    if counts["of_tokens"]:
+        moved, is_other = torch.cat(moves), torch.cat(rerouted)
+        counts["moves"] = {"other experts": extent(moved[is_other]), "the same experts": extent(moved[~is_other])}
     return counts
+
+
+def extent(moves: torch.Tensor) -> dict[str, float]:
+    """Return the mean and the largest of absolute differences, 0 if there are none."""
+    moves = moves if len(moves) else moves.new_zeros(1)
+    return {"mean": float(moves.mean()), "largest": float(moves.max())}
 
 
 def gradients(way: Way, args: argparse.Namespace) -> dict[str, int]:
@@ -364,11 +349,3 @@ def _event() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def generated(way: Way, tokens: int) -> Callable[[], Any]:
-    """Return a call of ``generate`` that decodes one prompt greedily, in eager mode."""
-    device = next(way.model.parameters()).device
-    ids = torch.arange(1, 17, device=device)[None]
-    options = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    return lambda: way.model.generate(ids, attention_mask=torch.ones_like(ids), **options)

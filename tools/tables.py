@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sections import demo, hardware, mismatch, models, operators, products, ranks, training
+from sections import demo, hardware, mismatch, mixtures, models, operators, products, ranks, training
 from sections.front import front_table
 from sections.text import filled, picture
 
@@ -57,12 +57,13 @@ TWINS = "![Both twins, step by step]({file}.svg)"
 HEADS = picture(f"{RESULTS}/{{file}}.json", "Time over memory")
 MODELS = "packages/models/benchmarks/README.md"
 SECTIONS = (
-    Section(MODELS, "model step", "*-model-step.json", models.steps),
+    Section(MODELS, "model step", "h?00-*model*.json", models.steps),
     Section(MODELS, "model bits", "*-model-bits.json", models.bits),
     Section(MODELS, "cpu model", "cpu-model.json", models.on_cpu),
     Section(MODELS, "batch_invariant_ops", "*-client-calls.json", models.products),
     Section(MODELS, "flash attention", "*-client-calls.json", models.attention),
     Section("docs/recipes/trl.md", "trl step", "*-trl-step*.json", training.trl),
+    Section(MODELS, "trl mixture", "trl-mixture.json", training.mixture),
     Section("docs/recipes/vllm-sglang.md", "trl step with vllm", "*-trl-with-vllm.json", training.trl_with_vllm),
     Section("docs/recipes/vllm-sglang.md", "vllm rollout", "*-vllm-*.json", training.rollouts),
     Section("docs/objectives.md", "differences", "trl-objectives.json", training.trl_objectives),
@@ -75,6 +76,8 @@ SECTIONS = (
     Section("docs/many-gpus.md", "shards", "*-shards.json", ranks.shards),
     Section("docs/many-gpus.md", "estimates", "h?00-ranks.json", ranks.estimates),
     Section("packages/linear-logp/GUIDE.md", "head", "*-head.json", products.heads, picture=HEADS),
+    Section("packages/moe/GUIDE.md", "layouts", "*-moe-layouts.json", mixtures.layouts),
+    Section("packages/moe/GUIDE.md", "memory", "*-moe-memory.json", mixtures.memory),
     Section("packages/det-gemm/GUIDE.md", "segments", "*-segments.json", products.segments),
     Section("packages/det-gemm/GUIDE.md", "chains", "*-chain-error.json", products.chains),
     Section("docs/hardware.md", "compiled", "triton-compiled.json", products.compiled),

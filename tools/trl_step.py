@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from grpo_step import largest, limit
@@ -133,14 +133,25 @@ def _is_rows(x: object, rows: int) -> bool:
     return isinstance(x, torch.Tensor) and x.ndim > 0 and len(x) == rows
 
 
-def trainer_of(args: argparse.Namespace, folder: Path, **more: Any) -> Any:
-    """Return TRL's trainer of a Llama with random weights, with more options of ``GRPOConfig``.
+class Task(NamedTuple):
+    """Prompts of words w0, w1 and so on, and their reward, a function as TRL takes it."""
 
-    The folder gets the model's configuration and its tokenizer, which an engine reads.
+    prompts: list[str]
+    reward: Callable[..., list[float]]
+
+
+def trainer_of(
+    args: argparse.Namespace, folder: Path, *, family: str = "Llama", task: Task | None = None, **more: Any
+) -> Any:
+    """Return TRL's trainer of a model of a family with random weights, with more options of ``GRPOConfig``.
+
+    The folder gets the model's configuration and its tokenizer, which an engine reads. A mixture has the sizes
+    ``args.experts`` and ``args.chosen``.
     """
+    import transformers
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
     from trl import GRPOConfig, GRPOTrainer
 
     words = {"<eos>": 0, "<pad>": 1, **{f"w{i}": i + 2 for i in range(args.vocab - 2)}}
@@ -148,11 +159,15 @@ def trainer_of(args: argparse.Namespace, folder: Path, **more: Any) -> Any:
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>")
     tokenizer.save_pretrained(folder)
-    config = LlamaConfig(
+    mixture = {} if family == "Llama" else {"num_experts": args.experts, "num_experts_per_tok": args.chosen}
+    mixture |= {"moe_intermediate_size": args.between, "norm_topk_prob": True} if mixture else {}
+    config = getattr(transformers, f"{family}Config")(
+        **mixture,
         name_or_path=str(folder),
-        architectures=["LlamaForCausalLM"],
+        architectures=[f"{family}ForCausalLM"],
         vocab_size=args.vocab,
         hidden_size=args.hidden,
+        head_dim=args.hidden // args.heads,
         intermediate_size=args.between,
         num_hidden_layers=args.layers,
         num_attention_heads=args.heads,
@@ -184,6 +199,13 @@ def trainer_of(args: argparse.Namespace, folder: Path, **more: Any) -> Any:
         "logging_steps": 10**6,
     }
     options = GRPOConfig(**usual | more)
+    task = task or learns_nothing(args)
+    data = Dataset.from_dict({"prompt": task.prompts})
+    return GRPOTrainer(model, task.reward, options, train_dataset=data, processing_class=tokenizer)
+
+
+def learns_nothing(args: argparse.Namespace) -> Task:
+    """Return prompts of several lengths and a reward that depends only on the place in the batch."""
     # Prompts are padded on the left so that all batches have one shape, because TRL compiles per shape.
     lengths = [max(args.prompt // (1 + i % args.groups), 1) for i in range(args.groups * args.steps)]
     prompts = [" ".join(f"w{(7 * i + j) % WORDS}" for j in range(length)) for i, length in enumerate(lengths)]
@@ -191,8 +213,7 @@ def trainer_of(args: argparse.Namespace, folder: Path, **more: Any) -> Any:
     def reward(completions: list[str], **_: Any) -> list[float]:
         return [i % args.samples / args.samples for i in range(len(completions))]
 
-    data = Dataset.from_dict({"prompt": prompts})
-    return GRPOTrainer(model, reward, options, train_dataset=data, processing_class=tokenizer)
+    return Task(prompts, reward)
 
 
 def trained(args: argparse.Namespace, options: dict[str, bool] | None, *, last: bool) -> dict[str, Any]:

@@ -27,6 +27,7 @@ def engine(way: str, folder: str, args: argparse.Namespace, calls: Any) -> None:
     os.environ.update(own, VLLM_CACHE_ROOT=f"{folder}/cache of {way}")
     from vllm import LLM, SamplingParams
 
+    how: dict[str, Any] = {"enforce_eager": True} if args.eager else {}
     llm = LLM(
         model=folder,
         skip_tokenizer_init=True,
@@ -36,8 +37,11 @@ def engine(way: str, folder: str, args: argparse.Namespace, calls: Any) -> None:
         gpu_memory_utilization=0.1,
         kv_cache_memory_bytes=args.cache_gib << 30,
         **WAYS[way][1],
+        **how,
     )
-    calls.send("ready")
+    config = llm.llm_engine.vllm_config
+    graphs, chunks = config.compilation_config.cudagraph_mode.name, config.scheduler_config.enable_chunked_prefill
+    calls.send(f"ready, runner {config.use_v2_model_runner + 1}, CUDA graphs {graphs}, chunked prefill {chunks}")
     while (call := calls.recv()) is not None:
         ids, tokens = call
         sampling = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
@@ -54,30 +58,43 @@ def engine(way: str, folder: str, args: argparse.Namespace, calls: Any) -> None:
 
 
 class Engines:
-    """vLLM in all ways, each waiting for calls."""
+    """vLLM in several ways, each waiting for calls.
+
+    Attributes:
+        ways: those that answer. One that cannot start, or ends by itself, has printed its own error.
+    """
 
     def __init__(self, folder: str, args: argparse.Namespace) -> None:
-        """Start them all at once, and wait for the last."""
+        """Start them all at once."""
         context = multiprocessing.get_context("spawn")
-        self._ends, self._processes = {}, []
-        for way in args.ways:
+        self.ways, self._ends, self._processes = list(args.ways), {}, []
+        for way in self.ways:
             self._ends[way], other = context.Pipe()
             self._processes.append(context.Process(target=engine, args=(way, folder, args, other)))
             self._processes[-1].start()
             # So that the end of the process ends the pipe.
             other.close()
-        try:
-            for end in self._ends.values():
-                end.recv()
-        except BaseException:
-            # Of one that could not start, for example. The others would wait for calls.
-            self.close()
-            raise
 
-    def answer(self, way: str, ids: list[list[int]], tokens: int) -> Answers:
-        """Return the answers of a way to these prompts."""
-        self._ends[way].send((ids, tokens))
-        return self._ends[way].recv()
+    def ready(self) -> list[str]:
+        """Wait for all, and return the ways that could start."""
+        for way in [*self.ways]:
+            message = self._received(way)
+            print(f"{way}: {message or 'could not start'}", flush=True)
+        return self.ways
+
+    def answer(self, way: str, ids: list[list[int]], tokens: int) -> Answers | None:
+        """Return the answers of a way to these prompts, or None if it has ended."""
+        # An error of a process that has ended is found below.
+        with suppress(OSError):
+            self._ends[way].send((ids, tokens))
+        return self._received(way)
+
+    def _received(self, way: str) -> Any:
+        try:
+            return self._ends[way].recv()
+        except (EOFError, OSError):
+            self.ways.remove(way)
+            return None
 
     def close(self) -> None:
         """End them, and free their memory."""

@@ -2,7 +2,7 @@
 
 The model has random weights: a Llama with the widths of Llama 3.1 8B, a small Qwen3, or a mixture of experts with the
 widths of Qwen3-30B-A3B. vLLM runs stock, in its own batch-invariant mode, and with the plugin of rl-kernels-models,
-each in processes of its own; all are there at once.
+each in processes of its own; all are there at once. A way that cannot start, or ends, is left out.
 
 bits: prompts of several lengths are answered, and the log-probabilities of the sampled tokens are compared with those
 of a training pass: the same model in transformers, as it comes with `log_softmax`, and under `invariant()` with
@@ -11,7 +11,8 @@ of a training pass: the same model in transformers, as it comes with `log_softma
 speed: tokens a second for several numbers of sequences, with log-probabilities of the sampled tokens. The ways take
 turns while the others wait; the ratio to stock is of medians.
 
-Exit status: 1 if a token of the plugin differs from training under `invariant()`; 2 if nothing could run.
+Exit status: 1 if a token of the plugin differs from training under `invariant()`; 2 if nothing could run, or not the
+plugin that was asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -84,19 +85,19 @@ def prompts(number: int, longest: int, vocab: int, seed: int) -> list[list[int]]
     return result
 
 
-def speeds(engines: Engines, args: argparse.Namespace, vocab: int) -> dict[str, dict[str, list[float]]]:
-    """Return tokens a second by number of sequences and way, a number for each round."""
-    rates: dict[str, dict[str, list[float]]] = {}
-    for number in args.sequences:
-        rates[str(number)] = {way: [] for way in args.ways}
-        for turn in range(-1, args.rounds):
-            for way in args.ways if turn % 2 else args.ways[::-1]:
-                ids = prompts(number, 128, vocab, turn * 1000 + number)
-                seconds, answers, _ = engines.answer(way, ids, args.tokens // 2)
-                if turn >= 0:
-                    rates[str(number)][way].append(round(sum(map(len, answers)) / seconds, 1))
-        shown = {way: statistics.median(of) for way, of in rates[str(number)].items()}
-        print(f"{number} sequences, tokens a second: {shown}", flush=True)
+def speeds(engines: Engines, args: argparse.Namespace, vocab: int, number: int) -> dict[str, list[float]]:
+    """Return tokens a second with a number of sequences by way, a rate for each round."""
+    rates: dict[str, list[float]] = {way: [] for way in engines.ways}
+    for turn in range(-1, args.rounds):
+        for way in engines.ways[:: 1 if turn % 2 else -1]:
+            ids = prompts(number, 128, vocab, turn * 1000 + number)
+            answers = engines.answer(way, ids, args.tokens // 2)
+            if answers is None:
+                del rates[way]
+            elif turn >= 0:
+                rates[way].append(round(sum(map(len, answers[1])) / answers[0], 1))
+    shown = {way: statistics.median(of) for way, of in rates.items()}
+    print(f"{number} sequences, tokens a second: {shown}", flush=True)
     return rates
 
 
@@ -122,30 +123,55 @@ def trained(model: Any, sequences: Sequence[list[int]], starts: Sequence[int], s
     return torch.cat(logps).cpu()
 
 
-def compare(folder: str, answers: Mapping[str, Answers], ids: list[list[int]], device: str) -> list[dict[str, Any]]:
-    """Return, for each way and training, the number of log-probabilities that differ, and the largest difference."""
+def trainer(folder: str, device: str) -> Any:
+    """Return the model as training has it."""
     from transformers import AutoModelForCausalLM
 
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+
+
+def compare(model: Any, way: str, answers: Answers, ids: list[list[int]]) -> list[dict[str, Any]]:
+    """Return, for a way and each training, the number of log-probabilities that differ, and the largest difference."""
     from rl_kernels.models import invariant
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+    _, tokens, logprobs = answers
+    sequences = [prompt + answer for prompt, answer in zip(ids, tokens, strict=True)]
+    starts = [len(of) for of in ids]
+    rolled = torch.tensor([value for of in logprobs for value in of], dtype=torch.float32)
+    with torch.no_grad():
+        passes = {STOCK: trained(model, sequences, starts, stock=True)}
+        with invariant(model):
+            passes["invariant"] = trained(model, sequences, starts, stock=False)
     records = []
-    for way, (_, tokens, logprobs) in answers.items():
-        sequences, starts = (
-            [prompt + answer for prompt, answer in zip(ids, tokens, strict=True)],
-            [len(of) for of in ids],
-        )
-        rolled = torch.tensor([value for of in logprobs for value in of], dtype=torch.float32)
-        with torch.no_grad():
-            passes = {STOCK: trained(model, sequences, starts, stock=True)}
-            with invariant(model):
-                passes["invariant"] = trained(model, sequences, starts, stock=False)
-        for training, value in passes.items():
-            differ = int((bits_of(value) != bits_of(rolled)).sum())
-            largest = float((value - rolled).abs().max())
-            records.append({"way": way, "training": training, "tokens": len(rolled), "differ": differ, "max": largest})
-            print(f"{way}, training {training}: {differ} of {len(rolled)} differ, by {largest:.3g} at most", flush=True)
+    for training, value in passes.items():
+        differ = int((bits_of(value) != bits_of(rolled)).sum())
+        largest = float((value - rolled).abs().max())
+        records.append({"way": way, "training": training, "tokens": len(rolled), "differ": differ, "max": largest})
+        print(f"{way}, training {training}: {differ} of {len(rolled)} differ, by {largest:.3g} at most", flush=True)
     return records
+
+
+def measure(folder: str, args: argparse.Namespace, document: dict[str, Any], keep: Callable[[], None]) -> None:
+    """Add the results to a document, and call ``keep`` after each; ``args.ways`` become those that answered."""
+    vocab, engines = MODELS[args.model]["vocab_size"], Engines(folder, args)
+    try:
+        # While engines start.
+        model = trainer(folder, args.device) if "bits" in args.parts else None
+        args.ways = engines.ready()
+        if model is not None:
+            document["bits"], ids = [], prompts(args.prompts, LONGEST, vocab, 0)
+            for way in [*engines.ways]:
+                answers = engines.answer(way, ids, args.tokens)
+                document["bits"] += [] if answers is None else compare(model, way, answers, ids)
+                keep()
+            del model
+        if "speed" in args.parts:
+            document["speed"] = {}
+            for number in args.sequences if engines.ways else ():
+                document["speed"][str(number)] = speeds(engines, args, vocab, number)
+                keep()
+    finally:
+        engines.close()
 
 
 def parser() -> Parser:
@@ -157,6 +183,7 @@ def parser() -> Parser:
         flag = "--" + name.replace("_", "-")
         cli.add_argument(flag, type=count(1), default=default, metavar="N", help=f"default: {default}")
     cli.add_argument("--runner", type=int, choices=(1, 2), default=2, help="vLLM's model runner; default: 2")
+    cli.add_argument("--eager", action="store_true", help="without vLLM's compilation and CUDA graphs")
     cli.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="default: all")
     cli.add_argument("--parts", nargs="+", choices=("bits", "speed"), default=["bits", "speed"], help="default: both")
     cli.add_argument("--sequences", nargs="+", type=count(1), default=[1, 16, 64, 256], metavar="N", help="to time")
@@ -175,8 +202,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             cli.error(f"{name} is not installed")
     if args.device == "cuda" and not torch.cuda.is_available():
         cli.error("this PyTorch sees no GPU")
-    vocab = MODELS[args.model]["vocab_size"]
-    ids, results = prompts(args.prompts, LONGEST, vocab, 0), {}
     with tempfile.TemporaryDirectory() as folder:
         make_arguments = (folder, args.model, args.layers, args.device)
         # In a process of its own, which gives all its memory back.
@@ -185,27 +210,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         maker.join()
         if maker.exitcode:
             return 2
-        engines = Engines(folder, args)
-        try:
-            if "bits" in args.parts:
-                answers = {way: engines.answer(way, ids, args.tokens) for way in args.ways}
-            if "speed" in args.parts:
-                results["speed"] = speeds(engines, args, vocab)
-        finally:
-            engines.close()
-        if "bits" in args.parts:
-            results["bits"] = compare(folder, answers, ids, args.device)
-    if args.json:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
-        document = {"environment": environment(torch.device(args.device), PACKAGES), "settings": settings, **results}
-        write_json(args.json, document)
-    return int(
-        any(
-            record["differ"]
-            for record in results.get("bits", [])
-            if record["way"] == OURS and record["training"] != STOCK
-        )
-    )
+        document = {"environment": environment(torch.device(args.device), PACKAGES)}
+
+        def keep() -> None:
+            document["settings"] = {name: value for name, value in vars(args).items() if name != "json"}
+            if args.json:
+                write_json(args.json, document)
+
+        chosen = args.ways
+        measure(folder, args, document, keep)
+    if not args.ways or (OURS in chosen and OURS not in args.ways):
+        return 2
+    ours = [record for record in document.get("bits", []) if record["way"] == OURS and record["training"] != STOCK]
+    return int(any(record["differ"] for record in ours))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from rl_kernels.lab.bench.record import OURS, Document
 from rl_kernels.lab.bench.report import as_table, digits
 
 STEP, CALLS, TRL = "h200-model-step.json", "h200-client-calls.json", "h200-trl-step.json"
-MIXTURE, CHOICES = "h200-qwen3-30b-model-step.json", "h200-qwen3-30b-model-bits.json"
+MIXTURE = "h200-qwen3-30b-model-bits.json"
 FLASH, ENGINE = "h200-attention-client-calls.json", "h200-trl-with-vllm.json"
 MODEL = {
     "forward + backward 4x2048": "forward and backward, 4x2048 tokens",
@@ -33,7 +33,7 @@ def front_table(results: Path, packages: Mapping[str, Mapping[str, Document]]) -
     rows = [
         *_models(results / STEP, "Llama of 8B widths, 4 layers"),
         *_models(results / MIXTURE, "mixture of Qwen3-30B-A3B's widths, 4 layers"),
-        *_choices(results / CHOICES),
+        *_choices(results / MIXTURE),
         *_logps(packages.get(LOGP, {})),
         *_products(results / CALLS),
         *_attention(results / FLASH),

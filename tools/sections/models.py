@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sections.text import of, ran_on
+from sections.text import extent, of, ran_on
 
 from rl_kernels.lab.bench.report import as_table, digits
 
@@ -19,12 +19,21 @@ NAMES = {
 
 
 def steps(document: Results) -> str:
-    """Return the table of `model_step.py`: milliseconds, and beside them their share of the stock model's."""
+    """Return the table of `model_step.py`: milliseconds, and their share of the stock model's; or nothing."""
+    if not document["ms"]:
+        return ""
     ways = list(dict.fromkeys(way for ms in document["ms"].values() for way in ms))
     rows = [["ms", *ways]]
     for label, ms in document["ms"].items():
         cells = [f"{digits(ms[way])} ({ms[way] / ms[ways[0]]:.2f})" if way in ms else "" for way in ways]
         rows.append([label, *cells])
+    peaks: dict[str, dict[str, float]] = {}
+    for name, mib in document.get("memory", {}).items():
+        label, _, way = name.partition(", ")
+        peaks.setdefault(label, {})[way] = mib
+    for label, mib_of in peaks.items():
+        cells = [f"{mib_of[way]:,.0f} ({mib_of[way] / mib_of[ways[0]]:.2f})" if way in mib_of else "" for way in ways]
+        rows.append([f"MiB beside weights and gradients, {label}", *cells])
     return f"{_sizes(document['settings'])}, without its head:\n\n{as_table(rows)}\n\n{ran_on(document['environment'])}"
 
 
@@ -39,6 +48,9 @@ def bits(document: Results) -> str:
         by_way = [ways[way]["prompts"][label] for way in ways]
         counts = [(entry[name], entry[whole]) for entry in by_way for name, whole in kinds.values()]
         rows.append([label, *(of(*count) for count in counts)])
+        rows[-1] += map(extent, ways["stock"]["prompts"][label].get("moves", {}).values())
+    moves = next(iter(ways["stock"]["prompts"].values())).get("moves", {})
+    rows[0] += (f"stock: log-probs with {kind} differ by, mean and largest" for kind in moves)
     gradients = ", ".join(f"{way} {of(*entry['gradients'].values())}" for way, entry in ways.items())
     prompts = f"{settings['prompts']} prompts of up to {settings['longest']} tokens, each compared with itself alone"
     note = f"- gradients of the prompts packed that differ from those padded: {gradients}"

@@ -24,6 +24,11 @@ def of(some: int, every: int) -> str:
     return f"{some:,} of {every:,}" + (f" ({share})" if some else "")
 
 
+def extent(moves: Mapping[str, float]) -> str:
+    """Return the mean and the largest of differences of log-probabilities, or 0."""
+    return f"{moves['mean']:.1e}, {moves['largest']:.1e}" if moves["largest"] else "0"
+
+
 def picture(file: str, caption: str) -> str:
     """Return the comment that the site shows as a picture of a file of results."""
     return f"<!-- picture of {file}: {caption} -->"

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sections.text import of, ran_on
+from sections.text import extent, of, ran_on
 
 from rl_kernels.lab.bench.report import as_table, digits
 
@@ -55,6 +55,23 @@ def trl(document: Results) -> str:
     batch = f"{settings['groups']} groups of {settings['samples']}, {settings['prompt']} + {settings['tokens']} tokens"
     dtype = {"autocast": "weights in FP32 under BF16 autocast"}.get(settings["dtype"], settings["dtype"])
     return f"{sizes}, {dtype}; {batch}:\n\n{as_table(rows)}\n\n{ran_on(document['environment'])}"
+
+
+def mixture(document: Results) -> str:
+    """Return the table of `trl_mixture.py`: a run of a mixture, and tokens whose update differs from their rollout."""
+    settings, ways = document["settings"], document["ways"]
+    rewards = (f"{way['reward'][0]:.2f}, {way['reward'][-1]:.2f}" for way in ways.values())
+    rows = [["", *ways], ["reward, first and last steps", *rewards]]
+    labels = {"differing": "tokens whose log-prob in the update differs", "rerouted": "tokens that go to other experts"}
+    rows += [[label, *(of(way[name], way["tokens"]) for way in ways.values())] for name, label in labels.items()]
+    for kind in next(iter(ways.values()))["moves"]:
+        label = f"difference with {kind}, mean and largest"
+        rows.append([label, *(extent(way["moves"][kind]) for way in ways.values())])
+    rows.append(["largest ratio of update and rollout", *(f"{way['largest_ratio']:.4g}" for way in ways.values())])
+    sizes = f"{settings['layers']} layers, hidden {settings['hidden']}, {settings['experts']} experts"
+    batch = f"{settings['steps']} steps of {settings['groups']} groups of {settings['samples']}"
+    parts = f"{settings['chosen']} of them chosen, from random weights; {batch}, in micro-batches"
+    return f"A Qwen3-MoE of {sizes}, {parts}:\n\n{as_table(rows)}\n\n{ran_on(document['environment'])}"
 
 
 PARTS = {

@@ -12,6 +12,9 @@ from rl_kernels.core.triton_lib.launch import INTERPRETED
 VOCAB = 211
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, **TOKENS}
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+LATENT |= {"num_key_value_heads": 4, "first_k_dense_replace": 1, "n_routed_experts": 8}
+"""Attention of DeepSeek, and a first layer without experts."""
 MIXTURES = {
     "Qwen3Moe": {"head_dim": 16, "norm_topk_prob": True},
     "Qwen2Moe": {"shared_expert_intermediate_size": 40},
@@ -19,11 +22,16 @@ MIXTURES = {
     "Olmoe": {},
     "GptOss": {"head_dim": 16, "sliding_window": 5},
     "Glm4Moe": {"head_dim": 16, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "n_routed_experts": 8},
-    "DeepseekV3": {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "n_routed_experts": 8}
-    | {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-    | {"num_key_value_heads": 4},
+    "DeepseekV3": {"n_group": 4, "topk_group": 2, **LATENT},
     "GraniteMoe": {},
     "Phimoe": {"num_experts_per_tok": 2},
+    "DeepseekV2": {"n_group": 1, "topk_group": 1, **LATENT},
+    "Glm4MoeLite": {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, **LATENT},
+    "GraniteMoeShared": {"shared_intermediate_size": 40},
+    "Cohere2Moe": {"head_dim": 16},
+    "FlexOlmo": {},
+    "Afmoe": {"head_dim": 16},
+    "Laguna": {"head_dim": 16},
 }
 """Families of mixtures, with what makes each its own."""
 EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}

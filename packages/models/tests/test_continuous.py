@@ -97,7 +97,7 @@ def test_tokens_and_bits_are_those_alone(tiny, prompts, name, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Qwen3Moe", "GptOss"])
 def test_in_cuda_graphs(tiny, prompts, name):
     """Which pad the batches; a hook sees nothing of a graph, so it is the log-probabilities that tell."""
     model = tiny(name, torch.bfloat16, "cuda", **MODELS[name])

@@ -16,7 +16,11 @@ def drawn(model, batch, **options):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("name", "window"), [("Llama", {}), ("Mistral", {"sliding_window": 5}), ("Qwen3Moe", {}), ("DeepseekV3", {})]
+    ("name", "window"),
+    [
+        *(("Llama", {}), ("Mistral", {"sliding_window": 5}), ("Qwen3Moe", {}), ("DeepseekV3", {})),
+        *(("GptOss", {"sliding_window": window}) for window in (5, 64)),
+    ],
 )
 def test_tokens_do_not_follow_the_kind_of_cache(tiny, prompts, padded, name, window):
     """And logits are those of the whole sequence in training."""

@@ -91,8 +91,11 @@ def attention_mask(
                 raise ValueError("attention_mask: expected packed sequences without padding or a cache")
             return _packed_mask(begins.flatten().nonzero().flatten(), batch_size * q_length)
     keys_used = q_offset + q_length - kv_offset
-    if isinstance(keys_used, torch.Tensor) or keys_used != kv_length:
-        counts = torch.as_tensor(keys_used, device=device).expand(batch_size)
+    if isinstance(keys_used, torch.Tensor):
+        counts = keys_used.to(device).expand(batch_size)
+    elif keys_used != kv_length:
+        # Filled on the device: a CUDA graph cannot hold a copy from the host.
+        counts = torch.full((batch_size,), keys_used, device=device)
     elif first_keys is None and supported is None and not kv_offset:
         return None
     else:

@@ -13,7 +13,7 @@ from rl_kernels.models.swap import original_of
 LIBRARIES = ("torch", "rl_kernels")
 """Packages whose modules are known by their class."""
 PRODUCTS = r"scaled_dot_product_attention|matmul|mm|bmm|addmm|baddbmm|einsum|softmax|log_softmax"
-ACTIVATIONS = r"silu|gelu|sigmoid|tanh|softplus|mish"
+ACTIVATIONS = r"silu|gelu|sigmoid|softplus|mish"
 """Functions that round the last elements of a tensor differently on a CPU, as their modules do."""
 
 
@@ -50,8 +50,8 @@ def _has_matrices(module: nn.Module) -> bool:
 def _call_in_forward(module: nn.Module) -> str | None:
     """Return the name of a called function whose bits depend on the shape of the batch, or None.
 
-    The source is searched, so what a forward calls through other functions is not seen. Activations of
-    a user's module count on a CPU.
+    The source is searched, so what a forward calls through other functions is not seen. Activations count
+    on a CPU.
     """
     original = original_of(module)
     library = original.__module__.partition(".")[0]
@@ -63,7 +63,7 @@ def _call_in_forward(module: nn.Module) -> str | None:
         source = inspect.getsource(original.forward)
     except (OSError, TypeError):
         return None
-    names = f"{PRODUCTS}|{ACTIVATIONS}" if "cpu" in devices and library != "transformers" else PRODUCTS
+    names = f"{PRODUCTS}|{ACTIVATIONS}" if "cpu" in devices else PRODUCTS
     code = re.sub(r'""".*?"""', "", source, flags=re.DOTALL)
     match = re.search(rf"\b(?:({names})|(?:F|functional)\.(linear))\(| (@) ", code)
     return next((name for name in match.groups() if name), None) if match else None

@@ -238,8 +238,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shaped(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    # Not a view: autograd would forbid in-place changes of a view.
-    return rows if x.ndim == 2 else torch.ops.aten._unsafe_view.default(rows, x.shape)
+    # Not a view: autograd would forbid in-place changes of a view. vLLM 0.26 unpacks a torch.Size in a traced graph.
+    return rows if x.ndim == 2 else torch.ops.aten._unsafe_view.default(rows, [*x.shape])
 
 
 def _raw(

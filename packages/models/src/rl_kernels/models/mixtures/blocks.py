@@ -47,9 +47,13 @@ def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
     shared = self.shared_expert(rows)
     _, weights, ids = self.gate(rows)
-    routed = self.experts(rows, ids, weights)
-    out: torch.Tensor = routed + sigmoid(self.shared_expert_gate(rows)) * shared
+    out = add_gated(self.experts(rows, ids, weights), self.shared_expert_gate(rows), shared)
     return out.reshape(hidden_states.shape)
+
+
+def add_gated(routed: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """Return ``routed[T, D] + sigmoid(gate[T, 1]) * shared[T, D]``, with the bits of Qwen2-MoE's own code."""
+    return routed + sigmoid(gate) * shared
 
 
 def _adds_gated_expert(module: Any) -> bool:

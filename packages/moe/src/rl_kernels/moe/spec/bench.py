@@ -20,7 +20,7 @@ from rl_kernels.lab.bench.definition import (
     Work,
     forward_and_backward,
 )
-from rl_kernels.moe.spec.cases import ROWS
+from rl_kernels.lab.check.rows import RowLayout
 from rl_kernels.moe.spec.cases_dimensions import sizes
 
 MODELS = {
@@ -33,17 +33,20 @@ MODELS = {
 TRAIN, DECODE = (8192, 32768), (1, 16, 64, 256)
 # A loop over experts in Python takes seconds for these.
 LOOP = frozenset({"eager"})
-TRAINING = (
-    *(Shape((count, *model), note=name, group="train") for count in TRAIN for name, model in MODELS.items()),
-    Shape((8192, *MODELS["Qwen3-30B-A3B"]), {"chosen": "first"}, "skewed", without=LOOP),
+TRAINING = tuple(
+    Shape((count, *model), note=name, group="train", without=LOOP) for count in TRAIN for name, model in MODELS.items()
+)
+SKEWED = tuple(
+    Shape((8192, *model), {"chosen": "half"}, f"{name}, half on one expert", "skewed", LOOP)
+    for name, model in MODELS.items()
 )
 DECODING = tuple(
     Shape((count, *model), note=name, group="decode") for name, model in MODELS.items() for count in DECODE
 )
 SETS = {
-    GOALS: (*TRAINING, *DECODING, Shape((257, 520, 264, 12, 3), note="ragged")),
+    GOALS: (*TRAINING, *SKEWED, *DECODING, Shape((257, 520, 264, 12, 3), note="ragged")),
     # The goals in two calls.
-    "train": TRAINING,
+    "train": (*TRAINING, *SKEWED),
     "decode": DECODING,
     HOST: (Shape((1, 256, 128, 8, 2), note="one token"),),
     SMALL: (
@@ -52,6 +55,15 @@ SETS = {
         Shape((17, 40, 24, 5, 2), note="ragged"),
     ),
 }
+
+
+EXPERTS = RowLayout(
+    arguments={"gate_up": 2, "down": 2},
+    results=frozenset({"gradient:gate_up", "gradient:down"}),
+    any_leading=False,
+    naming="ids",
+)
+"""Rows are experts: a result of FP64 for all weights would not fit into memory. The output is a sum over them."""
 
 
 def eager(
@@ -134,5 +146,5 @@ BENCH = Benchmark(
         "liger": Peer(liger, "liger-kernel"),
         "vllm": Peer(vllm, "vllm", passes=(FORWARD,)),
     },
-    rows={"": ROWS},
+    rows={"": EXPERTS},
 )

@@ -11,8 +11,9 @@ from rl_kernels.lab.check.rows import RowLayout
 from rl_kernels.lab.check.transforms import as_int32, one_nan, options
 from rl_kernels.moe import reference
 from rl_kernels.moe.spec.cases_dimensions import DIMENSIONS, sizes
+from rl_kernels.moe.spec.deviations import deviations
 from rl_kernels.moe.spec.illegal import ILLEGAL
-from rl_kernels.moe.spec.magnitudes import deviations, magnitudes
+from rl_kernels.moe.spec.magnitudes import magnitudes
 
 BIASES = {"biases": True}
 GPT_OSS = {**BIASES, "activation": "clamped_swiglu", "interleaved": True, "transposed": True}
@@ -68,11 +69,15 @@ def inputs(case: Case, draw: Draw) -> Inputs:
 
 
 def choose(draw: Draw, tokens: int, count: int, slots: int, chosen: str) -> torch.Tensor:
-    """Return ids: k different experts a token in drawn order, or the first one, equal ones, or absent ones."""
+    """Return ids: k different experts a token in drawn order; the first one, for all or half; equal or absent ones."""
     drawn = [draw.permutation(max(count, slots))[:slots] % count for _ in range(tokens)]
     ids = torch.stack(drawn) if drawn else draw.permutation(1)[:0].reshape(0, slots)
     if chosen == "first":
         ids[:, 0] = 0
+    elif chosen == "half":
+        # Whoever has it in another slot swaps the two.
+        ids[::2] = torch.where(ids[::2] == 0, ids[::2, :1], ids[::2])
+        ids[::2, 0] = 0
     elif chosen == "repeated":
         ids[:, -1] = ids[:, 0]
     elif chosen == "absent":

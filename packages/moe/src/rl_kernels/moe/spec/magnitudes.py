@@ -1,8 +1,4 @@
-"""Bounds on the rounding errors of experts: sums of the magnitudes of terms, through both products.
-
-The gradient of a route's weight is a dot of D terms of unit scale, so its fence also allows for the steps between the
-products that are rounded to the dtype of hidden.
-"""
+"""Bounds on the rounding errors of experts: sums of the magnitudes of terms, through both products."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from rl_kernels.core.testing import Case, Inputs
-from rl_kernels.moe.reference import LIMIT, SLOPE, activate, split
+from rl_kernels.moe.reference import LIMIT, SLOPE, split
 
 STEEP = 1.2
 """Bound of the first two derivatives of ``x sigmoid(a x)`` for a of 1 and 1.702, and of GELU."""
@@ -73,26 +69,3 @@ def _activation(
     ):
         part.copy_(value)
     return h, dz
-
-
-def deviations(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return deviations of the gradient of the routes' weights, ``dh . h``, from the roundings of gate, up and h."""
-    hidden, ids = call["hidden"], call["ids"]
-    is_transposed = call.get("transposed", False)
-    gate_up, down = (x.mT if is_transposed else x for x in (call["gate_up"], call["down"]))
-    grad = upstream.get("output", torch.zeros_like(hidden))
-    result = torch.zeros_like(call["weights"])
-    for expert in range(gate_up.shape[0]):
-        tokens, slots = torch.nonzero(ids == expert, as_tuple=True)
-        z = hidden[tokens] @ gate_up[expert].t()
-        if "gate_up_bias" in call:
-            z = z + call["gate_up_bias"][expert]
-        with torch.enable_grad():
-            gate, up = (x.detach().requires_grad_() for x in split(z, call.get("interleaved", False)))
-            h = activate(gate, up, call.get("activation", "silu"))
-            of_gate, of_up = torch.autograd.grad(h.sum(), (gate, up))
-        # h is rounded, as are its factors, four of them at most; gate also as the argument of the sigmoid.
-        variance = 4 * h.detach().square() + 2 * (of_gate * gate.detach()).square() + (of_up * up.detach()).square()
-        pull = grad[tokens] @ down[expert]
-        result[tokens, slots] = (pull.square() * variance).sum(1).sqrt().to(result.dtype)
-    return {"gradient:weights": result}

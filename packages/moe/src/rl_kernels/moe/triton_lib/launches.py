@@ -124,15 +124,19 @@ def _backward(kit_of: KitOf, *arguments: Any) -> Launches:
             else:
                 bounds = order[routes:]
                 tiles = list_tiles(bounds)
+            # In this order, and without names for what is read once, the most memory is z, dz and a row for each route.
             if routes:
-                dh = of_activation(grad, down.mT, None, order, tiles)
-                activate(dh, z, weights, grad, biases[1], dz, scaled, dots, order, bounds)
+                activate(
+                    of_activation(grad, down.mT, None, order, tiles),
+                    *(z, weights, grad, biases[1], dz, scaled, dots, order, bounds),
+                )
+            if needs[3] or down_grad is not None:
+                of_down(grad, scaled, ddown if down_grad is None else down_grad, order, bounds)
+            del scaled
             if needs[0] and routes:
                 combine(of_hidden(dz, gate_up.mT, None, order, tiles), ids, None, None, dhidden)
             if needs[2] or gate_up_grad is not None:
                 of_gate_up(dz, hidden, dgate_up if gate_up_grad is None else gate_up_grad, order, bounds)
-            if needs[3] or down_grad is not None:
-                of_down(grad, scaled, ddown if down_grad is None else down_grad, order, bounds)
             if needs[4]:
                 of_gate_up_bias(dz, None, dgate_up_bias, order, bounds)
             if needs[5]:

@@ -134,8 +134,8 @@ class Spec:
         magnitudes: ``(case, inputs, upstream) -> result name -> magnitudes``: for each element, the FP64 sum of the
             magnitudes of the terms that it adds up, which bounds its rounding error.
         deviations: the same arguments -> result name -> standard deviations: for each element of results that add up
-            many terms, that of its error if each intermediate value that the definition rounds to the dtype of the
-            inputs had a relative error of standard deviation 1.
+            many terms, that of its error if each intermediate value v that the operator rounds to the dtype of the
+            inputs had an error of standard deviation ``2^floor(log2(abs(v)))``.
         transforms: name -> layouts that must not change a bit.
         illegal: calls that must raise.
         hygiene: name -> transforms that put garbage where nothing may be read.

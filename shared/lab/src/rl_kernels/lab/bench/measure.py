@@ -165,7 +165,7 @@ def clock_of(runs: Sequence[Run], *, captured: bool = True) -> Clock:
         try:
             # A failed capture would leave its own stream as the current one.
             with torch.cuda.stream(torch.cuda.current_stream()):
-                return _capture(runs)
+                return capture(runs)
         except RuntimeError:
             torch.cuda.synchronize()
 
@@ -215,7 +215,7 @@ def call_seconds(sides: Sequence[Calls], device: torch.device, effort: Effort) -
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
-def _capture(runs: Sequence[Run]) -> Clock:
+def capture(runs: Sequence[Run]) -> Clock:
     """Capture the calls in a CUDA graph; ``RuntimeError`` if they cannot be."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -1,8 +1,8 @@
 """Check a result against the definition in FP64 under the tolerance contract, one block of rows at a time.
 
 The two rules of ``check.compare.accuracy`` are applied to blocks: the whole gold of a large call would not fit
-into memory. Results with rows are compared block by block; gradients that are sums over rows are summed over the
-blocks, then compared.
+into memory. Results with rows are compared block by block; results that are sums over rows are summed over the
+blocks, then compared. Rows can also be experts of a mixture: then outputs are the sums.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Accuracy:
 
 @dataclass
 class Sums:
-    """The definition's running sums of a gradient that is a sum over rows."""
+    """The definition's running sums of a result that is a sum over rows."""
 
     eager: torch.Tensor
     gold: torch.Tensor
@@ -171,16 +171,24 @@ def _cast_floats(inputs: Inputs, dtype: torch.dtype) -> Inputs:
 def _row_blocks(arena: Arena, rows: Rows, upstream: Results, block: int) -> Iterator[tuple[slice, Inputs, Results]]:
     """Yield blocks of rows, and of the upstream gradients that belong to them."""
     upstream_rows = {
-        name: value.reshape(rows.count, *value.shape[_leading_dims(rows) :]) for name, value in upstream.items()
+        name: value.reshape(rows.count, *value.shape[_leading_dims(rows) :])
+        for name, value in upstream.items()
+        if name in rows.layout.results
     }
-    step = max(1, block // max(arena.case.sizes.values()))
+    widest = max(*arena.case.sizes.values(), *(value[0].numel() for value in rows.flat.values()))
+    step = max(1, block // widest)
     for start in range(0, rows.count, step):
         block_rows = slice(start, min(start + step, rows.count))
-        yield (
-            block_rows,
-            {name: value[block_rows] for name, value in rows.flat.items()},
-            {n: v[block_rows] for n, v in upstream_rows.items()},
-        )
+        part = {name: value[block_rows] for name, value in rows.flat.items()}
+        if rows.layout.naming is not None:
+            part[rows.layout.naming] = _named_within(rows.inputs[rows.layout.naming], block_rows)
+        yield block_rows, part, {**upstream, **{n: v[block_rows] for n, v in upstream_rows.items()}}
+
+
+def _named_within(names: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Return the names that rows have within their block; rows outside have the name of none."""
+    count = rows.stop - rows.start
+    return torch.where((names >= rows.start) & (names < rows.stop), names - rows.start, count)
 
 
 def _leading_dims(rows: Rows) -> int:

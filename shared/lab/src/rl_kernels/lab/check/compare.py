@@ -135,8 +135,8 @@ def magnitudes_of(
 ) -> dict[str, torch.Tensor]:
     """Return result name -> sums of the terms' magnitudes, larger where rounded intermediate values count.
 
-    Half of what ``ROUNDING`` makes of it is in the fence; a value rounded to ``dtype`` has a relative error of standard
-    deviation ``eps / sqrt(12)`` at most.
+    Half of what ``ROUNDING`` makes of it is in the fence; a value v rounded to ``dtype`` has an error of standard
+    deviation ``eps / sqrt(12) 2^floor(log2(abs(v)))``.
     """
     magnitudes = dict(spec.magnitudes(case, inputs, upstream))
     if spec.deviations is not None:

@@ -34,6 +34,7 @@ class RowLayout:
         ids: the argument of token ids, if rows can be masked by ``ignore_index``.
         functions: public functions with this layout; empty for the operator's own.
         any_leading: whether rows may have any number of leading dims, not just one.
+        naming: an argument of integers that name rows, as ids of experts do; the number of rows names none.
     """
 
     arguments: Mapping[str, int]
@@ -41,6 +42,7 @@ class RowLayout:
     ids: str | None = None
     functions: frozenset[str] = field(default_factory=lambda: frozenset({""}))
     any_leading: bool = True
+    naming: str | None = None
 
     def transforms(self) -> dict[str, Transform]:
         """Return the standard transforms of rows by name."""

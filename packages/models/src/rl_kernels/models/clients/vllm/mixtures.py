@@ -15,14 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.models.mixtral import MixtralForCausalLM, MixtralMoE
 from vllm.model_executor.models.olmoe import OlmoeForCausalLM, OlmoeMoE
+from vllm.model_executor.models.qwen2_moe import Qwen2MoeForCausalLM, Qwen2MoeSparseMoeBlock
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM, Qwen3MoeSparseMoeBlock
 
-from rl_kernels.models.clients.vllm.ops import mixture
+from rl_kernels.models.clients.vllm.ops import add_gated, mixture
 from rl_kernels.models.mixtures.routers import Form, form_of
 
 
@@ -47,6 +49,7 @@ class Family(NamedTuple):
 FAMILIES = (
     Family(MixtralForCausalLM, MixtralMoE, MixtralTopKRouter, "block_sparse_moe", ("w1", "w3", "w2")),
     Family(OlmoeForCausalLM, OlmoeMoE, OlmoeTopKRouter),
+    Family(Qwen2MoeForCausalLM, Qwen2MoeSparseMoeBlock, Qwen2MoeTopKRouter),
     Family(Qwen3MoeForCausalLM, Qwen3MoeSparseMoeBlock, Qwen3MoeTopKRouter),
 )
 
@@ -109,6 +112,12 @@ def _replace(family: Family) -> None:
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
+        method = self.experts.routed_experts.quant_method
+        if not isinstance(method, KeptExperts):
+            raise ValueError(f"experts: expected unquantized ones with RL_KERNELS_VLLM=1, got {type(method).__name__}")
+        # Its module would apply the gate too, in code that the compiler may fuse.
+        if getattr(self, "shared_expert", None) is not None:
+            self.shared_expert.expert_gate = None
         self.form = form_in(family.router, get_current_vllm_config().model_config.hf_text_config)
 
     def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
@@ -122,6 +131,9 @@ def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     rows = hidden_states.view(-1, hidden_states.shape[-1])
     weights = self.gate.weight, layer.w13_weight, layer.w2_weight
     out: torch.Tensor = mixture(rows, *weights, layer.top_k, form.scoring, form.normalize, form.rounds, *form.wide)
+    if getattr(self, "shared_expert", None) is not None:
+        gate, _ = self.shared_expert_gate(rows)
+        out = add_gated(out, gate, self.shared_expert(rows))
     return out.view(hidden_states.shape)
 
 

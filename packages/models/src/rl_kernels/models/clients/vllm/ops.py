@@ -8,6 +8,7 @@ from rl_kernels.models.activations import gelu_tanh, silu
 from rl_kernels.models.fused import gate
 from rl_kernels.models.fused import rotary as rotations
 from rl_kernels.models.fused.conditions import fits
+from rl_kernels.models.mixtures import blocks
 from rl_kernels.models.mixtures.routers import Form, routed
 from rl_kernels.moe import experts
 
@@ -79,7 +80,14 @@ def mixture(
     return experts(hidden, gate_up, down, ids, weights, validate=False)
 
 
+@torch.library.custom_op("rl_kernels::vllm_add_gated", mutates_args=())
+def add_gated(routed: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """Return ``routed[T, D] + sigmoid(gate[T, 1]) * shared[T, D]``: a shared expert beside those of a router."""
+    return blocks.add_gated(routed, gate, shared)
+
+
 @mixture.register_fake
+@add_gated.register_fake
 def _(hidden: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty_like(hidden)
 

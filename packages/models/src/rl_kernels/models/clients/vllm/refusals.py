@@ -10,7 +10,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from rl_kernels.models.clients.vllm.requests import PLAIN, PROCESSED
 from rl_kernels.models.clients.vllm.versions import returns_routes
 
-MIXTURES = ("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen3MoeForCausalLM")
+MIXTURES = ("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 """Mixtures of experts among the covered models."""
 COVERED = (
     *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM"),
@@ -80,6 +80,7 @@ def check_mixture(config: Any) -> None:
         ValueError: the message names the option.
     """
     text, parallel = config.model_config.hf_text_config, config.parallel_config
+    architecture = config.model_config.architectures[0]
     refuse("enable_expert_parallel", parallel.enable_expert_parallel, False)
     refuse("enable_eplb", parallel.enable_eplb, False)
     # Without expert parallelism these ranks would share each expert.
@@ -87,11 +88,15 @@ def check_mixture(config: Any) -> None:
     refuse("enable_return_routed_experts", returns_routes(config), False)
     refuse("moe_backend", config.kernel_config.moe_backend, "auto")
     refuse("hidden_act", text.hidden_act, "silu")
-    refuse("shared_expert_intermediate_size", getattr(text, "shared_expert_intermediate_size", None) or None)
+    if architecture == "Qwen2MoeForCausalLM":
+        # vLLM's has biases always.
+        refuse("qkv_bias", getattr(text, "qkv_bias", True), True)
+    else:
+        refuse("shared_expert_intermediate_size", getattr(text, "shared_expert_intermediate_size", None) or None)
     # vLLM's models of these families have neither; OLMoE's has one epsilon.
     for name in ("sliding_window", "clip_qkv", "attention_bias"):
         refuse(name, getattr(text, name, None) or None)
-    if config.model_config.architectures[0] == "OlmoeForCausalLM":
+    if architecture == "OlmoeForCausalLM":
         refuse("rms_norm_eps", text.rms_norm_eps, 1e-5)
 
 
