@@ -25,8 +25,10 @@ PLANTED = (
             Bug("squares by a library", "_mean(row * row)", "(row * row).mean(-1)"),
             Bug("projection left out", "- scaled * _mean(pull * scaled)[:, None]", "* 1"),
             Bug("buffer overwritten", "terms, main_grad", "terms, torch.zeros_like(main_grad)"),
+            Bug("gate without its sigmoid", "row.mul_(silu(gate.to(row.dtype)))", "row.mul_(gate.to(row.dtype))"),
+            Bug("gradient of the gate without the weight", "norm = norm * _scale(weight, ", "norm * _scale(weight, "),
         ),
-        ("gemma", "no-weight"),
+        ("gemma", "no-weight", "gated"),
     ),
     Mutants(
         "triton",
@@ -41,9 +43,20 @@ PLANTED = (
             Bug("gradient of the sum lost", "dx = dx + of_sum", "dx = dx * 1.0"),
             Bug("mean of another row", "count + rows, mask", "count + rows // 2, mask"),
             Bug("last parts left out", "AHEAD, count", "AHEAD, count - REST"),
+            Bug(
+                "slope of the sigmoid lost",
+                "slope = product(sigmoid, fma(gate, one - sigmoid, one))",
+                "slope = sigmoid",
+            ),
+            Bug("gradient of the norm not gated", "return product(grad, tl.div_rn(gate, parts))", "return grad"),
+            Bug(
+                "gate's gradient without the weight",
+                "grad, weighted(x, WEIGHT, d, inside, offset), GATE",
+                "grad, x, GATE",
+            ),
         ),
         (
-            *("plain", "residual", "gemma", "layer", "layer-residual", "layer-offset", "batch-2049"),
+            *("plain", "residual", "gemma", "gated", "layer", "layer-residual", "layer-offset", "batch-2049"),
             *("hidden-33", "hidden-4096"),
         ),
     ),
@@ -53,10 +66,11 @@ PLANTED = (
 class TestConformance(Conformance):
     operator = OPERATOR
     planted = PLANTED
-    smoke = ("plain", "layer-residual")
+    smoke = ("plain", "layer-residual", "gated")
     large = (
         Case("many-rows", {"batch": 4100, "hidden": 4096}, {"residual": True}),
         Case("many-heads", {"batch": 70000, "hidden": 128}),
+        Case("gated-heads", {"batch": 70000, "hidden": 128}, {"gate": True}),
         Case("layer", {"batch": 2050, "hidden": 5120}, {"bias": True}, "layer_norm"),
     )
     far = tuple(Case(f"of-{n}", {"batch": n, "hidden": n}, {"residual": True}) for n in (2, 3))
@@ -175,3 +189,28 @@ def test_rows_are_rounded_where_the_definition_rounds_them(backend):
             for first in (cast_first, not cast_first)
         )
         assert right > 0.99 > 0.95 > wrong, (weight.dtype, offset, cast_first)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gated_rows_are_rounded_where_qwen3_next_rounds_them(backend):
+    """All bits are equal, but for the few rows whose sum in another order, or exponential, is another number."""
+    x, half, gate = drawn(40, 256, torch.float16, DEVICE)
+    for weight, cast_first in product((half, half.float(), None), (True, False)):
+        found = rms_norm(x, weight, gate=gate, cast_first=cast_first, backend=backend)
+        right, wrong = (
+            float((found == reference.rms_norm(x, weight, gate=gate, cast_first=first)).double().mean())
+            for first in (cast_first, not cast_first)
+        )
+        assert right > 0.99 > 0.95 > wrong, (weight is None or weight.dtype, cast_first)
+
+
+def test_main_grad_leaves_the_gradient_of_a_gate():
+    x, weight, upstream = drawn(70, 24)
+    alone = leaves_of(x, weight, x.flip(0))
+    rms_norm(*alone[:2], gate=alone[2]).backward(upstream)
+    whole = leaves_of(x, weight, x.flip(0))
+    whole[1].main_grad = torch.zeros(24)
+    rms_norm(*whole[:2], gate=whole[2]).backward(upstream)
+    assert whole[1].grad is None
+    assert torch.equal(whole[1].main_grad, alone[1].grad)
+    assert all(torch.equal(whole[place].grad, alone[place].grad) for place in (0, 2))

@@ -7,7 +7,7 @@ from rl_kernels.lab.bench.conformance import BenchConformance
 from rl_kernels.lab.bench.definition import Shape
 from rl_kernels.norm.op import OPERATOR
 from rl_kernels.norm.spec.bench import BENCH
-from rl_kernels.norm.spec.cases import ADDED
+from rl_kernels.norm.spec.cases import ADDED, GATED
 
 
 def liger_rms_norm(x, weight, eps, offset=0.0, casting_mode="llama", in_place=True):
@@ -31,12 +31,19 @@ class TestBench(BenchConformance):
     }
 
 
+class TestGatedBench(BenchConformance):
+    operator = OPERATOR
+    tiny = (Shape((6, 32), GATED),)
+
+
 def test_bytes_are_counted_once():
     size = 64 * 128 * 2
     forward, both = BENCH.passes(Shape((64, 128)), 2).values()
     assert (forward.work.bytes, both.work.bytes) == (2 * size, 5 * size)
     forward, both = BENCH.passes(Shape((64, 128), ADDED), 2).values()
     assert (forward.work.bytes, both.work.bytes) == (4 * size, 8 * size)
+    forward, both = BENCH.passes(Shape((64, 128), GATED), 2).values()
+    assert (forward.work.bytes, both.work.bytes) == (3 * size, 8 * size)
 
 
 def test_eager_is_llamas_module():

@@ -41,6 +41,18 @@ def test_rounding_and_dtype_are_those_of_llamas_module():
         assert reference.rms_norm(x).dtype == reference.layer_norm(x, weight.float()).dtype == dtype
 
 
+def test_gated_rounding_is_that_of_qwen3_next():
+    for dtype, weight_dtype in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
+        draw = Draw(dtype)
+        x, gate, weight = draw.normal(4, 64), draw.normal(4, 64), draw.uniform(0.5, 1.5, 64).to(weight_dtype)
+        row = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+        theirs = ((weight * row.to(dtype)) * F.silu(gate.float())).to(dtype)
+        assert torch.equal(reference.rms_norm(x, weight, gate=gate), theirs)
+        once = reference.rms_norm(x, weight, gate=gate, cast_first=False)
+        assert torch.equal(once, (weight.float() * row * F.silu(gate.float())).to(dtype))
+        assert not torch.equal(once, theirs)
+
+
 @pytest.mark.parametrize("residual", [None, X.flip(0)])
 def test_values_are_those_of_pytorch(residual):
     total, bias = X if residual is None else X + residual, WEIGHT.flip(0)

@@ -17,6 +17,8 @@ class TestLaunches(TritonHost):
         weight, form = torch.rand(97)[1:], (False, 0.5)
         *_, stats = backend.forward_sum(x, residual, weight, None, 1e-5, *form, True)
         backend.backward(grad, residual, x, weight, stats, *form, True, False)
+        backend.forward_gated(x, residual, weight, None, 1e-5, *form, True)
+        backend.backward_gated(residual, grad, None, x, weight, stats, *form, True, False)
         backend.backward_into(grad, None, x, weight, stats, *form, torch.ones(96, 3)[:, 1], False)
         for launch in recorder.launches:
             for name, value in launch.arguments.items():

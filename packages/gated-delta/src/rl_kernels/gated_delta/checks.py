@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.torchlib.observed import values_hidden
-from rl_kernels.core.torchlib.ops import define_check
 from rl_kernels.gated_delta.cache import DeltaCache
 from rl_kernels.gated_delta.constants import BLOCK, CHUNK
 from rl_kernels.gated_delta.inputs import Inputs, state_dtype
+from rl_kernels.gated_delta.layouts import check_bounds, check_layout
 
 SIZES = (16, 32, 64, 128, 256)
 """Head sizes."""
@@ -42,18 +40,7 @@ def operands(call: Inputs) -> None:
 def layout(call: Inputs) -> None:
     """Require arguments that form one layout: a batch, a batch with left padding, or packed sequences."""
     q, *_, initial_state, cu_seqlens, start, _, _ = call
-    for name, value in (("cu_seqlens", cu_seqlens), ("start", start)):
-        if value is not None:
-            check.tensor(name, value, check.INTEGERS, ndim=1)
-    if cu_seqlens is not None:
-        if q.shape[0] != 1:
-            raise ValueError(f"q: expected a batch of 1 with cu_seqlens, got shape {tuple(q.shape)}")
-        if not len(cu_seqlens):
-            raise ValueError("cu_seqlens: expected at least 1 number, got none")
-        if start is not None:
-            raise ValueError("start: expected None with cu_seqlens, which says where sequences start")
-    if start is not None:
-        check.shape("start", start, q.shape[:1], "one number for each sequence")
+    check_layout("q", q, cu_seqlens, start)
     if initial_state is not None:
         check.tensor("initial_state", initial_state, (state_dtype(q.dtype),), ndim=4)
         check.shape("initial_state", initial_state, call.state_shape, "sequences, heads of v, Dk, Dv")
@@ -94,22 +81,6 @@ def no_gradients(call: Inputs) -> None:
 
 def bounds(call: Inputs, given: DeltaCache | None) -> None:
     """Require integers within their tensors. Syncs with a GPU; skipped if values cannot be read now."""
-    if values_hidden(call.q):
-        return
-    tokens = call.q.shape[1]
-    if call.cu_seqlens is not None:
-        _check_bounds(call.cu_seqlens, tokens)
-    if call.start is not None:
-        check.ids_in_range("start", call.start, tokens + 1, ignorable=False)
-    if given is not None:
-        check.ids_in_range("cache.lengths", given.lengths, check.INT32 - tokens, ignorable=False)
-
-
-def _bounds(cu_seqlens: torch.Tensor, total: int) -> None:
-    values = cu_seqlens.tolist()
-    if values[0] != 0 or values[-1] != total or any(b < a for a, b in pairwise(values)):
-        shown = str(values) if len(values) <= 8 else f"{values[:7]} and more, the last {values[-1]}"
-        raise ValueError(f"cu_seqlens: expected numbers that ascend from 0 to {total}, the tokens of q, got {shown}")
-
-
-_check_bounds = define_check("gated_delta_check_bounds", "(Tensor cu_seqlens, SymInt total)", _bounds)
+    check_bounds("q", call.q, call.cu_seqlens, call.start)
+    if given is not None and not values_hidden(call.q):
+        check.ids_in_range("cache.lengths", given.lengths, check.INT32 - call.q.shape[1], ignorable=False)

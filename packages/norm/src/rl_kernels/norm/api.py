@@ -38,6 +38,7 @@ def rms_norm(
     weight: torch.Tensor | None = None,
     *,
     residual: None = None,
+    gate: torch.Tensor | None = None,
     **options: Unpack[RMSNormKeywords],
 ) -> torch.Tensor: ...
 
@@ -68,6 +69,7 @@ def rms_norm(
     *,
     eps: float = 1e-6,
     residual: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
     offset: float = 0.0,
     cast_first: bool = True,
     backend: str | None = None,
@@ -88,6 +90,9 @@ def rms_norm(
         eps: added to the mean of squares, >= 0.
         residual: in the shape and dtype and on the device of x; differentiable. ``x + residual``, rounded to the dtype
             of x, is then normalized, and is returned too. The bits are the same as in two separate steps.
+        gate: in the shape and dtype and on the device of x; differentiable. The norm is multiplied by ``silu(gate)``,
+            as in Qwen3-Next and Qwen3.5, with the sigmoid and the product in FP32 and a result in the dtype of x;
+            with ``cast_first`` the product of row and weight is rounded before. Not together with a residual.
         offset: added to the weight: 1 for weights stored as a difference from 1, as in Gemma.
         cast_first: round the row to the dtype of x before multiplying it by the weight, as Llama and Qwen do; False
             rounds once at the end, as ``torch.nn.RMSNorm``, Gemma and gpt-oss do.
@@ -95,8 +100,8 @@ def rms_norm(
             chooses one if neither is set.
 
     Returns:
-        ``[..., D]`` in the dtype of x; with ``cast_first`` and a weight, in the dtype that x and the weight promote to.
-        With a residual, ``NormAndSum(output, sum)``.
+        ``[..., D]`` in the dtype of x; with ``cast_first`` and a weight, and no gate, in the dtype that x and the
+        weight promote to. With a residual, ``NormAndSum(output, sum)``.
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
@@ -107,7 +112,10 @@ def rms_norm(
     """
     check.number("offset", offset)
     check.flag("cast_first", cast_first)
-    return _norm("rms_norm", x, weight, None, residual, eps, _Options(False, float(offset), cast_first), backend)
+    if gate is not None and residual is not None:
+        raise ValueError("gate: expected None with a residual: add the residual before, or multiply by the gate after")
+    options = _Options(False, float(offset), cast_first)
+    return _norm("rms_norm", x, weight, None, residual, gate, eps, options, backend)
 
 
 @overload
@@ -177,7 +185,7 @@ def layer_norm(
         RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward: not supported. In the backward
             pass: ``weight.grad`` was set before a pass that adds to both it and ``main_grad``.
     """
-    return _norm("layer_norm", x, weight, bias, residual, eps, _Options(True, 0.0, False), backend)
+    return _norm("layer_norm", x, weight, bias, residual, None, eps, _Options(True, 0.0, False), backend)
 
 
 class _Options(NamedTuple):
@@ -203,17 +211,18 @@ def _norm(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
+    gate: torch.Tensor | None,
     eps: float,
     options: _Options,
     backend: str | None,
 ) -> torch.Tensor | NormAndSum:
-    ready = _prepare(x, weight, bias, residual, eps, options, backend)
+    ready = _prepare(x, weight, bias, residual, gate, eps, options, backend)
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None:
         assert weight is not None
         check.main_grad("weight.main_grad", main_grad, weight)
-    no_lost_derivatives(name, x, weight, bias, residual)
-    inputs = (x, residual, weight, bias)
+    no_lost_derivatives(name, x, weight, bias, residual, gate)
+    inputs = (x, residual, gate, weight, bias)
     if torch.is_grad_enabled() and any([value is not None and value.requires_grad for value in inputs]):
         outputs = apply_of(_Norm, ready)(*inputs, _Settings(main_grad, float(eps), options, ready))
         if main_grad is not None and weight is not None and weight.requires_grad:
@@ -236,6 +245,7 @@ def _shaped(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def _raw(
     x: torch.Tensor,
     residual: torch.Tensor | None,
+    gate: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
@@ -243,6 +253,8 @@ def _raw(
 ) -> tuple[Op, tuple[Any, ...]]:
     """Return the raw op that computes a norm, and its arguments without the backend."""
     rest = (weight, bias, eps, *options)
+    if gate is not None:
+        return ops["forward_gated"], (_rows(x), _rows(gate), *rest)
     if residual is None:
         return ops["forward"], (_rows(x), *rest)
     return ops["forward_sum"], (_rows(x), _rows(residual), *rest)
@@ -254,6 +266,7 @@ def _prepare(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
+    gate: torch.Tensor | None,
     eps: float,
     options: _Options,
     backend: str | None,
@@ -267,39 +280,41 @@ def _prepare(
         if value is not None:
             check.tensor(name, value, allowed, ndim=1)
             check.shape(name, value, x.shape[-1:], "the last dim of x")
-    if residual is not None:
-        check.tensor("residual", residual, check.FLOATS)
-        check.shape("residual", residual, x.shape, "that of x")
-        check.same_dtype(x=x, residual=residual)
-    check.same_device(x=x, weight=weight, bias=bias, residual=residual)
+    for name, value in (("residual", residual), ("gate", gate)):
+        if value is not None:
+            check.tensor(name, value, check.FLOATS)
+            check.shape(name, value, x.shape, "that of x")
+            check.same_dtype(**{"x": x, name: value})
+    check.same_device(x=x, weight=weight, bias=bias, residual=residual, gate=gate)
     check.number("eps", eps, least=0)
     check.backend_name(backend)
-    op, args = _raw(x, residual, weight, bias, float(eps), options)
+    op, args = _raw(x, residual, gate, weight, bias, float(eps), options)
     return op.ready(*args, choose(OPERATOR, describe(x), backend).name)
 
 
 class _Norm(torch.autograd.Function):
-    """A norm of rows, or the norm of a sum and the sum; backward adds to ``main_grad`` if it is given."""
+    """A norm of rows, maybe gated, or the norm of a sum and the sum; backward adds to ``main_grad`` if it is given."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
         residual: torch.Tensor | None,
+        gate: torch.Tensor | None,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         settings: _Settings,
     ) -> Any:
-        op, args = _raw(x, residual, weight, bias, settings.eps, settings.options)
+        op, args = _raw(x, residual, gate, weight, bias, settings.eps, settings.options)
         *outputs, stats = op.call(settings.ready, *args)
         outputs = [_shaped(value, x) for value in outputs]
         total = x if residual is None else outputs[1]
         # Autograd counts only the tensors.
-        present = [value is not None for value in (x, residual, weight, bias)]
+        present = [value is not None for value in (x, residual, gate, weight, bias)]
         ctx.places = [sum(present[:number]) for number in range(len(present))]
         # A sum that nobody uses has no gradient to read.
         ctx.set_materialize_grads(False)
-        save(ctx, total, weight, stats)
+        save(ctx, total, gate, weight, stats)
         # Not saved for backward: main_grad may change in place between this call and its backward pass.
         ctx.settings = settings
         ctx.dtypes = None if weight is None else weight.dtype, None if bias is None else bias.dtype
@@ -309,25 +324,27 @@ class _Norm(torch.autograd.Function):
     def backward(
         ctx: Any, grad: torch.Tensor | None, grad_sum: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:
-        total, weight, stats = ctx.saved_tensors
+        total, gate, weight, stats = ctx.saved_tensors
         main_grad, _, (centered, offset, _), ready = ctx.settings
         grad = torch.zeros_like(total) if grad is None else grad
         inputs = zip(ctx.needs_input_grad, ctx.places, strict=False)
         needed = [is_needed and is_asked_for(ctx, place) for is_needed, place in inputs]
         rows_of_grad_sum = None if grad_sum is None else _rows(grad_sum)
-        arguments = (_rows(grad), rows_of_grad_sum, _rows(total), weight, stats, centered, offset)
+        name, gates = ("backward", ()) if gate is None else ("backward_gated", (_rows(gate),))
+        arguments = (*gates, _rows(grad), rows_of_grad_sum, _rows(total), weight, stats, centered, offset)
         dweight = None
-        if needed[2] and main_grad is not None:
+        if needed[3] and main_grad is not None:
             no_lost_derivatives("rms_norm", *arguments)
-            dx, dbias = ops["backward_into"](*arguments, main_grad, needed[3], ready.backend)
+            dx, *dgate, dbias = ops[f"{name}_into"](*arguments, main_grad, needed[4], ready.backend)
         else:
-            dx, dweight, dbias = first_order(ops["backward"], *arguments, needed[2], needed[3], ready.backend)
-            dweight = dweight.to(ctx.dtypes[0]) if needed[2] else None
-        dbias = dbias.to(ctx.dtypes[1]) if needed[3] else None
+            dx, *dgate, dweight, dbias = first_order(ops[name], *arguments, needed[3], needed[4], ready.backend)
+            dweight = dweight.to(ctx.dtypes[0]) if needed[3] else None
+        dbias = dbias.to(ctx.dtypes[1]) if needed[4] else None
         dx = dx.view(total.shape)
         # Otherwise two leaves would share this tensor as their gradient, and add to each other's.
         dresidual = dx.clone() if needed[0] and needed[1] and _reaches_a_leaf(ctx) else dx
-        return dx if needed[0] else None, dresidual if needed[1] else None, dweight, dbias, None
+        of_gate = dgate[0].view(total.shape) if needed[2] else None
+        return dx if needed[0] else None, dresidual if needed[1] else None, of_gate, dweight, dbias, None
 
 
 def _reaches_a_leaf(ctx: Any) -> bool:

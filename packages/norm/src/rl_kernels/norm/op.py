@@ -4,7 +4,8 @@ layer_norm is the same operator with ``centered``. In the raw ops x and residual
 (FP64 for FP64) and holds for each row the factor that multiplies it, and the mean that is subtracted first: 0 unless
 ``centered``. ``backward`` takes the gradient of the norm. With a residual it also takes the gradient of the sum, and x
 is the sum. The gradients of weight and bias have the dtype of ``stats``, and are empty if they are not needed;
-``backward_into`` adds the gradient of the weight to ``main_grad``.
+``backward_into`` adds the gradient of the weight to ``main_grad``. The ops with a ``gate[N, D]`` take it first, or
+after x, and return its gradient after dx.
 """
 
 from __future__ import annotations
@@ -27,8 +28,16 @@ _GRADIENTS = "Tensor grad, Tensor? grad_sum, Tensor x, Tensor? weight, Tensor st
 SCHEMAS = {
     "forward": f"(Tensor x, {_OPTIONS}) -> (Tensor, Tensor)",
     "forward_sum": f"(Tensor x, Tensor residual, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    "forward_gated": f"(Tensor x, Tensor gate, {_OPTIONS}) -> (Tensor, Tensor)",
     "backward": f"({_GRADIENTS}, bool needs_weight, bool needs_bias, str backend) -> (Tensor, Tensor, Tensor)",
     "backward_into": f"({_GRADIENTS}, Tensor(a!) main_grad, bool needs_bias, str backend) -> (Tensor, Tensor)",
+    "backward_gated": (
+        f"(Tensor gate, {_GRADIENTS}, bool needs_weight, bool needs_bias, str backend)"
+        " -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "backward_gated_into": (
+        f"(Tensor gate, {_GRADIENTS}, Tensor(a!) main_grad, bool needs_bias, str backend) -> (Tensor, Tensor, Tensor)"
+    ),
 }
 
 
@@ -43,6 +52,11 @@ def _fake_forward_sum(x: torch.Tensor, residual: torch.Tensor, *options: Any) ->
     return output, x.new_empty(x.shape), stats
 
 
+def _fake_forward_gated(x: torch.Tensor, gate: torch.Tensor, *options: Any) -> tuple[torch.Tensor, ...]:
+    _, stats = _fake_forward(x, *options)
+    return x.new_empty(x.shape), stats
+
+
 def _fake_backward(grad: Any, grad_sum: Any, x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
     *_, stats, _, _, needs_weight, needs_bias = arguments
     gradients = (stats.new_empty(x.shape[1] if needed else 0) for needed in (needs_weight, needs_bias))
@@ -54,11 +68,24 @@ def _fake_backward_into(grad: Any, grad_sum: Any, x: torch.Tensor, *arguments: A
     return x.new_empty(x.shape), stats.new_empty(x.shape[1] if needs_bias else 0)
 
 
+def _fake_backward_gated(gate: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    dx, *rest = _fake_backward(*arguments)
+    return dx, gate.new_empty(gate.shape), *rest
+
+
+def _fake_backward_gated_into(gate: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    dx, dbias = _fake_backward_into(*arguments)
+    return dx, gate.new_empty(gate.shape), dbias
+
+
 FAKES: dict[str, Callable[..., Any]] = {
     "forward": _fake_forward,
     "forward_sum": _fake_forward_sum,
+    "forward_gated": _fake_forward_gated,
     "backward": _fake_backward,
     "backward_into": _fake_backward_into,
+    "backward_gated": _fake_backward_gated,
+    "backward_gated_into": _fake_backward_gated_into,
 }
 
 
@@ -75,7 +102,7 @@ def _limits(call: Call) -> str | None:
 OPERATOR = Operator(
     name="rms_norm",
     package="rl_kernels.norm",
-    summary="RMSNorm and LayerNorm whose rows do not depend on the batch, with the residual's sum",
+    summary="RMSNorm and LayerNorm whose rows do not depend on the batch, with the residual's sum and a gate",
     shape=("N", "D"),
     rows=frozenset({"N"}),
     schemas=SCHEMAS,

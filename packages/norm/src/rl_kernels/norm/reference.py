@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from rl_kernels.norm.results import NormAndSum
 
@@ -13,10 +14,14 @@ def rms_norm(
     *,
     eps: float = 1e-6,
     residual: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
     offset: float = 0.0,
     cast_first: bool = True,
 ) -> torch.Tensor | NormAndSum:
-    """Return ``x / sqrt(mean(x^2) + eps) * (weight + offset)``, for ``x + residual`` if there is one."""
+    """Return ``x / sqrt(mean(x^2) + eps) * (weight + offset)``, for ``x + residual`` if there is one.
+
+    A gate multiplies it by ``silu(gate)``.
+    """
     total, row = _summed(x, residual)
     row = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
     dtype = x.dtype
@@ -25,6 +30,10 @@ def rms_norm(
         row = row.to(x.dtype).to(row.dtype)
     if weight is not None:
         row = row * (weight.to(row.dtype) + offset)
+    if gate is not None:
+        if cast_first:
+            row = row.to(dtype).to(row.dtype)
+        row, dtype = row * F.silu(gate.to(row.dtype)), x.dtype
     return _result(row.to(dtype), total, residual)
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rl_kernels.core.triton_lib.arithmetic import INTERPRETED, fma, product
-
-if not INTERPRETED.value:
-    from triton.language.extra import libdevice
+from rl_kernels.core.triton_lib.arithmetic import fma, product, sigmoid_parts
 
 AT_ONCE = tl.constexpr(16)
 """Rows that are loaded before the first one is added."""
@@ -72,15 +69,6 @@ def rotate(
     k, k_out = K + b * k_batch + t * k_token, K_OUT + b * k_out_batch + t * k_out_token
     rotate_heads(q, q_out, c, s, c_, s_, q_head, q_out_head, d, inside, Q_HEADS, PART, HALF, BACK)
     rotate_heads(k, k_out, c, s, c_, s_, k_head, k_out_head, d, inside, K_HEADS, PART, HALF, BACK)
-
-
-@triton.jit
-def sigmoid_parts(x):
-    """Return ``1 + exp(-x)``, with the exponential of CUDA's library."""
-    if INTERPRETED:
-        return 1.0 + tl.exp(-x)
-    else:
-        return 1.0 + libdevice.exp(-x)
 
 
 @triton.jit

@@ -22,10 +22,11 @@ from rl_kernels.lab.bench.definition import (
     plain,
 )
 from rl_kernels.norm.results import NormAndSum
-from rl_kernels.norm.spec.cases import ADDED
+from rl_kernels.norm.spec.cases import ADDED, GATED
 from rl_kernels.norm.spec.transforms import ROWS
 
 COMPILE = frozenset({"compile"})
+LIBRARIES = frozenset({"torch", "liger", "quack"})
 SETS = {
     GOALS: (
         Shape((8192, 4096)),
@@ -33,6 +34,7 @@ SETS = {
         Shape((64, 8192), note="decode"),
         Shape((262144, 128), note="heads"),
         Shape((8192, 4096), ADDED, "with a residual", without=frozenset({"torch"})),
+        Shape((262144, 128), GATED, "gated heads", without=LIBRARIES),
         Shape((4097, 3000), note="ragged", without=COMPILE),
     ),
     HOST: (Shape((1, 4096)), Shape((1, 4096), ADDED, "with a residual", without=frozenset({"torch"}))),
@@ -40,17 +42,26 @@ SETS = {
         Shape((512, 1024), without=COMPILE),
         Shape((8, 4096), note="decode", without=COMPILE),
         Shape((256, 1024), ADDED, "with a residual", without=COMPILE | {"torch"}),
+        Shape((2048, 128), GATED, "gated heads", without=COMPILE | LIBRARIES),
     ),
 }
 EPS = 1e-6
 
 
-def eager(x: torch.Tensor, weight: torch.Tensor, *, residual: torch.Tensor | None = None) -> object:
-    """Compute the norm as Llama's module in transformers does."""
+def eager(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    residual: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+) -> object:
+    """Compute the norm as Llama's module in transformers does, with a gate as Qwen3-Next's."""
     total = x if residual is None else x + residual
     row = total.float()
     row = row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + EPS)
     output = weight * row.to(x.dtype)
+    if gate is not None:
+        output = (output * F.silu(gate.float())).to(x.dtype)
     return output if residual is None else NormAndSum(output, total)
 
 
@@ -84,11 +95,11 @@ def quack() -> Callable[..., object]:
 def passes(shape: Shape, itemsize: int) -> dict[str, Pass]:
     """Count bytes: forward reads rows and writes norms; backward reads rows and gradients and writes gradients.
 
-    With a residual, sums and their gradients are read and written too.
+    With a residual, sums and their gradients are read and written too; a gate is read twice, its gradient written.
     """
     rows, width = shape.sizes
     case = Case(shape.label, {"batch": rows, "hidden": width}, shape.options)
-    forward, both = (4, 8) if shape.options else (2, 5)
+    forward, both = (4, 8) if shape.options == ADDED else (3, 8) if shape.options == GATED else (2, 5)
     size = rows * width * itemsize
     return forward_and_backward(case, Work(forward * size), Work(both * size))
 
@@ -98,7 +109,7 @@ BENCH = Benchmark(
     sets=SETS,
     passes=passes,
     peers={
-        "eager": plain(eager, "Llama's module in transformers"),
+        "eager": plain(eager, "Llama's or Qwen3-Next's module in transformers"),
         "compile": compiled(eager),
         "torch": plain(library, "F.rms_norm"),
         "liger": Peer(liger, "liger-kernel"),

@@ -14,6 +14,7 @@ from rl_kernels.norm.spec.transforms import TRANSFORMS
 
 BIASED = {"bias": True}
 ADDED = {"residual": True}
+GATED = {"gate": True}
 GEMMA = {"offset": 1.0, "cast_first": False}
 CASES = (
     Case("plain", {"batch": 6, "hidden": 96}),
@@ -28,14 +29,22 @@ CASES = (
     Case("layer-residual", {"batch": 6, "hidden": 72}, {**BIASED, **ADDED, "eps": 1e-3}, LAYER_NORM),
     Case("layer-no-weight", {"batch": 5, "hidden": 31}, {"weight": "none"}, LAYER_NORM),
     Case("layer-offset", {"batch": 3, "hidden": 260}, {**BIASED, "values": "offset"}, LAYER_NORM),
+    Case("gated", {"batch": 19, "hidden": 64}, GATED),
+    Case("gated-once", {"batch": 6, "hidden": 80}, {**GATED, **GEMMA, "eps": 1e-5}),
+    Case("gated-no-weight", {"batch": 5, "hidden": 33}, {**GATED, "weight": "none"}),
+    Case("gated-weight-of-another-dtype", {"batch": 4, "hidden": 48}, {**GATED, "weight": "fp32"}),
+    Case("gated-heads", {"batch": 35, "hidden": 128}, {**GATED, "leading": (2, 4)}),
+    Case("gated-large", {"batch": 7, "hidden": 40}, {**GATED, "gates": 40.0}),
     Case("llama3-8b", {"batch": 40, "hidden": 4096}, ADDED, suite="full"),
     Case("qwen3-heads", {"batch": 70, "hidden": 128}, {"leading": (2, 8)}, suite="full"),
+    Case("qwen3-next-heads", {"batch": 70, "hidden": 128}, {**GATED, "leading": (2, 32)}, suite="full"),
     Case("gpt2", {"batch": 33, "hidden": 768}, BIASED, LAYER_NORM, "full"),
     *DIMENSIONS,
 )
 EMPTY = (
     Case("no-rows", {"batch": 0, "hidden": 7}),
     Case("no-rows-residual", {"batch": 0, "hidden": 7}, ADDED),
+    Case("no-rows-gated", {"batch": 0, "hidden": 7}, GATED),
     Case("no-rows-layer", {"batch": 0, "hidden": 7}, BIASED, LAYER_NORM),
 )
 WEIGHTS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -58,6 +67,8 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         call["bias"] = draw.normal(width)
     if "residual" in asked:
         call["residual"] = with_values(draw.normal(*shape), values)
+    if "gate" in asked:
+        call["gate"] = draw.normal(*shape, scale=asked.get("gates", 2.0))
     return call | {name: asked[name] for name in PASSED_ON if name in asked}
 
 
@@ -75,13 +86,15 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
     size = size + (row * inverse).abs() * (size * (row * inverse).abs()).mean(-1, keepdim=True)
     scale = (call["weight"] + call.get("offset", 0.0)).abs() if "weight" in call else torch.ones_like(x[..., :1, :])
     offset = abs(call.get("offset", 0.0)) if "weight" in call else 0.0
+    factor, slope = _gate(call["gate"]) if "gate" in call else (1.0, 0.0)
     terms = {
-        "output": (scale + offset) * size + abs(call.get("bias", 0)),
+        "output": ((scale + offset) * size + abs(call.get("bias", 0))) * factor,
         "sum": x.abs() + abs(0 if residual is None else residual),
     }
     if not upstream:
         return terms
-    grad = upstream.get("output", torch.zeros_like(x)).abs()
+    of_gate = upstream.get("output", torch.zeros_like(x)).abs()
+    grad = of_gate * factor
     pull = grad * (scale + offset)
     part = pull + size * (pull * size).mean(-1, keepdim=True)
     if centered:
@@ -92,7 +105,14 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
         **dict.fromkeys(("gradient:x", "gradient:residual"), dx),
         "gradient:weight": over[0],
         "gradient:bias": over[1],
+        "gradient:gate": of_gate * (scale + offset) * size * slope,
     }
+
+
+def _gate(gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the magnitudes of silu and its derivative."""
+    sigmoid = gate.sigmoid()
+    return gate.abs() * sigmoid, sigmoid * (1 + gate.abs())
 
 
 SPEC = Spec(
@@ -100,9 +120,9 @@ SPEC = Spec(
     inputs=inputs,
     references={"": reference.rms_norm, LAYER_NORM: reference.layer_norm},
     classes=dict.fromkeys(
-        ("output", "sum", *(f"gradient:{name}" for name in ("x", "residual", "weight", "bias"))), "reduction"
+        ("output", "sum", *(f"gradient:{name}" for name in ("x", "residual", "gate", "weight", "bias"))), "reduction"
     ),
-    differentiable=("x", "residual", "weight", "bias"),
+    differentiable=("x", "residual", "gate", "weight", "bias"),
     magnitudes=magnitudes,
     transforms=TRANSFORMS,
     illegal=ILLEGAL,

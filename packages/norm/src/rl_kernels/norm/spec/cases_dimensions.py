@@ -20,6 +20,7 @@ SHARED = {
 }
 AXES = {**SHARED, "offset": (None, 1.0, -0.5), "cast_first": (None, False)}
 AXES_LAYER = {**SHARED, "bias": (None, True)}
+AXES_GATED = {**AXES, "residual": (None,), "gate": (True,)}
 """Values of each option; None leaves it out. ``dtype`` is the dtype of the case, not an option."""
 TURNS: tuple[Mapping[str, Any], ...] = (
     {},
@@ -28,6 +29,7 @@ TURNS: tuple[Mapping[str, Any], ...] = (
     {"weight": "none"},
 )
 TURNS_LAYER: tuple[Mapping[str, Any], ...] = ({"bias": True}, {"residual": True, "bias": True}, {})
+TURNS_GATED: tuple[Mapping[str, Any], ...] = ({"gate": True}, {"gate": True, "offset": 1.0, "cast_first": False})
 BATCHES, MORE_BATCHES = (1, 64, 65, 129, 2049), (2, 63, 127, 128, 256)
 WIDTHS = (2, 3, 16, 17, 31, 33, 127, 256, 257, 1000, 1025)
 MORE_WIDTHS = (8, 15, 32, 63, 64, 65, 128, 129, 255, 512, 1023, 1024)
@@ -44,8 +46,10 @@ def _possible(options: Mapping[str, Any]) -> bool:
 DIMENSIONS: tuple[Case, ...] = (
     *paired("pairs", {"batch": 5, "hidden": 40}, AXES, _possible),
     *paired("layer-pairs", {"batch": 5, "hidden": 40}, AXES_LAYER, _possible, function=LAYER_NORM),
+    *paired("gated-pairs", {"batch": 5, "hidden": 40}, AXES_GATED, _possible),
     *drawn("drawn", {"batch": 18, "hidden": 130}, AXES, 12, _possible),
     *drawn("drawn-more", {"batch": 18, "hidden": 130}, AXES, 60, _possible, suite="full"),
+    *drawn("gated-drawn", {"batch": 18, "hidden": 130}, AXES_GATED, 30, _possible, suite="full"),
     *drawn("layer-drawn", {"batch": 18, "hidden": 130}, AXES_LAYER, 60, _possible, suite="full", function=LAYER_NORM),
     *swept("batch", {"hidden": 24}, BATCHES, TURNS),
     *swept("hidden", {"batch": 3}, WIDTHS, TURNS),
@@ -57,6 +61,14 @@ DIMENSIONS: tuple[Case, ...] = (
     *(
         Case(f"layer-{case.name}", case.sizes, case.options, LAYER_NORM, relations=CHECKED)
         for case in swept("hidden", {"batch": 17}, (2, 33, 255, 256, 1000, 4096, 8191), TURNS_LAYER)
+    ),
+    *(
+        Case(f"gated-{case.name}", case.sizes, case.options, relations=CHECKED)
+        for case in swept("hidden", {"batch": 17}, (2, 33, 128, 1000, 4096, 16384), TURNS_GATED)
+    ),
+    *(
+        Case(f"gated-{case.name}", case.sizes, case.options, relations=CHECKED)
+        for case in swept("batch", {"hidden": 24}, (1, 129, 2049), TURNS_GATED)
     ),
     *swept("batch", {"hidden": 4096}, (4096,), TURNS, suite="full"),
 )

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from rl_kernels.core.testing import IllegalCall, edited, given
+from rl_kernels.core.testing import IllegalCall, Inputs, edited, given
 from rl_kernels.lab.check.illegal import illegal_backends, with_main_grad
 
 BF16 = with_main_grad("weight", torch.Tensor.bfloat16)
 CUT = with_main_grad("weight", lambda buffer: buffer[1:])
 SHORT = edited("x", lambda x: x[..., :-1])
-RESIDUAL = "residual: expected"
+RESIDUAL, GATE = "residual: expected", "gate: expected"
+
+
+def both(call: Inputs) -> Inputs:
+    """Give a residual besides the gate."""
+    return {**call, "residual": call["x"]}
+
+
 ILLEGAL = (
     IllegalCall("x not a tensor", given(x=1.0), TypeError, "x: expected a tensor"),
     IllegalCall("x of integers", edited("x", torch.Tensor.int), TypeError, "x: expected dtype"),
@@ -31,6 +38,11 @@ ILLEGAL = (
     IllegalCall("residual short", edited("residual", lambda r: r[1:]), ValueError, RESIDUAL, "residual"),
     IllegalCall("residual in FP64", edited("residual", torch.Tensor.double), TypeError, RESIDUAL, "residual"),
     IllegalCall("residual elsewhere", edited("residual", lambda r: r.to("meta")), ValueError, RESIDUAL, "residual"),
+    IllegalCall("gate not a tensor", given(gate=1.0), TypeError, "gate: expected a tensor"),
+    IllegalCall("gate short", edited("gate", lambda z: z[1:]), ValueError, GATE, "gated"),
+    IllegalCall("gate in FP64", edited("gate", torch.Tensor.double), TypeError, GATE, "gated"),
+    IllegalCall("gate elsewhere", edited("gate", lambda z: z.to("meta")), ValueError, GATE, "gated"),
+    IllegalCall("gate and residual", both, ValueError, "gate: expected None with a residual", "gated"),
     IllegalCall("eps text", given(eps="1e-6"), TypeError, "eps: expected a number"),
     IllegalCall("eps negative", given(eps=-1e-6), ValueError, "eps: expected a number >= 0"),
     IllegalCall("eps infinite", given(eps=float("inf")), ValueError, "eps: expected a finite number"),

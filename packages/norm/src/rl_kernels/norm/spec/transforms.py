@@ -13,8 +13,8 @@ from rl_kernels.lab.check.rows import RowLayout
 STEP, STEP_OF_NARROW, NARROW = 16, 128, 512
 """Rows of a step, or a multiple of them, in the sums of weight and bias; the second for up to NARROW columns."""
 ROWS = RowLayout(
-    arguments={"x": 1, "residual": 1},
-    results=frozenset({"output", "sum", "gradient:x", "gradient:residual"}),
+    arguments={"x": 1, "residual": 1, "gate": 1},
+    results=frozenset({"output", "sum", "gradient:x", "gradient:residual", "gradient:gate"}),
     functions=frozenset({"", "layer_norm"}),
 )
 

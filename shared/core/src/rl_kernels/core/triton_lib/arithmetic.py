@@ -9,6 +9,9 @@ from rl_kernels.core.triton_lib.launch import INTERPRETED as _INTERPRETED
 
 INTERPRETED = tl.constexpr(_INTERPRETED)
 
+if not _INTERPRETED:
+    from triton.language.extra import libdevice
+
 
 @triton.jit
 def fma(x, y, z):
@@ -23,3 +26,12 @@ def fma(x, y, z):
 def product(x, y):
     """Return ``x y``, rounded before anything is added to it: a compiler may fuse a plain product with an addition."""
     return fma(x, y, tl.zeros_like(x))
+
+
+@triton.jit
+def sigmoid_parts(x):
+    """Return ``1 + exp(-x)``, with the exponential of CUDA's library: ``x`` divided by it is silu."""
+    if INTERPRETED:
+        return 1.0 + tl.exp(-x)
+    else:
+        return 1.0 + libdevice.exp(-x)

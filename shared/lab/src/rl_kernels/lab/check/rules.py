@@ -202,7 +202,9 @@ class Rules:
             for name, value in functions.items()
             if {"backend", "options"} & inspect.signature(value).parameters.keys()
         }
-        assert public == {self.operator.name, *self.operator.functions}
+        operators = [kernel_registry.load(name) for name in kernel_registry.names()]
+        siblings = [operator for operator in operators if operator.package == self.operator.package]
+        assert public == {name for operator in siblings for name in (operator.name, *operator.functions)}
         assert all(kernel_registry.get_op(name) is functions[name] for name in self.operator.functions)
 
 

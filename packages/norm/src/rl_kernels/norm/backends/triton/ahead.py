@@ -15,7 +15,8 @@ ROWS = 100
 SIZES = (64, 4096, WIDEST)
 """Columns for which a tile has several rows, one row, and the most numbers per thread."""
 FEW, MANY = (1e-6, False, 0.0, False), (1e-6, True, 1.0, True)
-"""eps, centered, offset and cast_first: RMSNorm, and LayerNorm with all options."""
+GATED = (1e-6, False, 0.0, True)
+"""eps, centered, offset and cast_first: RMSNorm, LayerNorm with all options, and the gated norm of Qwen3-Next."""
 
 
 def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
@@ -25,6 +26,10 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
         if size == SIZES[1]:
             yield partial(backend.forward, x, weight, None, *FEW)
             yield partial(backend.backward_into, x, None, x, weight, stats, *FEW[1:3], empty(size), False)
+            yield partial(backend.forward_gated, x, x, weight, None, *FEW)
+            yield partial(backend.backward_gated_into, x, x, None, x, weight, stats, *FEW[1:3], empty(size), False)
         else:
             yield partial(backend.forward_sum, x, x, weight, weight, *MANY)
             yield partial(backend.backward, x, x, x, weight, stats, *MANY[1:3], True, True)
+            yield partial(backend.forward_gated, x, x, weight, None, *GATED)
+            yield partial(backend.backward_gated, x, x, None, x, weight, stats, *GATED[1:3], True, False)

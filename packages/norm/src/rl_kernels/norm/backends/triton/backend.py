@@ -45,18 +45,25 @@ COLUMNS, AHEAD = 32, 128
 @prepared
 def forward(x: torch.Tensor, *options: Any) -> Launches:
     """Return (norm ``[N, D]``, stats ``[2, N]``)."""
-    return _forward(x, None, *options)
+    return _forward(x, None, None, *options)
 
 
 @prepared
 def forward_sum(x: torch.Tensor, residual: torch.Tensor, *options: Any) -> Launches:
     """Return (norm ``[N, D]``, ``x + residual``, stats ``[2, N]``)."""
-    return _forward(x, residual, *options)
+    return _forward(x, residual, None, *options)
+
+
+@prepared
+def forward_gated(x: torch.Tensor, gate: torch.Tensor, *options: Any) -> Launches:
+    """Return (norm times ``silu(gate)`` ``[N, D]``, stats ``[2, N]``)."""
+    return _forward(x, None, gate, *options)
 
 
 def _forward(
     x: torch.Tensor,
     residual: torch.Tensor | None,
+    gate: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
@@ -65,17 +72,18 @@ def _forward(
     cast_first: bool,
 ) -> Launches:
     count, size = x.shape
-    dtype, has_residual = result_dtype(x, weight, cast_first), residual is not None
+    has_residual, has_gate = residual is not None, gate is not None
+    dtype = x.dtype if has_gate else result_dtype(x, weight, cast_first)
     width, rows, _, warps = tile(size)
     numbers = (count, eps, offset, size, width, rows, centered, cast_first)
     norm = Launch(kernels.forward, (ceil_div(count, rows),), numbers, num_warps=warps)
-    copied = _copied(x, residual, weight, bias)
+    copied, first = _copied(x, residual, weight, bias, gate), int(has_residual or has_gate)
 
     def launch(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-        residual, weight, bias = rest[:3] if has_residual else (None, *rest[:2])
+        weight, bias = rest[first : first + 2]
         output, stats = x.new_empty(count, size, dtype=dtype), x.new_empty(2, count, dtype=torch.float32)
         total = x.new_empty(count, size) if has_residual else None
-        operands = [x, residual, weight, bias]
+        operands = [x, rest[0] if has_residual else None, weight, bias, rest[0] if has_gate else None]
         for place in copied:
             operands[place] = readable(operands[place], False)
         if count:
@@ -90,22 +98,42 @@ def _forward(
 def backward(*arguments: Any) -> Launches:
     """Return (dx ``[N, D]``, dweight ``[D]``, dbias ``[D]``)."""
     *saved, needs_weight, needs_bias = arguments
-    return _backward(saved, None, needs_weight, needs_bias)
+    return _backward(None, saved, None, needs_weight, needs_bias)
 
 
 @prepared
 def backward_into(*arguments: Any) -> Launches:
     """Add the gradient of the weight to ``main_grad[D]``; return (dx, dbias)."""
     *saved, main_grad, needs_bias = arguments
-    return _backward(saved, main_grad, True, needs_bias)
+    return _backward(None, saved, main_grad, True, needs_bias)
 
 
-def _backward(saved: list[Any], main_grad: torch.Tensor | None, needs_weight: bool, needs_bias: bool) -> Launches:
+@prepared
+def backward_gated(gate: torch.Tensor, *arguments: Any) -> Launches:
+    """Return (dx, dgate ``[N, D]``, dweight ``[D]``, dbias ``[D]``)."""
+    *saved, needs_weight, needs_bias = arguments
+    return _backward(gate, saved, None, needs_weight, needs_bias)
+
+
+@prepared
+def backward_gated_into(gate: torch.Tensor, *arguments: Any) -> Launches:
+    """Add the gradient of the weight to ``main_grad[D]``; return (dx, dgate, dbias)."""
+    *saved, main_grad, needs_bias = arguments
+    return _backward(gate, saved, main_grad, True, needs_bias)
+
+
+def _backward(
+    gate: torch.Tensor | None,
+    saved: list[Any],
+    main_grad: torch.Tensor | None,
+    needs_weight: bool,
+    needs_bias: bool,
+) -> Launches:
     grad, grad_sum, x, weight, stats, centered, offset = saved
     count, size = x.shape
     width, rows, step, warps = tile(size)
     per_program = rows if ceil_div(count, step) <= FEW_STEPS else step
-    programs, stages = ceil_div(count, per_program), _stages(width * rows, x, grad, grad_sum)
+    programs, stages = ceil_div(count, per_program), _stages(width * rows, x, grad, grad_sum, gate)
     numbers = (count, offset, size, width, rows, per_program, centered, stages)
     gradients = Launch(kernels.backward, (programs,), numbers, num_warps=warps)
     is_continued = main_grad is not None
@@ -116,26 +144,29 @@ def _backward(saved: list[Any], main_grad: torch.Tensor | None, needs_weight: bo
 
     weight_chain = chain(1 if main_grad is None else main_grad.stride(0), is_continued)
     bias_chain = chain(1, False)
-    copied = _copied(grad, grad_sum, x, weight, stats)
+    has_gate = gate is not None
+    copied = _copied(grad, grad_sum, x, weight, stats, gate)
 
     def launch(*args: Any) -> tuple[torch.Tensor, ...]:
-        operands = list(args[:5])
+        gate, args = (args[0], args[1:]) if has_gate else (None, args)
+        operands = [*args[:5], gate]
         for place in copied:
             operands[place] = readable(operands[place], False)
         x, stats = operands[2], operands[4]
-        dx = x.new_empty(count, size)
+        dx, dgate = x.new_empty(count, size), x.new_empty(count, size) if has_gate else None
         dweight = args[7] if is_continued else stats.new_empty(size if needs_weight else 0)
         dbias = stats.new_empty(size if needs_bias else 0)
         weight_parts = stats.new_empty(programs, size) if needs_weight else None
         bias_parts = stats.new_empty(programs, size) if needs_bias else None
         with device_of(x):
             if count:
-                gradients(*operands, dx, weight_parts, bias_parts)
+                gradients(*operands, dx, dgate, weight_parts, bias_parts)
             if needs_weight:
                 weight_chain(weight_parts, dweight)
             if needs_bias:
                 bias_chain(bias_parts, dbias)
-        return (dx, dbias) if is_continued else (dx, dweight, dbias)
+        of_rows = (dx,) if dgate is None else (dx, dgate)
+        return (*of_rows, dbias) if is_continued else (*of_rows, dweight, dbias)
 
     return launch
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rl_kernels.core.triton_lib.arithmetic import fma, product
+from rl_kernels.core.triton_lib.arithmetic import fma, product, sigmoid_parts
 
 REST = tl.constexpr(16)
 """Parts that ``chain`` loads at once where fewer than AHEAD are left; a multiple of INNER."""
@@ -43,9 +43,32 @@ def weighted(x, WEIGHT, d, inside, offset):
     return x
 
 
+@triton.jit
+def gated(x, GATE, X, WEIGHT, place, mask, CAST_FIRST: tl.constexpr):
+    """Return rows times ``silu(GATE)``; with CAST_FIRST they are rounded before, if the weight has the dtype of X."""
+    if WEIGHT is not None:
+        is_alike: tl.constexpr = WEIGHT.dtype == X.dtype
+        if CAST_FIRST and is_alike:
+            x = x.to(X.dtype.element_ty).to(tl.float32)
+    gate = tl.load(GATE + place, mask=mask, other=0.0).to(tl.float32)
+    return product(x, tl.div_rn(gate, sigmoid_parts(gate)))
+
+
+@triton.jit
+def through_gate(grad, norm, GATE, DGATE, place, mask):
+    """Write the gradient of the gate, for the gradient of the result; return the gradient of the norm."""
+    gate = tl.load(GATE + place, mask=mask, other=0.0).to(tl.float32)
+    parts = sigmoid_parts(gate)
+    one = tl.full(gate.shape, 1.0, tl.float32)
+    sigmoid = tl.div_rn(one, parts)
+    slope = product(sigmoid, fma(gate, one - sigmoid, one))
+    tl.store(DGATE + place, product(product(grad, norm), slope).to(DGATE.dtype.element_ty), mask=mask)
+    return product(grad, tl.div_rn(gate, parts))
+
+
 @triton.jit(do_not_specialize=("count",))
 def forward(
-    X, RESIDUAL, WEIGHT, BIAS, Y, SUM, STATS, count, eps, offset,
+    X, RESIDUAL, WEIGHT, BIAS, GATE, Y, SUM, STATS, count, eps, offset,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CENTERED: tl.constexpr, CAST_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Write the norm of ROWS rows of X; with RESIDUAL of X + RESIDUAL, which goes to SUM. Grid: tiles of rows."""
@@ -73,12 +96,14 @@ def forward(
     x = weighted(x, WEIGHT, d, inside, offset)
     if BIAS is not None:
         x = x + columns(BIAS, d, inside, x)
+    if GATE is not None:
+        x = gated(x, GATE, X, WEIGHT, place, mask, CAST_FIRST)
     tl.store(Y + place, x.to(Y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=("count",))
 def backward(
-    GRAD, GRAD_SUM, X, WEIGHT, STATS, DX, PARTS_WEIGHT, PARTS_BIAS, count, offset,
+    GRAD, GRAD_SUM, X, WEIGHT, STATS, GATE, DX, DGATE, PARTS_WEIGHT, PARTS_BIAS, count, offset,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PER: tl.constexpr, CENTERED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -103,6 +128,8 @@ def backward(
         if CENTERED:
             x = x - spread(tl.load(STATS + count + rows, mask=there, other=0.0), x)
         x = product(x, inverse)
+        if GATE is not None:
+            grad = through_gate(grad, weighted(x, WEIGHT, d, inside, offset), GATE, DGATE, place, mask)
         pull = weighted(grad, WEIGHT, d, inside, offset)
         shared = mean_of(product(pull, x), D)
         dx = fma(-x, spread(shared, x), pull)
