@@ -179,12 +179,11 @@ def backward(
             dz1, dz2, dz3 = dz, dz1, dz2
             x1, x2, x3 = x0, x1, x2
     if DSTATE is not None:
-        if begin == 0:
-            for i in tl.static_range(PAST):
-                dx = pulled(GRAD_LAST, zero, dz1, dz2, dz3, w0, w1, w2, w3, s, length, -1 - i, d, D)
-                of_state = DSTATE + (s.to(tl.int64) * PAST + PAST - 1 - i) * D + d
-                tl.store(of_state, dx.to(DSTATE.dtype.element_ty), mask=inside)
-                dz1, dz2, dz3 = zero, dz1, dz2
+        for i in tl.static_range(PAST):
+            dx = pulled(GRAD_LAST, zero, dz1, dz2, dz3, w0, w1, w2, w3, s, length, -1 - i, d, D)
+            of_state = DSTATE + (s.to(tl.int64) * PAST + PAST - 1 - i) * D + d
+            tl.store(of_state, dx.to(DSTATE.dtype.element_ty), mask=inside & (begin == 0))
+            dz1, dz2, dz3 = zero, dz1, dz2
     if PARTS is not None:
         part = PARTS + slot.to(tl.int64) * (TAPS + 1) * D + d
         tl.store(part, sum0, mask=inside)
