@@ -50,6 +50,7 @@ def gated(x, gate, X, WEIGHT, CAST_FIRST: tl.constexpr):
         is_alike: tl.constexpr = WEIGHT.dtype == X.dtype
         if CAST_FIRST and is_alike:
             x = x.to(X.dtype.element_ty).to(tl.float32)
+    gate = gate.to(tl.float32)
     return product(x, tl.div_rn(gate, sigmoid_parts(gate)))
 
 
@@ -78,7 +79,7 @@ def forward(
     x = tl.load(X + place, mask=mask, other=0.0).to(tl.float32)
     if GATE is not None:
         # Beside the rows: a load stays behind the stores before it, and its latency would come on top of theirs.
-        gate = tl.load(GATE + place, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.load(GATE + place, mask=mask, other=0.0)
     if RESIDUAL is not None:
         total = (x + tl.load(RESIDUAL + place, mask=mask, other=0.0).to(tl.float32)).to(SUM.dtype.element_ty)
         tl.store(SUM + place, total, mask=mask)
