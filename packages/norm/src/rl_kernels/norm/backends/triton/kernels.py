@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rl_kernels.core.triton_lib.arithmetic import fma, product, sigmoid_parts
+from rl_kernels.core.triton_lib.arithmetic import fma, product, rounded, sigmoid_parts
 
 REST = tl.constexpr(16)
 """Parts that ``chain`` loads at once where fewer than AHEAD are left; a multiple of INNER."""
@@ -49,7 +49,7 @@ def gated(x, gate, X, WEIGHT, CAST_FIRST: tl.constexpr):
     if WEIGHT is not None:
         is_alike: tl.constexpr = WEIGHT.dtype == X.dtype
         if CAST_FIRST and is_alike:
-            x = x.to(X.dtype.element_ty).to(tl.float32)
+            x = rounded(x, X.dtype.element_ty)
     gate = gate.to(tl.float32)
     return product(x, tl.div_rn(gate, sigmoid_parts(gate)))
 
@@ -93,7 +93,7 @@ def forward(
     tl.store(STATS + count + rows, mean, mask=there)
     x = product(x, spread(inverse, x))
     if CAST_FIRST:
-        x = x.to(X.dtype.element_ty).to(tl.float32)
+        x = rounded(x, X.dtype.element_ty) if GATE is not None else x.to(X.dtype.element_ty).to(tl.float32)
     x = weighted(x, WEIGHT, d, inside, offset)
     if BIAS is not None:
         x = x + columns(BIAS, d, inside, x)

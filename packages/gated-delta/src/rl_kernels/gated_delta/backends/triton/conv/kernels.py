@@ -50,7 +50,7 @@ def place(slot, CU_SEQLENS, START, tokens, slots, sequences, steps, CHUNK: tl.co
 
 @triton.jit
 def inputs(X, STATE, s, first, length, position, d, stride, D: tl.constexpr):
-    """Return the inputs at positions ``[R, 1]`` in channels ``[1, C]`` as FP32: of X, of the state before, or 0."""
+    """Return the inputs at a position, or at positions ``[R, 1]``, in channels ``[1, C]``: of X, of the state, or 0."""
     inside = d < D
     here = (position >= 0) & (position < length)
     x = tl.load(X + (first + position).to(tl.int64) * stride + d, mask=here & inside, other=0.0).to(tl.float32)
@@ -80,23 +80,29 @@ def bias_of(BIAS, d, D: tl.constexpr):
 def forward(
     X, WEIGHT, BIAS, STATE, CU_SEQLENS, START, Y, LAST, tokens, slots, sequences, steps, x_row, x_token,
     D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the outputs of a slot, ROWS at a time, and with the last chunk the last inputs. Grid: slots, channels."""
+    """Write the outputs of a slot, ROWS in a step, and with the last chunk the last inputs. Grid: slots, channels."""
     row, s, first, length, begin = place(tl.program_id(0), CU_SEQLENS, START, tokens, slots, sequences, steps, CHUNK)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = d < D
     x, y = X + row.to(tl.int64) * x_row, Y + row.to(tl.int64) * tokens * D
+    w0, w1, w2, w3 = tap(WEIGHT, d, 0, D), tap(WEIGHT, d, 1, D), tap(WEIGHT, d, 2, D), tap(WEIGHT, d, 3, D)
     bias = bias_of(BIAS, d, D)
-    for i in range(begin, tl.minimum(begin + CHUNK, length), ROWS):
-        position = i + tl.arange(0, ROWS)[:, None]
-        z = tl.broadcast_to(bias, (ROWS, COLUMNS))
-        for number in tl.static_range(TAPS):
-            value = inputs(x, STATE, s, first, length, position - (PAST - number), d, x_token, D)
-            z = fma(value, tl.broadcast_to(tap(WEIGHT, d, number, D), (ROWS, COLUMNS)), z)
-        if SILU:
-            z = tl.div_rn(z, sigmoid_parts(z))
-        z = tl.where(position >= 0, z, 0.0)
-        mask = (first + position >= 0) & (position < length) & (d < D)
-        tl.store(y + (first + position).to(tl.int64) * D + d, z.to(Y.dtype.element_ty), mask=mask)
+    x0 = inputs(x, STATE, s, first, length, begin - 3, d, x_token, D)
+    x1 = inputs(x, STATE, s, first, length, begin - 2, d, x_token, D)
+    x2 = inputs(x, STATE, s, first, length, begin - 1, d, x_token, D)
+    for group in tl.range(0, tl.cdiv(tl.minimum(CHUNK, length - begin), ROWS), num_stages=STAGES):
+        for i in tl.static_range(ROWS):
+            position = begin + group * ROWS + i
+            x3 = inputs(x, STATE, s, first, length, position, d, x_token, D)
+            z = fma(x3, w3, fma(x2, w2, fma(x1, w1, fma(x0, w0, bias))))
+            if SILU:
+                z = tl.div_rn(z, sigmoid_parts(z))
+            z = tl.where(position >= 0, z, 0.0)
+            mask = (first + position >= 0) & (position < length) & inside
+            tl.store(y + (first + position).to(tl.int64) * D + d, z.to(Y.dtype.element_ty), mask=mask)
+            x0, x1, x2 = x1, x2, x3
     if LAST is not None:
         newest = tl.maximum(length - 1, 0)
         if (begin <= newest) & (newest < begin + CHUNK) & (begin >= 0):
