@@ -1,8 +1,8 @@
 """Refuse loops in which Triton's compiler loses a value.
 
-Triton takes a name for carried by a loop if its value differs after one pass over the body. With ``a = b = zero`` before
-a loop and ``a, b = new, a`` in it, ``b`` is zero before that pass and after it: it stays zero in all steps, without an
-error. The interpreter runs Python and is right.
+Triton takes a name for carried by a loop if its value differs after one pass over the body. With ``a = b = zero``
+before a loop and ``a, b = new, a`` in it, ``b`` is zero before that pass and after it: it stays zero in all steps,
+without an error. The interpreter runs Python and is right.
 """
 
 from __future__ import annotations
