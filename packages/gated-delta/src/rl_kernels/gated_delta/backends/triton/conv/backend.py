@@ -22,7 +22,7 @@ MOST_ROWS = 4
 """Largest number of tokens of a step of forward."""
 PROGRAM, PROGRAM_BACKWARD = 256, 128
 """Channels of a program, which is one warp; with the numbers beside them the fastest of a few on an H200."""
-STAGES, STAGES_BACKWARD = 2, 2
+STAGES, STAGES_BACKWARD = 3, 2
 """Steps of forward and backward, of at most 4 tokens each, that are in flight at once."""
 COLUMNS, AHEAD = 64, 16
 """Channels of a program that adds parts, and the parts that it loads at once."""
