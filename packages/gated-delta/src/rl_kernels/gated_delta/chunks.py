@@ -51,7 +51,7 @@ class Chunks(NamedTuple):
         beta: ``[M, Hv, 64]``.
         decays: ``[M, Hv, 64]``: sums of g from the first row of the chunk.
         between: ``[M, Hv, 64, 64]``: decays from row s to row t >= s, else 0.
-        below: ``[M, Hv, 64, 64]``: decayed products of keys t and s <= t, else 0; not rounded. The diagonal is not read.
+        below: ``[M, Hv, 64, 64]``: decayed products of keys t and s <= t, else 0; not rounded.
         inverse: ``[M, Hv, 64, 64]``: T, the inverse of ``1 + diag(beta) below`` times ``diag(beta)``; not rounded.
         scores: ``[M, Hv, 64, 64]``: P, decayed products of query t and key s <= t, else 0.
         mixing: ``[M, Hv, 64, 64]``: M, the scores times the inverse.
