@@ -130,10 +130,27 @@ def test_forks_and_crops_go_on(backend: str) -> None:
     out = gated_delta_rule(*both, cache=cache, backend=backend)
     assert torch.equal(out[:1], whole[:, 54:60])
     assert torch.equal(out[1:], whole[:, 51:57])
-    with pytest.raises(ValueError, match=r"lengths: expected \[48, 48\] to \[60, 57\], the tokens that"):
-        cache.crop([47, 50])
     with pytest.raises(ValueError, match="lengths: expected"):
         cache.crop([60, 58])
+    in_pieces(
+        [torch.cat((x[:, 60:70], y[:, 57:67])) for x, y in zip(call, other, strict=True)], [0, 10], cache, backend
+    )
+    with pytest.raises(ValueError, match=r"lengths: expected \[64, 64\] to \[70, 67\], the tokens that"):
+        cache.crop([63, 64])
+
+
+@each_backend
+def test_crop_to_every_row_of_the_chunk(backend: str) -> None:
+    call, batch = operands(129), 64
+    whole = gated_delta_rule(*call, backend=backend)
+    cache = empty()
+    in_pieces(call, [0, 127], cache, backend)
+    cache = cache.select([0] * batch)
+    cache.crop(range(64, 64 + batch))
+    for step in range(2):
+        token = [torch.cat([x[:, t : t + 1] for t in range(64 + step, 64 + step + batch)]) for x in call]
+        out = gated_delta_rule(*token, cache=cache, backend=backend)
+        assert torch.equal(out[:, 0], whole[0, 64 + step : 64 + step + batch])
 
 
 @each_backend
@@ -171,10 +188,10 @@ def test_recurrent_states(backend: str) -> None:
         ("state", lambda x: x.half(), TypeError, r"cache.state: expected dtype"),
         ("state", lambda x: x.mT, ValueError, r"cache.state: expected "),
         ("keys", lambda x: x.half(), TypeError, r"cache.keys: expected dtype"),
-        ("values", lambda x: x[:, :1], ValueError, r"cache.values: expected shape"),
+        ("residuals", lambda x: x[:, :1], ValueError, r"cache.residuals: expected shape"),
         ("decays", lambda x: x.to("meta"), ValueError, r"cache.decays: expected device"),
         ("inverse", lambda x: x[..., :8], ValueError, r"cache.inverse: expected shape"),
-        ("values", lambda x: x[:1].expand(2, -1, -1, -1), ValueError, r"cache.values: expected"),
+        ("residuals", lambda x: x[:1].expand(2, -1, -1, -1), ValueError, r"cache.residuals: expected"),
     ],
 )
 def test_bad_caches_are_named(name, edit, error, message) -> None:

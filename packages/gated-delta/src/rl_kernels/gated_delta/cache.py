@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from rl_kernels.core import validate as check
-from rl_kernels.gated_delta.constants import BLOCK, CHUNK
+from rl_kernels.gated_delta.constants import CHUNK
 from rl_kernels.gated_delta.inputs import state_dtype
 
 
@@ -21,16 +21,16 @@ class DeltaCache(NamedTuple):
     Attributes:
         state: ``[B, Hv, Dk, Dv]``, FP32: the recurrent state after the last whole chunk of 64 tokens.
         keys: ``[B, Hk, 64, Dk]`` in the dtype of k: normalized keys.
-        values: ``[B, Hv, 64, Dv]`` in the dtype of v: the pseudo values u of whole blocks of 16 rows, and the right
-            sides of the equations of u in the block that is open.
+        residuals: ``[B, Hv, 64, Dv]`` in the dtype of v: values less what the state predicts for their keys.
         decays: ``[B, Hv, 64]``, FP32: sums of g from the first row of the chunk to each row.
-        inverse: ``[B, Hv, 16, 16]``, FP32: the rows of the inverse of the open block's system.
+        inverse: ``[B, Hv, 64, 64]``, FP32: rows of the inverse of the chunk's system, times beta of their columns;
+            numbers above the diagonal are undefined.
         lengths: ``[B]``, int32: tokens of each sequence.
     """
 
     state: torch.Tensor
     keys: torch.Tensor
-    values: torch.Tensor
+    residuals: torch.Tensor
     decays: torch.Tensor
     inverse: torch.Tensor
     lengths: torch.Tensor
@@ -58,9 +58,9 @@ class DeltaCache(NamedTuple):
             dtype: dtype of q, k and v.
             device: device of the tensors; by default the current default device.
         """
-        state = torch.zeros(
-            (batch, value_heads, key_size, value_size), dtype=state_dtype(dtype), device=device or torch.empty(0).device
-        )
+        shape = batch, value_heads, key_size, value_size
+        device = torch.get_default_device() if device is None else device
+        state = torch.zeros(shape, dtype=state_dtype(dtype), device=device)
         return cls.from_recurrent(state, key_heads, dtype=dtype)
 
     @classmethod
@@ -96,7 +96,7 @@ class DeltaCache(NamedTuple):
             state.new_zeros((batch, key_heads, CHUNK, key_size), dtype=dtype),
             state.new_zeros((batch, heads, CHUNK, value_size), dtype=dtype),
             state.new_zeros((batch, heads, CHUNK)),
-            state.new_zeros((batch, heads, BLOCK, BLOCK)),
+            state.new_zeros((batch, heads, CHUNK, CHUNK)),
             lengths.to(torch.int32, copy=True),
         )
 
@@ -107,20 +107,17 @@ class DeltaCache(NamedTuple):
         """
         opened = (self.lengths.long() % CHUNK)[:, None, None]
         row = torch.arange(CHUNK, device=self.state.device)
-        dtype = self.state.dtype
-        values = torch.where((row < opened)[..., None], self.values.to(dtype), 0.0)
-        begin = opened // BLOCK * BLOCK
-        is_inverse = (row[:BLOCK, None] < (opened - begin)[..., None]) & (row[:BLOCK] <= row[:BLOCK, None])
-        inverse = torch.where(is_inverse, self.inverse, 0.0).to(self.keys.dtype).to(dtype)
-        place = (begin + row[:BLOCK]).clamp(max=CHUNK - 1)[..., None].expand(*values.shape[:2], BLOCK, values.shape[3])
-        u = (inverse @ values.gather(2, place)).to(self.values.dtype).to(dtype)
-        values = torch.where((begin < opened)[..., None], values.scatter(2, place, u), values)
+        is_row, dtype = (row < opened)[..., None], self.state.dtype
+        residuals = torch.where(is_row, self.residuals.to(dtype), 0.0)
+        keys = torch.where(is_row, self.keys.to(dtype), 0.0).repeat_interleave(
+            self.state.shape[1] // self.keys.shape[1], 1
+        )
         last = self.decays.gather(2, (opened - 1).clamp(min=0).expand(-1, self.decays.shape[1], 1))
-        fading = torch.where(row < opened, (last - self.decays).exp(), 0.0)
-        faded = (fading[..., None] * values).to(self.values.dtype).to(dtype)
-        keys = torch.where((row < opened)[..., None], self.keys.to(dtype), 0.0)
-        keys = keys.repeat_interleave(self.state.shape[1] // self.keys.shape[1], 1)
-        return torch.where((opened > 0)[..., None], last.exp()[..., None] * self.state + keys.mT @ faded, self.state)
+        fading = (last - self.decays).exp()[..., None] * self.inverse
+        fading = torch.where(is_row & (row <= row[:, None]), fading, 0.0).to(self.keys.dtype).to(dtype)
+        weights = (fading.mT @ keys).to(self.keys.dtype).to(dtype)
+        added = last.exp()[..., None] * self.state + weights.mT @ residuals
+        return torch.where((opened > 0)[..., None], added, self.state)
 
     def select(self, sequences: torch.Tensor | Sequence[int]) -> DeltaCache:
         """Return a copy with these sequences, in this order; one that comes twice is forked, as beams are."""
@@ -131,15 +128,15 @@ class DeltaCache(NamedTuple):
         """Forget the newest tokens, in place, such as guesses that were not accepted.
 
         Args:
-            lengths: ``[B]``: tokens that each sequence keeps. Only rows of the open chunk can be forgotten, down to the
-                beginning of its open block of 16, since older ones are part of the state.
+            lengths: ``[B]``: tokens that each sequence keeps. Only rows of the open chunk can be forgotten, since older
+                ones are part of the state.
 
         Raises:
             ValueError: a sequence would have to grow, or to forget older tokens; the message says which are held.
         """
         kept = torch.as_tensor(lengths, dtype=torch.int32, device=self.lengths.device)
         check.shape("lengths", kept, self.lengths.shape, "one for each sequence")
-        least = self.lengths // BLOCK * BLOCK
+        least = self.lengths // CHUNK * CHUNK
         if bool(((kept < least) | (kept > self.lengths)).any()):
             raise ValueError(
                 f"lengths: expected {least.tolist()} to {self.lengths.tolist()}, the tokens that the cache can go back "

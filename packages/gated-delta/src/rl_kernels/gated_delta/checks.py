@@ -7,7 +7,7 @@ import torch
 from rl_kernels.core import validate as check
 from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.gated_delta.cache import DeltaCache
-from rl_kernels.gated_delta.constants import BLOCK, CHUNK
+from rl_kernels.gated_delta.constants import CHUNK
 from rl_kernels.gated_delta.inputs import Inputs, state_dtype
 from rl_kernels.gated_delta.layouts import check_bounds, check_layout
 
@@ -58,9 +58,9 @@ def cache(call: Inputs, given: DeltaCache, return_state: bool) -> None:
     tensors = {
         "state": (state, call.state_shape),
         "keys": (dtype, (sequences, call.k.shape[2], CHUNK, size)),
-        "values": (dtype, (sequences, heads, CHUNK, value_size)),
+        "residuals": (dtype, (sequences, heads, CHUNK, value_size)),
         "decays": (state, (sequences, heads, CHUNK)),
-        "inverse": (state, (sequences, heads, BLOCK, BLOCK)),
+        "inverse": (state, (sequences, heads, CHUNK, CHUNK)),
         "lengths": (torch.int32, (sequences,)),
     }
     for value, (name, (expected, shape)) in zip(given, tensors.items(), strict=True):

@@ -24,7 +24,7 @@ _INPUTS = (
     "float scale, bool normalize_qk"
 )
 _CACHE = (
-    "Tensor(a!) state, Tensor(b!) keys, Tensor(c!) values, Tensor(d!) decays, Tensor(e!) inverse, Tensor(f!) lengths"
+    "Tensor(a!) state, Tensor(b!) keys, Tensor(c!) residuals, Tensor(d!) decays, Tensor(e!) inverse, Tensor(f!) lengths"
 )
 SCHEMAS = {
     "forward": f"({_INPUTS}, bool with_state, str backend) -> (Tensor, Tensor)",
@@ -97,6 +97,7 @@ OPERATOR = Operator(
         ),
     ),
     describe=describe,
+    canary="rl_kernels.gated_delta.canary",
 )
 
 ops = define(OPERATOR)
