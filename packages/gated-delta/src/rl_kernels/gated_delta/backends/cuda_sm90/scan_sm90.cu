@@ -11,6 +11,7 @@
 //
 // Order of the sums: 16 terms a step, ascending, on top of exp(G_t) R and exp(G_63) S.
 #include <rl_kernels/boxes.cuh>
+#include <rl_kernels/products.cuh>
 
 #include "places.cuh"
 
@@ -117,6 +118,11 @@ struct Consumer {
         for (int i = 0; i < SIZE / 2; ++i) at[(i / 4 * 8 + i % 2) * SIZE + i / 2 % 2 * 8] = state[i];
     }
 
+    __device__ void round_state(u32 (&factor)[SIZE / 16][4]) const {
+#pragma unroll
+        for (int i = 0; i < SIZE / 4; ++i) factor[i / 4][i % 4] = T::pack(state + 2 * i);
+    }
+
     // The address for four matrices of a 64 x 64 box of v: words 4 n to 4 n + 3 of x are those of rows 16 n on.
     __device__ char* box_at(char* box, int n) const {
         return box + chunk_at(16 * n + lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2);
@@ -171,25 +177,65 @@ struct Consumer {
                                   T::bits(held + (i64(t) * SIZE + column() + i % 2 * 8) * 2) << 16 * e;
                 }
     }
+
+    // Stores the output of a chunk, and gives its stage back.
+    __device__ void finish(const Slot<STAGES>& at, int group, int chunk, const u32 (&o)[ROWS / 16][4]) const {
+        const Args& a = job.a;
+        const Sequence& sequence = job.sequence;
+        char* box = job.ring + at.stage * STAGE + AT_V + group * BOX;
+#pragma unroll
+        for (int n = 0; n < ROWS / 16; ++n) store_matrices<true>(box_at(box, n), o[n]);
+        __syncwarp();
+        const int token = chunk * ROWS - sequence.opened;
+        const i64 apart = i64(a.heads) * (2 * SIZE);
+        char* out = a.out + (i64(sequence.batch) * a.places.tokens + sequence.first + token) * apart +
+                    job.head * (2 * SIZE);
+        store_rows(box, out, apart, max(-token, 0), min(sequence.count - token, ROWS));
+        fence_copies();
+        __syncwarp();
+        if (lane == 0) job.shared.empty[at.stage].arrive();
+    }
+
+    // Writes what a cache holds of the last chunk, which has `used` rows; x goes over v.
+    __device__ void hold_chunk(const char* stage, char* v, int used, const u32 (&x)[ROWS / 16][4]) const {
+        const Args& a = job.a;
+        const i64 item = i64(job.s) * a.heads + job.head;
+#pragma unroll
+        for (int n = 0; n < ROWS / 16; ++n) store_matrices<true>(box_at(v, n), x[n]);
+        __syncwarp();
+        store_rows(v, a.held_residuals + item * ROWS * (2 * SIZE), 2 * SIZE, 0, used);
+        __syncwarp();
+        if (part) return;
+        const int thread = threadIdx.x % WARPGROUP;
+        if (job.head % (a.heads / a.key_heads) == 0) {
+            Chunk* keys = reinterpret_cast<Chunk*>(a.held_keys + (i64(job.s) * a.key_heads + job.key_head) * UNIT);
+            for (int i = thread; i < UNIT / CHUNK; i += WARPGROUP) {
+                const int t = i / LANES, chunk = i % LANES;
+                keys[i] = *reinterpret_cast<const Chunk*>(stage + AT_K + chunk / 8 * BOX + chunk_at(t, chunk % 8));
+            }
+        }
+        const float* sums = reinterpret_cast<const float*>(stage + AT_ITEM + AT_SUMS);
+        if (thread < ROWS) a.held_sums[item * ROWS + thread] = sums[thread];
+        const Chunk* tail = reinterpret_cast<const Chunk*>(a.tail + item * ROWS * ROWS);
+        Chunk* inverse = reinterpret_cast<Chunk*>(a.held_inverse + item * ROWS * ROWS);
+        for (int i = thread; i < ROWS * ROWS * 4 / CHUNK; i += WARPGROUP) inverse[i] = tail[i];
+    }
 };
 
-// What a cache holds of the last chunk, but for residuals; by all threads of one consumer.
-__device__ inline void hold_chunk(const Job& job, const char* stage) {
-    const Args& a = job.a;
-    const int thread = threadIdx.x % WARPGROUP;
-    const i64 item = i64(job.s) * a.heads + job.head;
-    if (job.head % (a.heads / a.key_heads) == 0) {
-        Chunk* keys = reinterpret_cast<Chunk*>(a.held_keys + (i64(job.s) * a.key_heads + job.key_head) * UNIT);
-        for (int i = thread; i < UNIT / CHUNK; i += WARPGROUP) {
-            const int t = i / LANES, chunk = i % LANES;
-            keys[i] = *reinterpret_cast<const Chunk*>(stage + AT_K + chunk / 8 * BOX + chunk_at(t, chunk % 8));
-        }
+// Issues the product of the state's rounded columns and the rows of a tile of k or q.
+__device__ inline void issue_state(const u32 (&factor)[SIZE / 16][4], u64 rows, float (&d)[ROWS / 2]) {
+    hold(d);
+    fence_products();
+#pragma unroll
+    for (int step = 0; step < SIZE / 16; ++step) {
+        const u64 right = advanced<K_MAJOR>(moved(rows, step / 4 * BOX), step % 4);
+        if (step == 0)
+            Products<ROWS>::add<T, K_MAJOR, false>(d, factor[step], right);
+        else
+            Products<ROWS>::add<T, K_MAJOR>(d, factor[step], right);
     }
-    const float* sums = reinterpret_cast<const float*>(stage + AT_ITEM + AT_SUMS);
-    if (thread < ROWS) a.held_sums[item * ROWS + thread] = sums[thread];
-    const Chunk* tail = reinterpret_cast<const Chunk*>(a.tail + item * ROWS * ROWS);
-    Chunk* inverse = reinterpret_cast<Chunk*>(a.held_inverse + item * ROWS * ROWS);
-    for (int i = thread; i < ROWS * ROWS * 4 / CHUNK; i += WARPGROUP) inverse[i] = tail[i];
+    commit_products();
+    hold(d);
 }
 
 __device__ inline void consume(const Job& job, int group) {
@@ -197,115 +243,68 @@ __device__ inline void consume(const Job& job, int group) {
     Consumer c(job, job.part + group);
     const Sequence& sequence = job.sequence;
     const bool is_cached = a.places.lengths != nullptr;
-    const i64 out_row = i64(a.heads) * (2 * SIZE);
-    char* out = a.out + (i64(sequence.batch) * a.places.tokens + sequence.first - sequence.opened) * out_row +
-                job.head * (2 * SIZE);
     c.load_state();
-    Slot<STAGES> at;
+    u32 factor[SIZE / 16][4];
+    c.round_state(factor);
+    u32 x[ROWS / 16][4], out[ROWS / 16][4];
+    float y[ROWS / 2], o[ROWS / 2];
+    Slot<STAGES> at, before;
     for (int chunk = 0; chunk < job.chunks; ++chunk, at.advance()) {
         char* stage = job.ring + at.stage * STAGE;
         char* v = stage + AT_V + group * BOX;
         const float* decay = reinterpret_cast<const float*>(stage + AT_ITEM + AT_DECAY);
         const int used = sequence.opened + sequence.count - chunk * ROWS;
-        const int from = max(sequence.opened - chunk * ROWS, 0), to = min(used, ROWS);
-        const bool is_last = used <= ROWS;
-        // A cache's open chunk is not part of its state.
-        if (is_cached && used < ROWS) c.store_state();
 
-        u32 factor[SIZE / 16][4];
-#pragma unroll
-        for (int i = 0; i < SIZE / 4; ++i) factor[i / 4][i % 4] = T::pack(c.state + 2 * i);
-        float y[ROWS / 2], o[ROWS / 2];
         job.shared.full[at.stage].wait(at.parity);
-        const u64 keys = operand_at<K_MAJOR>(stage + AT_K), queries = operand_at<K_MAJOR>(stage);
-        const u64 mixed = operand_at<K_MAJOR>(stage + AT_ITEM), weighed = operand_at<MN_MAJOR>(stage + AT_ITEM + AT_W);
+        issue_state(factor, operand_at<K_MAJOR>(stage + AT_K), y);
+        if (chunk > 0) {
+            c.finish(before, group, chunk - 1, out);
+            before.advance();
+        }
+        issue_state(factor, operand_at<K_MAJOR>(stage), o);
+        products_done<1>();
+        hold(y);
+        c.residuals(y, v, decay, max(sequence.opened - chunk * ROWS, 0), min(used, ROWS), x);
         const float last = decay[ROWS - 1];
 #pragma unroll
         for (int i = 0; i < SIZE / 2; ++i) c.state[i] *= last;
-        hold(y), hold(o);
+        hold(c.state), keep(x);
         fence_products();
-#pragma unroll
-        for (int step = 0; step < SIZE / 16; ++step) {
-            const u64 right = advanced<K_MAJOR>(moved(keys, step / 4 * BOX), step % 4);
-            if (step == 0)
-                Products<ROWS>::add<T, K_MAJOR, false>(y, factor[step], right);
-            else
-                Products<ROWS>::add<T, K_MAJOR>(y, factor[step], right);
-        }
-        commit_products();
-        hold(y);
-#pragma unroll
-        for (int step = 0; step < SIZE / 16; ++step) {
-            const u64 right = advanced<K_MAJOR>(moved(queries, step / 4 * BOX), step % 4);
-            if (step == 0)
-                Products<ROWS>::add<T, K_MAJOR, false>(o, factor[step], right);
-            else
-                Products<ROWS>::add<T, K_MAJOR>(o, factor[step], right);
-        }
-        commit_products();
-        hold(o);
-        products_done<1>();
-        hold(y);
-
-        u32 x[4][4];
-        c.residuals(y, v, decay, from, to, x);
-#pragma unroll
-        for (int n = 0; n < 4; ++n) hold(x[n]);
-        hold(c.state);
-        fence_products();
+        const u64 weighed = operand_at<MN_MAJOR>(stage + AT_ITEM + AT_W);
 #pragma unroll
         for (int step = 0; step < ROWS / 16; ++step)
             Products<SIZE>::add<T, MN_MAJOR>(c.state, x[step], advanced<MN_MAJOR>(weighed, step));
         commit_products();
         hold(c.state);
+
         products_done<1>();
-        hold(o);
+        hold(o), keep(factor);
 #pragma unroll
-        for (int step = 0; step < SIZE / 16; ++step) hold(factor[step]);
-#pragma unroll
-        for (int i = 0; i < ROWS / 2; ++i) {
-            const int t = i / 4 * 8 + c.lane % 4 * 2 + i % 2;
-            o[i] *= decay[t];
-        }
+        for (int i = 0; i < ROWS / 2; ++i) o[i] *= decay[i / 4 * 8 + c.lane % 4 * 2 + i % 2];
         hold(o);
         fence_products();
+        const u64 mixed = operand_at<K_MAJOR>(stage + AT_ITEM);
 #pragma unroll
         for (int step = 0; step < ROWS / 16; ++step)
             Products<ROWS>::add<T, K_MAJOR>(o, x[step], advanced<K_MAJOR>(mixed, step));
         commit_products();
         hold(o);
+        if (is_cached && used <= ROWS) c.hold_chunk(stage, v, used, x);
+        products_done<1>();
+        hold(c.state);
+        c.round_state(factor);
         products_done<0>();
-        hold(o), hold(c.state);
+        hold(o), keep(x);
 #pragma unroll
-        for (int n = 0; n < 4; ++n) hold(x[n]);
-
-        if (is_cached && is_last) {
-#pragma unroll
-            for (int n = 0; n < 4; ++n) store_matrices<true>(c.box_at(v, n), x[n]);
-            __syncwarp();
-            char* held = a.held_residuals + (i64(job.s) * a.heads + job.head) * ROWS * (2 * SIZE);
-            c.store_rows(v, held, 2 * SIZE, 0, to);
-            __syncwarp();
-            if (c.part == 0) hold_chunk(job, stage);
+        for (int i = 0; i < ROWS / 4; ++i) {
+            const float pair[2] = {o[2 * i] * a.scale, o[2 * i + 1] * a.scale};
+            out[i / 4][i % 4] = T::pack(pair);
         }
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            u32 words[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float pair[2] = {o[8 * n + 2 * i] * a.scale, o[8 * n + 2 * i + 1] * a.scale};
-                words[i] = T::pack(pair);
-            }
-            store_matrices<true>(c.box_at(v, n), words);
-        }
-        __syncwarp();
-        c.store_rows(v, out + chunk * ROWS * out_row, out_row, from, to);
-        fence_copies();
-        __syncwarp();
-        if (c.lane == 0) job.shared.empty[at.stage].arrive();
+        // A cache's open chunk is not part of its state.
+        if (is_cached && used >= ROWS && used < 2 * ROWS) c.store_state();
     }
-    const int opened = (sequence.opened + sequence.count) % ROWS;
-    if (a.state != nullptr && !(is_cached && (opened || !job.chunks))) c.store_state();
+    if (job.chunks) c.finish(before, group, job.chunks - 1, out);
+    if (a.state != nullptr && !is_cached) c.store_state();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) scan(const __grid_constant__ TensorMap v_map,
