@@ -1,0 +1,1 @@
+"""Kernels of gated_delta_rule in CUDA C++ for Hopper."""
