@@ -92,6 +92,25 @@ __device__ inline void load_words(u32 (&word)[COUNT], const void* at) {
                      : "l"(at));
 }
 
+// Loads the bits of a number of g or beta, whose dtype is 0 (FP32), 1 (BF16) or 2 (FP16); number_of is its value.
+__device__ __forceinline__ u32 load_number(const void* numbers, i64 index, int dtype) {
+    u32 bits;
+    asm volatile(
+        "{\n.reg .pred wide;\n.reg .b16 half;\nsetp.eq.s32 wide, %2, 0;\n@wide ld.global.u32 %0, [%1];\n"
+        "@!wide ld.global.u16 half, [%1];\n@!wide cvt.u32.u16 %0, half;\n}"
+        : "=r"(bits)
+        : "l"(static_cast<const char*>(numbers) + index * (dtype ? 2 : 4)), "r"(dtype));
+    return bits;
+}
+__device__ __forceinline__ float number_of(u32 bits, int dtype) {
+    float pair[2];
+    if (dtype == 2)
+        FP16::unpack(bits, pair);
+    else
+        pair[0] = __uint_as_float(dtype ? bits << 16 : bits);
+    return pair[0];
+}
+
 // A thread's numbers of the state, as `load_state` leaves them: of each step and term, VECTOR columns.
 using State = u32[STEPS][4][VECTOR];
 // Its residuals: of each piece and term, VECTOR columns.
@@ -400,7 +419,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(const __gri
     Chunk row;
     if (at.warp == 0) row = load_row(p, at.lane, b, key_head);
     u32 v[TILES] = {};
-    const float g = read_number(p.g, item, p.g_type), beta = read_number(p.beta, item, p.beta_type);
+    const u32 g_bits = load_number(p.g, item, p.g_type), beta_bits = load_number(p.beta, item, p.beta_type);
     if (EARLY) copy_rows(keys, decays, inverse, ROWS, s);
     State word;
     Residuals held;
@@ -411,14 +430,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(const __gri
                               (b * p.v_batch + head * p.v_head + at.column + VECTOR * at.i) * Number::SIZE);
         if (EARLY && TILES == 1) load_residuals(at, residuals, ROWS, held);
     }
-    const u32 mask = (1u << p.shift) - 1;
-    length &= mask;
+    if (at.warp == 0) s.unit[at.lane / LANES][at.lane % LANES] = p.normalizes ? unit_row<Number>(row) : row;
+    length &= (1u << p.shift) - 1;
     const int t = length % ROWS;
     if (!EARLY) {
         copy_rows(keys, decays, inverse, t, s);
         if (TILES == 1 && at.has_columns) load_residuals(at, residuals, t, held);
     }
-    if (at.warp == 0) s.unit[at.lane / LANES][at.lane % LANES] = p.normalizes ? unit_row<Number>(row) : row;
     float d[TILES][4] = {};
     if (FIRST) {
         __syncthreads();
@@ -427,6 +445,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(const __gri
     }
     copies_done<0>();
     __syncthreads();
+    const float g = number_of(g_bits, p.g_type), beta = number_of(beta_bits, p.beta_type);
     const float total = t ? __fadd_rn(s.sums[t - 1], g) : g, grown = exp_fast(total);
     if (at.warp < PIECES && at.warp * STEP <= t) multiply_keys(at, t, total, beta, s);
     __syncthreads();
