@@ -30,7 +30,7 @@ struct Args {
     float* state;
     void *keys, *residuals;
     float *decays, *inverse;
-    u32* lengths;
+    int* lengths;
     i64 q_batch, q_head, k_batch, k_head, v_batch, v_head;
     int key_heads, heads, g_type, beta_type, normalizes, shift;
     float scale;
@@ -414,8 +414,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(const __gri
     wait_for_prerequisites();
     launch_dependents();
 
-    u32 length;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(length) : "l"(p.lengths + b));
+    u32 length, *lengths = reinterpret_cast<u32*>(p.lengths) + b;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(length) : "l"(lengths));
     Chunk row;
     if (at.warp == 0) row = load_row(p, at.lane, b, key_head);
     u32 v[TILES] = {};
@@ -452,7 +452,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(const __gri
 
     // All threads have read the length.
     u32 count = 0;
-    if (threadIdx.x == 0) count = atomicAdd(p.lengths + b, 1u << p.shift);
+    if (threadIdx.x == 0) count = atomicAdd(lengths, 1u << p.shift);
     if (threadIdx.x < ROWS) {
         const float x = next_inverse(t, beta, s);
         s.inverse[t * INVERSE_ROW + threadIdx.x] = x;
@@ -503,5 +503,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(const __gri
         __syncthreads();
         if (at.has_columns) add_chunk(at, state, grown, a, s);
     }
-    if (threadIdx.x == 0 && count >> p.shift == gridDim.x * gridDim.y - 1) p.lengths[b] = length + 1;
+    if (threadIdx.x == 0 && count >> p.shift == gridDim.x * gridDim.y - 1) *lengths = length + 1;
 }
