@@ -1,1 +1,1 @@
-"""Kernels of gated_delta_rule in CUDA C++ for Hopper."""
+"""CUDA C++ kernels of gated_delta_rule for Hopper (sm_90a)."""
