@@ -230,21 +230,28 @@ __device__ __forceinline__ void multiply_keys(const Place& at, int t, float tota
     }
 }
 
-// By 64 threads: returns the number of the inverse in row t and this thread's column.
-__device__ __forceinline__ float next_inverse(int t, float beta, Shared& s) {
-    constexpr int BATCH = 16;
-    const int column = threadIdx.x, own = column / WARP * WARP;
-    float sum = column == t ? beta : 0.0f;
-    for (int begin = own; begin < t; begin += BATCH) {
-        float below[BATCH], above[BATCH];
+// By 64 threads: returns the number of the inverse in row t and this thread's column. The numbers of the next 16 terms are
+// read while those before are added.
+__device__ __forceinline__ float next_inverse(int t, float beta, const Shared& s) {
+    const int column = threadIdx.x;
+    float sum = column == t ? beta : 0.0f, below[2][STEP], above[2][STEP];
+    const auto read = [&](int piece) {
 #pragma unroll
-        for (int n = 0; n < BATCH; ++n) {
-            below[n] = s.below[begin + n];
-            above[n] = s.inverse[(begin + n) * INVERSE_ROW + column];
+        for (int n = 0; n < STEP; ++n) {
+            const int row = piece * STEP + n;
+            below[piece % 2][n] = s.below[row], above[piece % 2][n] = s.inverse[row * INVERSE_ROW + column];
         }
+    };
+    read(0);
 #pragma unroll
-        for (int n = 0; n < BATCH; ++n)
-            if (begin + n >= column && begin + n < t) sum = __fmaf_rn(-below[n], above[n], sum);
+    for (int piece = 0; piece < PIECES; ++piece) {
+        if (piece * STEP >= t) break;
+        if (piece + 1 < PIECES) read(piece + 1);
+#pragma unroll
+        for (int n = 0; n < STEP; ++n) {
+            const int row = piece * STEP + n;
+            if (row >= column && row < t) sum = __fmaf_rn(-below[piece % 2][n], above[piece % 2][n], sum);
+        }
     }
     return sum;
 }
