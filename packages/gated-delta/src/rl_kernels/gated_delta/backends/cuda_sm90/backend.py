@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from rl_kernels.core.calls import Launches, prepared
-from rl_kernels.gated_delta.backends.cuda_sm90.prefill import NO_CACHE, Plan, programs
+from rl_kernels.core.cuda.program import Program
+from rl_kernels.gated_delta.backends.cuda_sm90 import decode, prefill
+from rl_kernels.gated_delta.backends.cuda_sm90.prefill import NO_CACHE, Plan
 from rl_kernels.gated_delta.inputs import COUNT, Inputs
 from rl_kernels.gated_delta.op import OPERATOR
 
@@ -40,6 +42,8 @@ def forward(*arguments: Any) -> Launches:
 def continued(*arguments: Any) -> Launches:
     """Return the output ``[B, T, Hv, Dv]`` of sequences that go on from a cache, and write to the cache."""
     inputs = Inputs(*arguments[:COUNT])
+    if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None and inputs.start is None:
+        return decode.one_token(inputs)
     plan = Plan(inputs, is_cached=True)
 
     def launch(*args: Any) -> torch.Tensor:
@@ -61,3 +65,8 @@ def backward(*arguments: Any) -> Launches:
     """Return the gradients of q, k, v, g, beta, and of the initial state, as ``triton`` does."""
     launches: Launches = OPERATOR.backend("triton").load().backward.prepare(*arguments)
     return launches
+
+
+def programs(arch: str) -> list[Program]:
+    """Return the programs to compile for a target: all of them for ``sm_90a``, none for others."""
+    return [*prefill.programs(arch), *decode.programs(arch)]
