@@ -54,13 +54,6 @@ struct Where {
     __device__ bool is_held(int t) const { return base + t < 0; }
 };
 
-// ldmatrix of four 8 x 8 matrices, each transposed.
-__device__ inline void load_transposed(u32 (&word)[4], u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
-                 : "r"(at));
-}
-
 // This thread's lane, computed again in each iteration of a loop: what depends on it is not kept in registers for all.
 __device__ inline int current_lane() {
     int lane;

@@ -12,6 +12,7 @@
 // Order of the sums: 16 terms a step, ascending, on top of exp(G_t) R and exp(G_63) S.
 #include <rl_kernels/boxes.cuh>
 #include <rl_kernels/products.cuh>
+#include <rl_kernels/warp_mma.cuh>
 
 #include "places.cuh"
 
@@ -51,14 +52,6 @@ __device__ inline void load_bytes(void* target, const void* source, int bytes, B
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      shared_address(target)),
                  "l"(source), "r"(bytes), "r"(shared_address(&barrier))
-                 : "memory");
-}
-
-// ldmatrix of four 8 x 8 matrices, each transposed.
-__device__ inline void load_transposed(u32 (&word)[4], const char* at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
-                 : "r"(shared_address(at))
                  : "memory");
 }
 
@@ -146,7 +139,7 @@ struct Consumer {
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
             u32 words[4];
-            load_transposed(words, box_at(const_cast<char*>(v), n));
+            load_transposed(words, shared_address(box_at(const_cast<char*>(v), n)));
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int j = 2 * n + i / 2, t = 8 * j + lane % 4 * 2;
