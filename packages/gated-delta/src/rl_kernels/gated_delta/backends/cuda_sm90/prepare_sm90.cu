@@ -290,7 +290,7 @@ __device__ inline void weigh_keys(int lane, char* out, u32 faded, u32 keys, int 
     u32 left[4][4];
 #pragma unroll
     for (int step = 0; step < 4; ++step) load_matrices(left[step], matrices_at<true>(lane, faded, row, 2 * step));
-#pragma unroll 4
+#pragma unroll 2
     for (int j = 0; j < SIZE / 8; j += 2) {
         float d[2][4] = {};
 #pragma unroll
