@@ -29,7 +29,7 @@ UNITS, ITEM = 4 * BOX, 3 * BOX + 8 * CHUNK
 """Bytes of what ``prepare`` writes for a chunk of a key head and of a value head."""
 HEADS, PREPARE_THREADS = 2, 128
 """Value heads and threads of a block of ``prepare``."""
-SYSTEM = CHUNK * 288
+SYSTEM = CHUNK * 272
 """Bytes of shared memory of the system of a head."""
 STAGES, WIDTH = 3, 64
 """Chunks in the ring of ``scan``, and value columns of a part."""
