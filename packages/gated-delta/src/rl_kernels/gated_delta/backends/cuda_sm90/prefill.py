@@ -21,7 +21,7 @@ CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Values of the kernels' DTYPE, and of the dtypes of g and beta."""
 PLACES = "PPPiiiiii"
 """Layout of ``struct Places``."""
-PREPARE_ARGS, SCAN_ARGS = f"(PPPPPPPPPP{PLACES}qqqqqqiiiiii)", f"T(PPPPPPPPPP{PLACES}iifi)"
+PREPARE_ARGS, SCAN_ARGS = f"(PPPPPPPPPP{PLACES}qqqqqqiiiiii)", f"T(PPPPPPPPPPPP{PLACES}iifi)"
 """Layouts of the kernels' ``struct Args``."""
 BOX = CHUNK * 128
 """Bytes of a box of 64 rows of 64 numbers."""
@@ -41,9 +41,12 @@ def prepare_program(dtype: torch.dtype) -> Program:
     return Program(PACKAGE, "prepare_sm90.cu", "sm_90a", (("DTYPE", CODES[dtype]),))
 
 
-def scan_program(dtype: torch.dtype, parts: int) -> Program:
-    """Return the pass over chunks, whose blocks have one or both halves of the value columns."""
-    numbers = (("DTYPE", CODES[dtype]), ("PARTS", parts), ("STAGES", STAGES))
+def scan_program(dtype: torch.dtype, parts: int, *, replays: bool = False) -> Program:
+    """Return the pass over chunks, whose blocks have one or both halves of the value columns.
+
+    One that replays it stores what the backward pass reads, in place of the output.
+    """
+    numbers = (("DTYPE", CODES[dtype]), ("PARTS", parts), ("STAGES", STAGES), ("REPLAYS", int(replays)))
     return Program(PACKAGE, "scan_sm90.cu", "sm_90a", numbers)
 
 
@@ -115,7 +118,7 @@ class Plan:
                 *self._heads, *self._form, shared=self._shared[0],
             )  # fmt: skip
             v_map = tensor_map(v, (1, CHUNK, 1, WIDTH), swizzle=128)
-            passed = (units, items, tail, initial, state, out, keys, residuals, decays, inverse)
+            passed = (units, items, tail, initial, state, out, keys, residuals, decays, inverse, None, None)
             self._scan.launch(
                 self._scan_grid, self._threads, v_map, *passed, *places, *self._heads, inputs.scale, 0,
                 shared=self._shared[1],
