@@ -21,7 +21,7 @@ CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Values of the kernels' DTYPE, and of the dtypes of g and beta."""
 PLACES = "PPPiiiiii"
 """Layout of ``struct Places``."""
-PREPARE_ARGS, SCAN_ARGS = f"(PPPPPPPPPP{PLACES}qqqqqqiiiiii)", f"T(PPPPPPPPPPPP{PLACES}iifi)"
+PREPARE_ARGS, SCAN_ARGS = f"({PLACES}PPPPPPPPPPqqqqqqiiiiii)", f"T({PLACES}PPPPPPPPPPPPiifi)"
 """Layouts of the kernels' ``struct Args``."""
 BOX = CHUNK * 128
 """Bytes of a box of 64 rows of 64 numbers."""
@@ -114,13 +114,13 @@ class Plan:
         with device_of(v):
             held = (keys, decays, inverse)
             self._prepare.launch(
-                self._prepare_grid, PREPARE_THREADS, q, k, g, beta, *held, units, items, tail, *places, *strides,
+                self._prepare_grid, PREPARE_THREADS, *places, q, k, g, beta, *held, units, items, tail, *strides,
                 *self._heads, *self._form, shared=self._shared[0],
             )  # fmt: skip
             v_map = tensor_map(v, (1, CHUNK, 1, WIDTH), swizzle=128)
             passed = (units, items, tail, initial, state, out, keys, residuals, decays, inverse, None, None)
             self._scan.launch(
-                self._scan_grid, self._threads, v_map, *passed, *places, *self._heads, inputs.scale, 0,
+                self._scan_grid, self._threads, v_map, *places, *passed, *self._heads, inputs.scale, 0,
                 shared=self._shared[1],
             )  # fmt: skip
         return out

@@ -35,16 +35,16 @@ struct alignas(16) Numbers {
     float sums[ROWS], fade[ROWS], beta[ROWS];
 };
 
-struct Args {
+// Strides are in numbers. tail: [sequences, Hv, 64, 64], T of the last chunk of each sequence, for a cache; or null.
+struct Args : Places {
     const char *q, *k;
     const void *g, *beta;
     const char* held_keys;
     const float *held_sums, *held_inverse;
     char *units, *items;
-    float* tail;  // [sequences, Hv, 64, 64]: T of the last chunk of each sequence, for a cache; or null
-    Places places;
-    i64 q_batch, q_token, q_head, k_batch, k_token, k_head;  // in numbers
-    int key_heads, heads, normalize, g_dtype, beta_dtype, unused;
+    float* tail;
+    i64 q_batch, q_token, q_head, k_batch, k_token, k_head;
+    int key_heads, heads, normalize, g_dtype, beta_dtype, padding;
 };
 
 // A chunk of a call: row t is token `base + t` of the sequence's tokens, or held if that is negative.
@@ -105,7 +105,7 @@ __device__ inline void put_rows(const Args& a, const Where& w, char* units, int 
 // By a warp: the sums of g, exp of what is left of them at the chunk's end, and beta, of a value head.
 __device__ inline void load_numbers(const Args& a, const Where& w, Numbers& numbers, int s, int head) {
     const int lane = threadIdx.x % WARP;
-    const i64 place = (i64(w.sequence.batch) * a.places.tokens + w.sequence.first + w.base) * a.heads + head;
+    const i64 place = (i64(w.sequence.batch) * a.tokens + w.sequence.first + w.base) * a.heads + head;
     const i64 item = i64(s) * a.heads + head;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -312,8 +312,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) prepare(const Args a) {
     const int slot = blockIdx.x, key_head = blockIdx.y / pairs, pair = blockIdx.y % pairs * HEADS;
     const int count = min(group - pair, HEADS), head = key_head * group + pair;
     const int warp = warp_index();
-    const int s = sequence_of(a.places, slot);
-    const Sequence sequence = sequence_at(a.places, s);
+    const int s = sequence_of(a, slot);
+    const Sequence sequence = sequence_at(a, s);
     const int index = slot - sequence.slot;
     if (index < 0 || index >= sequence.chunks()) return;
     const Where w{sequence, slot, index * ROWS - sequence.opened};

@@ -17,16 +17,16 @@ using T = BF16;
 using T = FP16;
 #endif
 
-struct Args {
+// last, initial: [sequences, Hv, 128, 128], gradients of the last and of the initial states; either may be null. dv:
+// [B, T, Hv, 128]; dstates: [slots, Hv, 128, 128]; dresiduals: [slots, Hv, 64, 128].
+struct Args : Places {
     const char *units, *items;
-    const float* last;  // [sequences, Hv, 128, 128]: gradients of the last states; or null
-    float* initial;     // of the initial states; or null
-    char* dv;           // [B, T, Hv, 128]
-    char *dstates, *dresiduals;  // [slots, Hv, 128, 128], [slots, Hv, 64, 128]
-    Places places;
+    const float* last;
+    float* initial;
+    char *dv, *dstates, *dresiduals;
     int key_heads, heads;
     float scale;
-    int unused;
+    int padding;
 };
 
 // Reads dO' and a dO', rounded; rows from `to` on are zeros.
@@ -105,7 +105,7 @@ __device__ inline void consume(const Args& a, const Job& job, int group) {
         c.store_tile(box, factor, dstates);
         c.store_tile(box, factor + ROWS / 16, dstates + 2 * SIZE * ROWS);
         c.store_tile(box, x, a.dresiduals + job.item(chunk) * (2 * SIZE * ROWS));
-        const i64 row = i64(job.sequence.batch) * a.places.tokens + job.sequence.first + token;
+        const i64 row = i64(job.sequence.batch) * a.tokens + job.sequence.first + token;
         c.store_rows(box, x, a.dv + row * apart + job.head * (2 * SIZE), apart, 0, to);
         products_done<0>();
         hold(c.state), keep(y), keep(decayed);
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) reverse(const __grid_co
     extern __shared__ char memory[];
     __shared__ Ring ring;
     ring.init();
-    const Job job(ring, memory, a.places, a.heads, a.key_heads);
+    const Job job(ring, memory, a, a.heads, a.key_heads);
     const int warp = warp_index();
     if (warp < PARTS * WARPS) {
         if constexpr (PARTS > 1) take_registers<240>();

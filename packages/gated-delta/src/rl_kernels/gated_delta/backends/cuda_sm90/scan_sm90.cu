@@ -19,18 +19,18 @@ using T = BF16;
 using T = FP16;
 #endif
 
-struct Args {
+// initial, state: [sequences, Hv, 128, 128]; either may be null. states: [slots, Hv, 128, 128] and residuals:
+// [slots, Hv, 64, 128], of REPLAYS.
+struct Args : Places {
     const char *units, *items;
     const float *tail, *initial;
-    float* state;  // [sequences, Hv, 128, 128], as initial; either may be null
-    char* out;
-    char *held_keys, *held_residuals;
+    float* state;
+    char *out, *held_keys, *held_residuals;
     float *held_sums, *held_inverse;
-    char *states, *residuals;  // [slots, Hv, 128, 128] and [slots, Hv, 64, 128] of REPLAYS
-    Places places;
+    char *states, *residuals;
     int key_heads, heads;
     float scale;
-    int unused;
+    int padding;
 };
 
 // x from Y, rounded. Rows before `from` are the cache's, rows from `to` on are zeros.
@@ -90,14 +90,14 @@ __device__ inline void store_output(const Args& a, const Job& job, const Columns
                                     const Rows& out) {
     const int token = job.token(chunk);
     const i64 apart = i64(a.heads) * (2 * SIZE);
-    const i64 row = i64(job.sequence.batch) * a.places.tokens + job.sequence.first + token;
+    const i64 row = i64(job.sequence.batch) * a.tokens + job.sequence.first + token;
     c.store_rows(box, out, a.out + row * apart + job.head * (2 * SIZE), apart, max(-token, 0),
                  min(job.sequence.count - token, ROWS));
 }
 
 __device__ inline void consume(const Args& a, const Job& job, int group) {
     Columns c(job.part + group);
-    const bool is_cached = a.places.lengths != nullptr;
+    const bool is_cached = a.lengths != nullptr;
     const i64 item = job.sequence_item();
     char* held = a.held_residuals + item * ROWS * (2 * SIZE);
     c.load(a.initial, item);
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) scan(const __grid_const
     extern __shared__ char memory[];
     __shared__ Ring ring;
     ring.init();
-    const Job job(ring, memory, a.places, a.heads, a.key_heads);
+    const Job job(ring, memory, a, a.heads, a.key_heads);
     const int warp = warp_index();
     if (warp < PARTS * WARPS) {
         if constexpr (PARTS > 1) take_registers<240>();
