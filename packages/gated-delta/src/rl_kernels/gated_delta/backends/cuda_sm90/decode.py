@@ -14,11 +14,11 @@ from rl_kernels.core.layout import ALIGNED, readable
 from rl_kernels.gated_delta.inputs import COUNT, Inputs
 
 PACKAGE = "rl_kernels.gated_delta.backends.cuda_sm90"
-SIGNATURE = "(PPPPPPPPPPPPqqqqqqiiiiiif)"
+SIGNATURE = "(PPPPPPPPPPPPqqqqqqiiiiif)"
 """``struct Args``."""
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Codes of dtypes."""
-WARP, BITS = 32, 32
+WARP, BITS, SIZE = 32, 32, 128
 
 
 class Schedule(NamedTuple):
@@ -27,30 +27,29 @@ class Schedule(NamedTuple):
     Attributes:
         parts: blocks that share its columns.
         tiles: 16 columns each, of a warp.
-        warps: warps of a block.
         blocks: blocks of a multiprocessor.
-        first: whether products with the state come before those of keys.
-        early: whether the rows of a chunk are loaded before their number is known.
+        spread: whether warps have roles of their own.
     """
 
     parts: int
     tiles: int
-    warps: int
     blocks: int
-    first: int
-    early: int
+    spread: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: warps for all columns, and six for other roles that are spread."""
+        return WARP * (SIZE // (16 * self.tiles * self.parts) + 6 * self.spread)
 
 
-FEW, SOME, MANY = Schedule(4, 1, 4, 2, 0, 1), Schedule(2, 1, 4, 4, 0, 0), Schedule(1, 2, 4, 3, 1, 0)
-"""The schedules for one value head a multiprocessor, for a few, and for more."""
-SCHEDULES = FEW, SOME, MANY
+FEW, MANY = Schedule(4, 1, 1, 1), Schedule(1, 2, 3, 0)
+"""The schedules for at most one value head a multiprocessor, and for more."""
+SCHEDULES = FEW, MANY
 
 
 def schedule_of(heads: int, multiprocessors: int) -> Schedule:
     """Choose the schedule by the value heads of all sequences."""
-    if heads <= multiprocessors:
-        return FEW
-    return SOME if heads <= 4 * multiprocessors else MANY
+    return FEW if heads <= multiprocessors else MANY
 
 
 def program(dtype: torch.dtype, schedule: Schedule) -> Program:
@@ -76,12 +75,13 @@ def one_token(inputs: Inputs) -> Launches:
         return lambda *args: args[2].new_empty(args[2].shape)
     schedule = schedule_of(batch * heads, processors(device.index))
     start = kernel(program(inputs.q.dtype, schedule), "decode", SIGNATURE, device).start
-    grid, block, shape = (schedule.parts, heads, batch), schedule.warps * WARP, (batch, 1, heads, size)
+    group = heads // key_heads
+    grid, block, shape = (schedule.parts * group, key_heads, batch), schedule.threads, (batch, 1, heads, size)
     # Bits of lengths that hold a length; those above count the blocks of a sequence.
     shift = BITS - (heads * schedule.parts).bit_length()
     strides = [stride for x in shapes[:3] for stride in (x.stride(0), x.stride(2))]
     codes = [CODES[x.dtype] for x in inputs[3:5]]
-    numbers = (*strides, key_heads, heads, *codes, int(inputs.normalize_qk), shift, inputs.scale)
+    numbers = (*strides, group, *codes, int(inputs.normalize_qk), shift, inputs.scale)
 
     def launch(*args: Any) -> torch.Tensor:
         q, k, v, g, beta = [_copy(x, place in copied) for place, x in enumerate(args[:5])] if copied else args[:5]

@@ -9,15 +9,15 @@
 //
 //   block      one of PARTS equal parts of a value head's columns; the first part also writes the row of the cache that
 //              all columns share
-//   warp       TILES times 16 columns, by the last warps; of the first warps, four multiply keys, two form the inverse
+//   warp       TILES times 16 columns, 16 earlier keys, or half of the inverse's row; with SPREAD each of these has warps
+//              of its own, since a warp's instructions bound a block that has a multiprocessor for itself; without, every
+//              warp does its share of all, and blocks hide each other's latency
 //   thread     lane 4 i + j: of four keys, 2 j, 2 j + 1, 2 j + 8, 2 j + 9 of a step, the i-th VECTOR columns of its warp
 //
 // `lengths` counts the blocks of a sequence, in its bits from `shift` on, until the last one has read it: that one then
 // writes the new length.
 //
-// Defines: DTYPE 1 BF16, 2 FP16; PARTS; TILES 1, 2; WARPS, 4 or more; BLOCKS: blocks of a multiprocessor, for
-// registers; FIRST: the state's products come before those of keys; EARLY: rows of the chunk are loaded before their
-// number is known.
+// Defines: DTYPE 1 BF16, 2 FP16; PARTS; TILES 1, 2; BLOCKS: blocks of a multiprocessor, for registers; SPREAD.
 #include <rl_kernels/warp_mma.cuh>
 
 #include "order.cuh"
@@ -32,7 +32,7 @@ struct Args {
     float *decays, *inverse;
     int* lengths;
     i64 q_batch, q_head, k_batch, k_head, v_batch, v_head;
-    int key_heads, heads, g_type, beta_type, normalizes, shift;
+    int group, g_type, beta_type, normalizes, shift;
     float scale;
 };
 
@@ -44,11 +44,16 @@ using Number = BF16;
 using Number = FP16;
 #endif
 
-constexpr int THREADS = WARPS * WARP, STEP = 16, STEPS = SIZE / STEP, PIECES = ROWS / STEP;
+constexpr int STEP = 16, STEPS = SIZE / STEP, PIECES = ROWS / STEP;
 constexpr int COLUMNS = SIZE / PARTS, ACROSS = STEP * TILES, VECTOR = 2 * TILES, COLUMN_WARPS = COLUMNS / ACROSS;
-static_assert(WARPS >= PIECES && COLUMN_WARPS <= WARPS && COLUMN_WARPS >= 1, "warps for all columns and all pieces");
-// Rows of shared memory, padded against bank conflicts: of keys and of the weights, of the inverse, of its faded copy.
-constexpr int KEY_ROW = SIZE * 2 + CHUNK, INVERSE_ROW = ROWS + 4, FADED_ROW = ROWS * 2 + CHUNK;
+// The first PIECES warps copy rows and multiply keys, 16 each. Of other roles, the first warp: two form the inverse, the
+// first of which normalizes, and two round the inverse.
+constexpr int INVERSE_WARP = SPREAD ? PIECES : 0, ROUND_WARP = SPREAD ? PIECES : 2, COLUMN_WARP = SPREAD ? PIECES + 2 : 0;
+constexpr int WARPS = COLUMN_WARP + COLUMN_WARPS, THREADS = WARPS * WARP, PAIR = 2 * WARP, COPIERS = PIECES * WARP;
+constexpr int WEIGHERS = WARPS < SIZE / STEP ? WARPS / 4 * 4 : SIZE / STEP;
+static_assert(WARPS >= PIECES, "warps for each role");
+// Rows of shared memory, padded against bank conflicts: of keys and of the weights, of the inverse, of 16-bit copies of it.
+constexpr int KEY_ROW = SIZE * 2 + CHUNK, INVERSE_ROW = ROWS + 4, ROUNDED_ROW = ROWS * 2 + CHUNK;
 
 struct Shared {
     alignas(16) char keys[ROWS * KEY_ROW];
@@ -56,7 +61,8 @@ struct Shared {
         alignas(16) float inverse[ROWS * INVERSE_ROW];
         alignas(16) char weights[ROWS * KEY_ROW];
     };
-    alignas(16) char faded[ROWS * FADED_ROW];
+    // The inverse, rounded, then F.
+    alignas(16) char rounded[ROWS * ROUNDED_ROW];
     // The normalized key and query.
     alignas(16) Chunk unit[2][LANES];
     alignas(16) float sums[ROWS];
@@ -65,19 +71,33 @@ struct Shared {
     alignas(16) unsigned short scores[ROWS], mixing[ROWS];
 };
 
-// The place of this thread: its lane is 4 i + j; the first column of its warp, and whether its warp has columns.
+// From the keys in shared memory to the inverse, which follows them.
+constexpr int AT_INVERSE = ROWS * KEY_ROW;
+
+// The place of this thread: its block's part of a head; its lane is 4 i + j; the first column of its warp, and whether its
+// warp has columns.
 struct Place {
-    int warp, lane, i, j, column;
+    int part, warp, lane, i, j, column;
     bool has_columns;
     __device__ Place() {
+        part = blockIdx.x % PARTS;
         warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, i = lane / 4, j = lane % 4;
-        const int of = warp - (WARPS - COLUMN_WARPS);
+        const int of = warp - COLUMN_WARP;
         has_columns = of >= 0;
-        column = blockIdx.x * COLUMNS + of * ACROSS;
+        column = part * COLUMNS + of * ACROSS;
     }
-    // Row `r` of a thread's four among the terms of a step.
-    __device__ int term(int r) const { return 2 * j + r % 2 + r / 2 * 8; }
 };
+
+// An address, formed here and not before each use.
+__device__ __forceinline__ u32 formed(u32 at) {
+    asm volatile("" : "+r"(at));
+    return at;
+}
+template <class T>
+__device__ __forceinline__ const T* formed(const T* at) {
+    asm volatile("" : "+l"(at));
+    return at;
+}
 
 template <int COUNT>
 __device__ inline void load_words(u32 (&word)[COUNT], const void* at) {
@@ -128,40 +148,47 @@ __device__ __forceinline__ void load_state(const Place& at, const float* state, 
 
 // Loads those of the `count` first rows.
 __device__ __forceinline__ void load_residuals(const Place& at, const char* residuals, int count, Residuals& word) {
-    const char* own = residuals + (at.column + VECTOR * at.i) * Number::SIZE;
+    const char* own = residuals + (at.column + VECTOR * at.i + 2 * at.j * SIZE) * Number::SIZE;
+    own = formed(own);
+    count -= 2 * at.j;
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece)
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            const int row = piece * STEP + at.term(r);
+            const int row = piece * STEP + r % 2 + r / 2 * 8;
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) word[piece][r][tile] = 0;
             if (row < count) load_words(word[piece][r], own + row * SIZE * Number::SIZE);
         }
 }
 
-// Starts copies of the `count` first rows of keys, decays and the inverse.
+// Starts a copy of 16 bytes.
+__device__ __forceinline__ void copy_to(u32 target, const void* source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+}
+
+// By COPIERS threads: starts copies of the `count` first rows of keys, decays and the inverse.
 __device__ __forceinline__ void copy_rows(const char* keys, const float* decays, const float* inverse, int count,
                                           Shared& s) {
-    constexpr int OF_KEY = SIZE * 2 / CHUNK, OF_INVERSE = ROWS * 4 / CHUNK;
+    constexpr int OF_ROW = SIZE * 2 / CHUNK, APART = COPIERS / OF_ROW;
+    static_assert(INVERSE_ROW * 4 == KEY_ROW && ROWS % APART == 0, "as many chunks in a row of either");
+    const int thread = threadIdx.x, first = thread / OF_ROW, chunk = thread % OF_ROW;
+    u32 target = formed(shared_address(s.keys) + first * KEY_ROW + chunk * CHUNK);
+    keys = formed(keys + thread * CHUNK), inverse = formed(inverse + thread * 4);
 #pragma unroll
-    for (int n = 0; n < ROWS * OF_KEY / THREADS; ++n) {
-        const int i = n * THREADS + threadIdx.x, row = i / OF_KEY, chunk = i % OF_KEY;
-        if (row < count) copy_chunk(s.keys + row * KEY_ROW + chunk * CHUNK, keys + i * CHUNK, false);
-    }
-    if (threadIdx.x < OF_INVERSE && threadIdx.x * 4 < count)
-        copy_chunk(s.sums + threadIdx.x * 4, decays + threadIdx.x * 4, false);
+    for (int n = 0; n < ROWS / APART; ++n)
+        if (first + n * APART < count) copy_to(target + n * APART * KEY_ROW, keys + n * COPIERS * CHUNK);
+    if (thread * 4 < count) copy_chunk(s.sums + thread * 4, decays + thread * 4, false);
+    target += AT_INVERSE;
 #pragma unroll
-    for (int n = 0; n < ROWS * OF_INVERSE / THREADS; ++n) {
-        const int i = n * THREADS + threadIdx.x, row = i / OF_INVERSE, chunk = i % OF_INVERSE;
-        if (row < count && chunk * 4 <= row)
-            copy_chunk(s.inverse + row * INVERSE_ROW + chunk * 4, inverse + i * 4, false);
-    }
+    for (int n = 0; n < ROWS / APART; ++n)
+        if (first + n * APART < count && chunk * 4 <= first + n * APART)
+            copy_to(target + n * APART * KEY_ROW, inverse + n * COPIERS * 4);
     commit_copies();
 }
 
 // By a warp: the token's key, a chunk in each of the first lanes, then its query.
-__device__ __forceinline__ Chunk load_row(const Args& p, int lane, i64 b, int key_head) {
+__device__ __forceinline__ Chunk load_row(const Args& p, int lane, u32 b, u32 key_head) {
     const bool is_key = lane < LANES;
     const i64 at = is_key ? b * p.k_batch + key_head * p.k_head : b * p.q_batch + key_head * p.q_head;
     Chunk chunk;
@@ -169,27 +196,31 @@ __device__ __forceinline__ Chunk load_row(const Args& p, int lane, i64 b, int ke
     return chunk;
 }
 
-// The key and the query as columns 0 and 1 of operand b, 16 terms of them.
-__device__ __forceinline__ void unit_operand(const Place& at, const Shared& s, int step, u32 (&b)[2]) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) b[n] = at.i < 2 ? s.unit[at.i][step * 2 + n].word[at.j] : 0;
+// Columns of operand b that are not stored may be any numbers, since none depends on another.
+//
+// Address of a lane's terms of the key and the query as columns 0 and 1 of operand b, or of a row as all its columns.
+__device__ __forceinline__ u32 units_at(const Place& at, const Shared& s) {
+    return formed(shared_address(s.unit) + at.i % 2 * sizeof(s.unit[0]) + at.j * 4);
 }
-
-// A row of 16-bit numbers as column 0 of operand b, 16 terms of it.
-__device__ __forceinline__ void row_operand(const Place& at, const unsigned short* row, int step, u32 (&b)[2]) {
-    const u32* word = reinterpret_cast<const u32*>(row);
+__device__ __forceinline__ u32 row_at(const Place& at, const unsigned short (&row)[ROWS]) {
+    return formed(shared_address(row) + at.j * 4);
+}
+// Loads 16 terms of operand b.
+__device__ __forceinline__ void load_terms(u32 (&b)[2], u32 from, int step) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) b[n] = at.i == 0 ? word[step * 8 + at.j + 4 * n] : 0;
+    for (int n = 0; n < 2; ++n)
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(b[n]) : "r"(from + (2 * step + n) * CHUNK) : "memory");
 }
 
 // Adds the products of the key and of the query with the rounded state, of lanes with j = 0: d[tile][0], d[tile][1] of column
 // 2 tile of its vector, d[tile][2], d[tile][3] of the next one.
 __device__ __forceinline__ void multiply_state(const Place& at, const Shared& s, const State& word,
                                                float (&d)[TILES][4]) {
+    const u32 units = units_at(at, s);
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         u32 b[2];
-        unit_operand(at, s, step, b);
+        load_terms(b, units, step);
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             u32 a[4];
@@ -212,12 +243,13 @@ __device__ __forceinline__ void multiply_keys(const Place& at, int t, float tota
         __syncwarp();
     }
     const u32 rows = shared_address(s.keys) + (at.warp * STEP + at.lane % 16) * KEY_ROW + at.lane / 16 * CHUNK;
+    const u32 units = units_at(at, s);
     float d[4] = {};
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         u32 a[4], b[2];
         load_matrices(a, rows + step * STEP * 2);
-        unit_operand(at, s, step, b);
+        load_terms(b, units, step);
         add_product<Number>(d, a, b[0], b[1]);
     }
     if (at.j) return;
@@ -233,7 +265,7 @@ __device__ __forceinline__ void multiply_keys(const Place& at, int t, float tota
 // By 64 threads: returns the number of the inverse in row t and this thread's column. The numbers of the next 16 terms are
 // read while those before are added.
 __device__ __forceinline__ float next_inverse(int t, float beta, const Shared& s) {
-    const int column = threadIdx.x;
+    const int column = threadIdx.x - INVERSE_WARP * WARP;
     float sum = column == t ? beta : 0.0f, below[2][STEP], above[2][STEP];
     const auto read = [&](int piece) {
 #pragma unroll
@@ -256,23 +288,33 @@ __device__ __forceinline__ float next_inverse(int t, float beta, const Shared& s
     return sum;
 }
 
+// By PAIR threads: earlier rows of the inverse, rounded; rows after the token's are zeros.
+__device__ __forceinline__ void round_inverse(int t, Shared& s) {
+    constexpr int WORDS = ROWS / 2;
+    for (int i = threadIdx.x - ROUND_WARP * WARP; i < (t / STEP + 1) * STEP * WORDS; i += PAIR) {
+        const int row = i / WORDS, column = i % WORDS * 2;
+        float pair[2];
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+            pair[n] = row < t && column + n <= row ? s.inverse[row * INVERSE_ROW + column + n] : 0.0f;
+        if (row != t) *reinterpret_cast<u32*>(s.rounded + row * ROUNDED_ROW + column * 2) = Number::pack(pair);
+    }
+}
+
+// Address of a lane's row of four matrices that `load_transposed` makes operand a of: 16 columns from `column` on, of 16
+// rows from `row` on.
+__device__ __forceinline__ u32 transposed_at(const Place& at, const char* rows, int stride, int row, int column) {
+    return shared_address(rows) + (row + at.lane % 8 + at.lane / 16 * 8) * stride + (column + at.lane / 8 % 2 * 8) * 2;
+}
+
 // By warp `piece`: 16 numbers of the token's row of M.
 __device__ __forceinline__ void mix(const Place& at, int t, Shared& s) {
+    const u32 scores = row_at(at, s.scores);
     float d[4] = {};
-#pragma unroll
-    for (int step = 0; step < PIECES; ++step) {
-        if (step < at.warp || step * STEP > t) continue;
+    for (int step = at.warp; step * STEP <= t; ++step) {
         u32 a[4], b[2];
-        row_operand(at, s.scores, step, b);
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            const int column = at.warp * STEP + at.i + n % 2 * 8, row = step * STEP + 2 * at.j + n / 2 * 8;
-            float pair[2];
-#pragma unroll
-            for (int m = 0; m < 2; ++m)
-                pair[m] = row + m >= column && row + m <= t ? s.inverse[(row + m) * INVERSE_ROW + column] : 0.0f;
-            a[n] = Number::pack(pair);
-        }
+        load_transposed(a, transposed_at(at, s.rounded, ROUNDED_ROW, step * STEP, at.warp * STEP));
+        load_terms(b, scores, step);
         add_product<Number>(d, a, b[0], b[1]);
     }
     if (at.j) return;
@@ -280,9 +322,10 @@ __device__ __forceinline__ void mix(const Place& at, int t, Shared& s) {
     for (int n = 0; n < 2; ++n) Number::write(s.mixing + at.warp * STEP + at.i + 8 * n, d[2 * n]);
 }
 
-// Puts the token's residuals, of lanes with j = 0, among those of earlier rows, as operands.
+// Puts the token's residuals, of lanes with j = 0, among those of earlier rows, as operands; held rows from t on are zeros.
 __device__ __forceinline__ void operands_of(const Place& at, int t, const Residuals& held, const u32 (&own)[TILES],
                                             Operands& a) {
+    t -= 2 * at.j;
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
         const u32 newest = __shfl_sync(ALL, own[tile], at.lane & ~3);
@@ -290,10 +333,8 @@ __device__ __forceinline__ void operands_of(const Place& at, int t, const Residu
         for (int piece = 0; piece < PIECES; ++piece) {
             u32 word[4];
 #pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                const int row = piece * STEP + at.term(r);
-                word[r] = row == t ? newest : row < t ? held[piece][r][tile] : 0;
-            }
+            for (int r = 0; r < 4; ++r)
+                word[r] = piece * STEP + r % 2 + r / 2 * 8 == t ? newest : held[piece][r][tile];
 #pragma unroll
             for (int n = 0; n < 4; ++n)
                 a[piece][tile][n] = __byte_perm(word[n / 2 * 2], word[n / 2 * 2 + 1], n % 2 ? 0x7632 : 0x5410);
@@ -310,20 +351,13 @@ __device__ __forceinline__ void fade(float total, Shared& s) {
 #pragma unroll
         for (int n = 0; n < 2; ++n)
             pair[n] = column + n <= row ? __fmul_rn(fading, s.inverse[row * INVERSE_ROW + column + n]) : 0.0f;
-        *reinterpret_cast<u32*>(s.faded + row * FADED_ROW + column * 2) = Number::pack(pair);
+        *reinterpret_cast<u32*>(s.rounded + row * ROUNDED_ROW + column * 2) = Number::pack(pair);
     }
 }
 
-// Address of a lane's row of four matrices that `load_transposed` makes operand a of: 16 columns from `column` on, of 16
-// rows from `row` on.
-__device__ __forceinline__ u32 transposed_at(const Place& at, const char* rows, int stride, int row, int column) {
-    return shared_address(rows) + (row + at.lane % 8 + at.lane / 16 * 8) * stride + (column + at.lane / 8 % 2 * 8) * 2;
-}
-
-// By all warps: W, the transposed faded inverse times the keys, SIZE / WARPS columns by each.
+// By the first WEIGHERS warps: W, the transposed faded inverse times the keys.
 __device__ __forceinline__ void weigh(const Place& at, Shared& s) {
-    constexpr int WIDE = SIZE / WARPS / STEP;
-    static_assert(WIDE >= 1, "16 columns at least");
+    constexpr int WIDE = SIZE / WEIGHERS / STEP;
     const int first = at.warp * WIDE * STEP;
 #pragma unroll 1
     for (int piece = 0; piece < PIECES; ++piece) {
@@ -331,7 +365,7 @@ __device__ __forceinline__ void weigh(const Place& at, Shared& s) {
 #pragma unroll 1
         for (int step = piece; step < PIECES; ++step) {
             u32 a[4];
-            load_transposed(a, transposed_at(at, s.faded, FADED_ROW, step * STEP, piece * STEP));
+            load_transposed(a, transposed_at(at, s.rounded, ROUNDED_ROW, step * STEP, piece * STEP));
 #pragma unroll
             for (int n = 0; n < WIDE; ++n) {
                 u32 b[4];
@@ -401,6 +435,25 @@ __device__ __forceinline__ void begin_row(float grown, const u32 (&v)[TILES], fl
     }
 }
 
+// Adds the mixed residuals to the sums of the output, and rounds it, of lanes with j = 0.
+__device__ __forceinline__ void finish_row(const Place& at, int t, float scale, const Shared& s, const Operands& a,
+                                           float (&d)[TILES][4], u32 (&result)[TILES]) {
+    const u32 mixing = row_at(at, s.mixing);
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) {
+        if (piece * STEP > t) break;
+        u32 b[2];
+        load_terms(b, mixing, piece);
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) add_product<Number>(d[tile], a[piece][tile], b[0], b[1]);
+    }
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+        const float pair[2] = {__fmul_rn(scale, d[tile][0]), __fmul_rn(scale, d[tile][2])};
+        result[tile] = Number::pack(pair);
+    }
+}
+
 __device__ __forceinline__ void store_words(void* at, const u32 (&word)[TILES]) {
     if constexpr (TILES == 2)
         *static_cast<uint2*>(at) = {word[0], word[1]};
@@ -413,100 +466,86 @@ __device__ __forceinline__ void store_words(void* at, const u32 (&word)[TILES]) 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(const __grid_constant__ Args p) {
     __shared__ Shared s;
     const Place at;
-    const int head = blockIdx.y, key_head = head / (p.heads / p.key_heads);
-    const i64 b = blockIdx.z, item = b * p.heads + head, key_item = b * p.key_heads + key_head;
+    const u32 head = blockIdx.y * p.group + blockIdx.x / PARTS, b = blockIdx.z;
+    const i64 key_item = b * gridDim.y + blockIdx.y, item = b * gridDim.y * p.group + head;
     float *state = p.state + item * SIZE * SIZE, *decays = p.decays + item * ROWS, *inverse = p.inverse + item * ROWS * ROWS;
     char* keys = static_cast<char*>(p.keys) + key_item * ROWS * SIZE * Number::SIZE;
     char* residuals = static_cast<char*>(p.residuals) + item * ROWS * SIZE * Number::SIZE;
     wait_for_prerequisites();
     launch_dependents();
 
-    u32 length, *lengths = reinterpret_cast<u32*>(p.lengths) + b;
+    u32 length, *const lengths = reinterpret_cast<u32*>(p.lengths) + b;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(length) : "l"(lengths));
     Chunk row;
-    if (at.warp == 0) row = load_row(p, at.lane, b, key_head);
-    u32 v[TILES] = {};
-    const u32 g_bits = load_number(p.g, item, p.g_type), beta_bits = load_number(p.beta, item, p.beta_type);
-    if (EARLY) copy_rows(keys, decays, inverse, ROWS, s);
+    if (at.warp == INVERSE_WARP) row = load_row(p, at.lane, b, blockIdx.y);
     State word;
-    Residuals held;
-    if (at.has_columns) {
-        load_state(at, state, word);
-        if (at.j == 0)
-            load_words(v, static_cast<const char*>(p.v) +
-                              (b * p.v_batch + head * p.v_head + at.column + VECTOR * at.i) * Number::SIZE);
-        if (EARLY && TILES == 1) load_residuals(at, residuals, ROWS, held);
-    }
-    if (at.warp == 0) s.unit[at.lane / LANES][at.lane % LANES] = p.normalizes ? unit_row<Number>(row) : row;
+    if (at.has_columns) load_state(at, state, word);
+    if (at.warp == INVERSE_WARP)
+        s.unit[at.lane / LANES][at.lane % LANES] = p.normalizes ? unit_row<Number>(row) : row;
     length &= (1u << p.shift) - 1;
     const int t = length % ROWS;
-    if (!EARLY) {
-        copy_rows(keys, decays, inverse, t, s);
-        if (TILES == 1 && at.has_columns) load_residuals(at, residuals, t, held);
-    }
+    if (at.warp < PIECES) copy_rows(keys, decays, inverse, t, s);
     float d[TILES][4] = {};
-    if (FIRST) {
+    if (!SPREAD) {
         __syncthreads();
         if (at.has_columns) multiply_state(at, s, word, d);
-        if (TILES == 2 && at.has_columns) load_residuals(at, residuals, t, held);
     }
+    Residuals held;
+    u32 v[TILES] = {};
+    if (at.has_columns) {
+        load_residuals(at, residuals, t, held);
+        const i64 first = b * p.v_batch + head * p.v_head + at.column + VECTOR * at.i;
+        if (at.j == 0) load_words(v, static_cast<const char*>(p.v) + first * Number::SIZE);
+    }
+    const u32 g_bits = load_number(p.g, item, p.g_type), beta_bits = load_number(p.beta, item, p.beta_type);
     copies_done<0>();
     __syncthreads();
     const float g = number_of(g_bits, p.g_type), beta = number_of(beta_bits, p.beta_type);
     const float total = t ? __fadd_rn(s.sums[t - 1], g) : g, grown = exp_fast(total);
     if (at.warp < PIECES && at.warp * STEP <= t) multiply_keys(at, t, total, beta, s);
+    if (SPREAD && at.has_columns) multiply_state(at, s, word, d);
+    if (SPREAD && at.warp >= ROUND_WARP && at.warp < ROUND_WARP + 2) round_inverse(t, s);
     __syncthreads();
 
     // All threads have read the length.
     u32 count = 0;
     if (threadIdx.x == 0) count = atomicAdd(lengths, 1u << p.shift);
-    if (threadIdx.x < ROWS) {
+    const int column = threadIdx.x - INVERSE_WARP * WARP;
+    if (column >= 0 && column < ROWS) {
         const float x = next_inverse(t, beta, s);
-        s.inverse[t * INVERSE_ROW + threadIdx.x] = x;
-        if (blockIdx.x == 0) inverse[t * ROWS + threadIdx.x] = x;
+        s.inverse[t * INVERSE_ROW + column] = x;
+        Number::write(s.rounded + t * ROUNDED_ROW + column * Number::SIZE, x);
+        if (at.part == 0) inverse[t * ROWS + column] = x;
     }
-    if (!FIRST && at.has_columns) {
-        multiply_state(at, s, word, d);
-        if (TILES == 2) load_residuals(at, residuals, t, held);
-    }
+    if (!SPREAD && at.warp >= ROUND_WARP && at.warp < ROUND_WARP + 2) round_inverse(t, s);
     u32 own[TILES];
-    begin_row(grown, v, d, own);
+    Operands a;
+    if (at.has_columns) {
+        begin_row(grown, v, d, own);
+        operands_of(at, t, held, own, a);
+    }
     __syncthreads();
     if (at.warp < PIECES && at.warp * STEP <= t) mix(at, t, s);
     __syncthreads();
 
-    Operands a;
     if (at.has_columns) {
-        operands_of(at, t, held, own, a);
-#pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece) {
-            if (piece * STEP > t) break;
-            u32 column[2];
-            row_operand(at, s.mixing, piece, column);
-#pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) add_product<Number>(d[tile], a[piece][tile], column[0], column[1]);
-        }
+        u32 result[TILES];
+        finish_row(at, t, p.scale, s, a, d, result);
         if (at.j == 0) {
-            u32 result[TILES];
-#pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) {
-                const float pair[2] = {__fmul_rn(p.scale, d[tile][0]), __fmul_rn(p.scale, d[tile][2])};
-                result[tile] = Number::pack(pair);
-            }
-            const i64 column = at.column + VECTOR * at.i;
-            store_words(static_cast<char*>(p.out) + (item * SIZE + column) * Number::SIZE, result);
-            store_words(residuals + (t * SIZE + column) * Number::SIZE, own);
+            const i64 first = at.column + VECTOR * at.i;
+            store_words(static_cast<char*>(p.out) + (item * SIZE + first) * Number::SIZE, result);
+            store_words(residuals + (t * SIZE + first) * Number::SIZE, own);
         }
     }
-    if (blockIdx.x == 0) {
+    if (at.part == 0) {
         if (threadIdx.x == 0) decays[t] = total;
-        if (threadIdx.x < LANES && head % (p.heads / p.key_heads) == 0)
+        if (threadIdx.x < LANES && blockIdx.x == 0)
             reinterpret_cast<Chunk*>(keys)[t * LANES + threadIdx.x] = s.unit[0][threadIdx.x];
     }
     if (t == ROWS - 1) {
         fade(total, s);
         __syncthreads();
-        weigh(at, s);
+        if (at.warp < WEIGHERS) weigh(at, s);
         __syncthreads();
         if (at.has_columns) add_chunk(at, state, grown, a, s);
     }
