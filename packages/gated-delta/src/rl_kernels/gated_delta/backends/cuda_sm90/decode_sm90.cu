@@ -50,10 +50,11 @@ constexpr int COLUMNS = SIZE / PARTS, ACROSS = STEP * TILES, VECTOR = 2 * TILES,
 // first of which normalizes, and two round the inverse.
 constexpr int INVERSE_WARP = SPREAD ? PIECES : 0, ROUND_WARP = SPREAD ? PIECES : 2, COLUMN_WARP = SPREAD ? PIECES + 2 : 0;
 constexpr int WARPS = COLUMN_WARP + COLUMN_WARPS, THREADS = WARPS * WARP, PAIR = 2 * WARP, COPIERS = PIECES * WARP;
-constexpr int WEIGHERS = WARPS < SIZE / STEP ? WARPS / 4 * 4 : SIZE / STEP;
 static_assert(WARPS >= PIECES, "warps for each role");
 // Rows of shared memory, padded against bank conflicts: of keys and of the weights, of the inverse, of 16-bit copies of it.
 constexpr int KEY_ROW = SIZE * 2 + CHUNK, INVERSE_ROW = ROWS + 4, ROUNDED_ROW = ROWS * 2 + CHUNK;
+// Of residuals.
+constexpr int COLUMN_ROW = COLUMNS * 2 + CHUNK;
 
 struct Shared {
     alignas(16) char keys[ROWS * KEY_ROW];
@@ -63,6 +64,7 @@ struct Shared {
     };
     // The inverse, rounded, then F.
     alignas(16) char rounded[ROWS * ROUNDED_ROW];
+    alignas(16) char residuals[ROWS * COLUMN_ROW];
     // The normalized key and query.
     alignas(16) Chunk unit[2][LANES];
     alignas(16) float sums[ROWS];
@@ -71,8 +73,36 @@ struct Shared {
     alignas(16) unsigned short scores[ROWS], mixing[ROWS];
 };
 
-// From the keys in shared memory to the inverse, which follows them.
+static_assert(sizeof(Shared) == SHARED, "the bytes that the host asks for");
+// From the keys to the inverse.
 constexpr int AT_INVERSE = ROWS * KEY_ROW;
+
+// A number or an address, formed here and not elsewhere.
+__device__ __forceinline__ u32 formed(u32 at) {
+    asm volatile("" : "+r"(at));
+    return at;
+}
+template <class T>
+__device__ __forceinline__ const T* formed(const T* at) {
+    asm volatile("" : "+l"(at));
+    return at;
+}
+
+// What a block reads and writes. It is formed anew where it is needed, since addresses would take registers meanwhile.
+struct Tensors {
+    u32 item;
+    float *state, *decays, *inverse;
+    char *keys, *residuals, *out;
+    __device__ __forceinline__ Tensors(const Args& p) {
+        const u32 key_item = formed(blockIdx.z * gridDim.y + blockIdx.y);
+        item = key_item * p.group + blockIdx.x / PARTS;
+        state = p.state + static_cast<i64>(item) * (SIZE * SIZE);
+        decays = p.decays + static_cast<i64>(item) * ROWS, inverse = p.inverse + static_cast<i64>(item) * (ROWS * ROWS);
+        keys = static_cast<char*>(p.keys) + static_cast<i64>(key_item) * (ROWS * SIZE * 2);
+        residuals = static_cast<char*>(p.residuals) + static_cast<i64>(item) * (ROWS * SIZE * 2);
+        out = static_cast<char*>(p.out) + static_cast<i64>(item) * (SIZE * 2);
+    }
+};
 
 // The place of this thread: its block's part of a head; its lane is 4 i + j; the first column of its warp, and whether its
 // warp has columns.
@@ -87,17 +117,6 @@ struct Place {
         column = part * COLUMNS + of * ACROSS;
     }
 };
-
-// An address, formed here and not before each use.
-__device__ __forceinline__ u32 formed(u32 at) {
-    asm volatile("" : "+r"(at));
-    return at;
-}
-template <class T>
-__device__ __forceinline__ const T* formed(const T* at) {
-    asm volatile("" : "+l"(at));
-    return at;
-}
 
 template <int COUNT>
 __device__ inline void load_words(u32 (&word)[COUNT], const void* at) {
@@ -131,59 +150,69 @@ __device__ __forceinline__ float number_of(u32 bits, int dtype) {
     return pair[0];
 }
 
-// A thread's numbers of the state, as `load_state` leaves them: of each step and term, VECTOR columns.
-using State = u32[STEPS][4][VECTOR];
-// Its residuals: of each piece and term, VECTOR columns.
-using Residuals = u32[PIECES][4][TILES];
-// Operands of mma.sync, which are a transposed operand of the next state too.
-using Operands = u32[PIECES][TILES][4];
+// A thread's numbers of the state: of each step and eight keys of it, those that it holds of a product [columns, keys] of
+// mma.sync, of each tile. Rows i and i + 8 of the tile are columns 2 tile and 2 tile + 1 of the i-th vector of the warp.
+using State = float[STEPS][2][TILES][4];
 
-__device__ __forceinline__ void load_state(const Place& at, const float* state, State& word) {
-    const float* own = state + at.column + VECTOR * at.i + 2 * at.j * SIZE;
+// The row of the state with term `term` of a thread's pairs; `i` and `j` are in `own`.
+__device__ __forceinline__ void load_state(const Place& at, const float* state, State& d) {
+    const float* own = formed(state + at.column + VECTOR * at.i + 2 * at.j * SIZE);
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step)
+    for (int n = 0; n < 4 * STEPS; ++n) {
+        u32 word[VECTOR];
+        load_words(word, own + (n / 2 * 8 + n % 2) * SIZE);
 #pragma unroll
-        for (int r = 0; r < 4; ++r) load_words(word[step][r], own + (step * STEP + r % 2 + r / 2 * 8) * SIZE);
+        for (int c = 0; c < VECTOR; ++c) d[n / 4][n / 2 % 2][c / 2][c % 2 * 2 + n % 2] = __uint_as_float(word[c]);
+    }
 }
 
-// Loads those of the `count` first rows.
-__device__ __forceinline__ void load_residuals(const Place& at, const char* residuals, int count, Residuals& word) {
-    const char* own = residuals + (at.column + VECTOR * at.i + 2 * at.j * SIZE) * Number::SIZE;
-    own = formed(own);
-    count -= 2 * at.j;
+__device__ __forceinline__ void store_state(const Place& at, float* state, const State& d) {
+    float* own = state + at.column + VECTOR * at.i + 2 * at.j * SIZE;
 #pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece)
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            const int row = piece * STEP + r % 2 + r / 2 * 8;
-#pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) word[piece][r][tile] = 0;
-            if (row < count) load_words(word[piece][r], own + row * SIZE * Number::SIZE);
-        }
+    for (int n = 0; n < 4 * STEPS; ++n) {
+        float* row = own + (n / 2 * 8 + n % 2) * SIZE;
+        const auto& of = d[n / 4][n / 2 % 2];
+        const int m = n % 2;
+        if constexpr (TILES == 2)
+            *reinterpret_cast<float4*>(row) = {of[0][m], of[0][m + 2], of[1][m], of[1][m + 2]};
+        else
+            *reinterpret_cast<float2*>(row) = {of[0][m], of[0][m + 2]};
+    }
 }
 
-// Starts a copy of 16 bytes.
-__device__ __forceinline__ void copy_to(u32 target, const void* source) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+// Starts a copy of 16 bytes, or fills them with 0.
+__device__ __forceinline__ void copy_to(u32 target, const void* source, bool fill = false) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(fill ? 0 : CHUNK)
+                 : "memory");
 }
 
-// By COPIERS threads: starts copies of the `count` first rows of keys, decays and the inverse.
-__device__ __forceinline__ void copy_rows(const char* keys, const float* decays, const float* inverse, int count,
-                                          Shared& s) {
+// By COPIERS threads: starts copies of the `count` first rows of keys, decays, the inverse, and the block's columns of
+// residuals. Those of later rows of a piece are filled with 0.
+__device__ __forceinline__ void copy_rows(const Tensors& of, int part, int count, Shared& s) {
     constexpr int OF_ROW = SIZE * 2 / CHUNK, APART = COPIERS / OF_ROW;
     static_assert(INVERSE_ROW * 4 == KEY_ROW && ROWS % APART == 0, "as many chunks in a row of either");
     const int thread = threadIdx.x, first = thread / OF_ROW, chunk = thread % OF_ROW;
     u32 target = formed(shared_address(s.keys) + first * KEY_ROW + chunk * CHUNK);
-    keys = formed(keys + thread * CHUNK), inverse = formed(inverse + thread * 4);
+    const char* keys = formed(of.keys + thread * CHUNK);
+    const float* inverse = formed(of.inverse + thread * 4);
 #pragma unroll
     for (int n = 0; n < ROWS / APART; ++n)
         if (first + n * APART < count) copy_to(target + n * APART * KEY_ROW, keys + n * COPIERS * CHUNK);
-    if (thread * 4 < count) copy_chunk(s.sums + thread * 4, decays + thread * 4, false);
+    if (thread * 4 < count) copy_chunk(s.sums + thread * 4, of.decays + thread * 4, false);
     target += AT_INVERSE;
 #pragma unroll
     for (int n = 0; n < ROWS / APART; ++n)
         if (first + n * APART < count && chunk * 4 <= first + n * APART)
             copy_to(target + n * APART * KEY_ROW, inverse + n * COPIERS * 4);
+    constexpr int OF_PART = COLUMNS * 2 / CHUNK, ROWS_APART = COPIERS / OF_PART;
+    const int row = thread / OF_PART, at = thread % OF_PART * CHUNK;
+    target = formed(shared_address(s.residuals) + row * COLUMN_ROW + at);
+    const char* residuals = formed(of.residuals + part * COLUMNS * 2 + row * SIZE * 2 + at);
+#pragma unroll
+    for (int n = 0; n < ROWS / ROWS_APART; ++n)
+        if (row + n * ROWS_APART < (count / STEP + 1) * STEP)
+            copy_to(target + n * ROWS_APART * COLUMN_ROW, residuals + n * ROWS_APART * SIZE * 2,
+                    row + n * ROWS_APART >= count);
     commit_copies();
 }
 
@@ -214,7 +243,7 @@ __device__ __forceinline__ void load_terms(u32 (&b)[2], u32 from, int step) {
 
 // Adds the products of the key and of the query with the rounded state, of lanes with j = 0: d[tile][0], d[tile][1] of column
 // 2 tile of its vector, d[tile][2], d[tile][3] of the next one.
-__device__ __forceinline__ void multiply_state(const Place& at, const Shared& s, const State& word,
+__device__ __forceinline__ void multiply_state(const Place& at, const Shared& s, const State& state,
                                                float (&d)[TILES][4]) {
     const u32 units = units_at(at, s);
 #pragma unroll
@@ -225,12 +254,7 @@ __device__ __forceinline__ void multiply_state(const Place& at, const Shared& s,
         for (int tile = 0; tile < TILES; ++tile) {
             u32 a[4];
 #pragma unroll
-            for (int n = 0; n < 4; ++n) {
-                const int column = 2 * tile + n % 2, r = n / 2 * 2;
-                const float pair[2] = {__uint_as_float(word[step][r][column]),
-                                       __uint_as_float(word[step][r + 1][column])};
-                a[n] = Number::pack(pair);
-            }
+            for (int n = 0; n < 4; ++n) a[n] = Number::pack(state[step][n / 2][tile] + n % 2 * 2);
             add_product<Number>(d[tile], a, b[0], b[1]);
         }
     }
@@ -262,27 +286,28 @@ __device__ __forceinline__ void multiply_keys(const Place& at, int t, float tota
     }
 }
 
-// By 64 threads: returns the number of the inverse in row t and this thread's column. The numbers of the next 16 terms are
-// read while those before are added.
+// By 64 threads: returns the number of the inverse in row t and this thread's column. With SPREAD the numbers of
+// the next terms are read while those before are added.
 __device__ __forceinline__ float next_inverse(int t, float beta, const Shared& s) {
     const int column = threadIdx.x - INVERSE_WARP * WARP;
-    float sum = column == t ? beta : 0.0f, below[2][STEP], above[2][STEP];
-    const auto read = [&](int piece) {
+    constexpr int BATCH = SPREAD ? STEP : STEP / 2, AHEAD = SPREAD;
+    float sum = column == t ? beta : 0.0f, below[1 + AHEAD][BATCH], above[1 + AHEAD][BATCH];
+    const auto read = [&](int batch) {
 #pragma unroll
-        for (int n = 0; n < STEP; ++n) {
-            const int row = piece * STEP + n;
-            below[piece % 2][n] = s.below[row], above[piece % 2][n] = s.inverse[row * INVERSE_ROW + column];
+        for (int n = 0; n < BATCH; ++n) {
+            const int row = batch * BATCH + n, at = batch % (1 + AHEAD);
+            below[at][n] = s.below[row], above[at][n] = s.inverse[row * INVERSE_ROW + column];
         }
     };
-    read(0);
+    if (AHEAD) read(0);
 #pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece) {
-        if (piece * STEP >= t) break;
-        if (piece + 1 < PIECES) read(piece + 1);
+    for (int batch = 0; batch < ROWS / BATCH; ++batch) {
+        if (batch * BATCH >= t) break;
+        if (batch + AHEAD < ROWS / BATCH) read(batch + AHEAD);
 #pragma unroll
-        for (int n = 0; n < STEP; ++n) {
-            const int row = piece * STEP + n;
-            if (row >= column && row < t) sum = __fmaf_rn(-below[piece % 2][n], above[piece % 2][n], sum);
+        for (int n = 0; n < BATCH; ++n) {
+            const int row = batch * BATCH + n, at = batch % (1 + AHEAD);
+            if (row >= column && row < t) sum = __fmaf_rn(-below[at][n], above[at][n], sum);
         }
     }
     return sum;
@@ -322,31 +347,42 @@ __device__ __forceinline__ void mix(const Place& at, int t, Shared& s) {
     for (int n = 0; n < 2; ++n) Number::write(s.mixing + at.warp * STEP + at.i + 8 * n, d[2 * n]);
 }
 
-// Puts the token's residuals, of lanes with j = 0, among those of earlier rows, as operands; held rows from t on are zeros.
-__device__ __forceinline__ void operands_of(const Place& at, int t, const Residuals& held, const u32 (&own)[TILES],
-                                            Operands& a) {
-    t -= 2 * at.j;
-#pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) {
-        const u32 newest = __shfl_sync(ALL, own[tile], at.lane & ~3);
-#pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece) {
-            u32 word[4];
-#pragma unroll
-            for (int r = 0; r < 4; ++r)
-                word[r] = piece * STEP + r % 2 + r / 2 * 8 == t ? newest : held[piece][r][tile];
-#pragma unroll
-            for (int n = 0; n < 4; ++n)
-                a[piece][tile][n] = __byte_perm(word[n / 2 * 2], word[n / 2 * 2 + 1], n % 2 ? 0x7632 : 0x5410);
-        }
+// Words of 16-bit numbers in shared or global memory: one vector of columns.
+__device__ __forceinline__ void read_words(u32 (&word)[TILES], const void* at) {
+    if constexpr (TILES == 2) {
+        const uint2 pair = *static_cast<const uint2*>(at);
+        word[0] = pair.x, word[1] = pair.y;
+    } else {
+        word[0] = *static_cast<const u32*>(at);
     }
+}
+__device__ __forceinline__ void store_words(void* at, const u32 (&word)[TILES]) {
+    if constexpr (TILES == 2)
+        *static_cast<uint2*>(at) = {word[0], word[1]};
+    else
+        *static_cast<u32*>(at) = word[0];
+}
+
+// The residuals of 16 rows as operand a, whose rows are columns of the state.
+__device__ __forceinline__ void load_residuals(const Place& at, const Shared& s, int piece, u32 (&a)[TILES][4]) {
+    u32 word[4][TILES];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+        const int row = piece * STEP + 2 * at.j + r % 2 + r / 2 * 8;
+        read_words(word[r], s.residuals + row * COLUMN_ROW + (at.column % COLUMNS + VECTOR * at.i) * Number::SIZE);
+    }
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+            a[tile][n] = __byte_perm(word[n / 2 * 2][tile], word[n / 2 * 2 + 1][tile], n % 2 ? 0x7632 : 0x5410);
 }
 
 // By all threads: the inverse times decays to the end of the chunk, rounded.
-__device__ __forceinline__ void fade(float total, Shared& s) {
+__device__ __forceinline__ void fade(Shared& s) {
     for (int i = threadIdx.x; i < ROWS * ROWS / 2; i += THREADS) {
         const int row = i / (ROWS / 2), column = i % (ROWS / 2) * 2;
-        const float fading = exp_fast(row < ROWS - 1 ? __fsub_rn(total, s.sums[row]) : 0.0f);
+        const float fading = exp_fast(__fsub_rn(s.sums[ROWS - 1], s.sums[row]));
         float pair[2];
 #pragma unroll
         for (int n = 0; n < 2; ++n)
@@ -355,73 +391,59 @@ __device__ __forceinline__ void fade(float total, Shared& s) {
     }
 }
 
-// By the first WEIGHERS warps: W, the transposed faded inverse times the keys.
+// By all warps: W, the transposed faded inverse times the keys.
 __device__ __forceinline__ void weigh(const Place& at, Shared& s) {
-    constexpr int WIDE = SIZE / WEIGHERS / STEP;
-    const int first = at.warp * WIDE * STEP;
 #pragma unroll 1
-    for (int piece = 0; piece < PIECES; ++piece) {
-        float d[WIDE][2][4] = {};
+    for (int n = at.warp; n < PIECES * STEPS; n += WARPS) {
+        const int piece = n / STEPS, column = n % STEPS * STEP;
+        float d[2][4] = {};
 #pragma unroll 1
         for (int step = piece; step < PIECES; ++step) {
-            u32 a[4];
+            u32 a[4], b[4];
             load_transposed(a, transposed_at(at, s.rounded, ROUNDED_ROW, step * STEP, piece * STEP));
+            load_transposed(b, shared_address(s.keys) + (step * STEP + at.lane % 16) * KEY_ROW +
+                                   (column + at.lane / 16 * 8) * 2);
+            add_product<Number>(d[0], a, b[0], b[1]);
+            add_product<Number>(d[1], a, b[2], b[3]);
+        }
 #pragma unroll
-            for (int n = 0; n < WIDE; ++n) {
-                u32 b[4];
-                load_transposed(b, shared_address(s.keys) + (step * STEP + at.lane % 16) * KEY_ROW +
-                                       (first + n * STEP + at.lane / 16 * 8) * 2);
-                add_product<Number>(d[n][0], a, b[0], b[1]);
-                add_product<Number>(d[n][1], a, b[2], b[3]);
+        for (int m = 0; m < 4; ++m) {
+            char* row = s.weights + (piece * STEP + at.i + m % 2 * 8) * KEY_ROW;
+            *reinterpret_cast<u32*>(row + (column + m / 2 * 8 + 2 * at.j) * 2) = Number::pack(d[m / 2] + m % 2 * 2);
+        }
+    }
+}
+
+// By a warp with columns: the state after the chunk.
+__device__ __forceinline__ void add_chunk(const Place& at, float grown, const Shared& s, State& d) {
+#pragma unroll
+    for (int n = 0; n < STEPS * 2 * TILES * 4; ++n) {
+        float& x = d[n / (8 * TILES)][n / (4 * TILES) % 2][n / 4 % TILES][n % 4];
+        x = __fmul_rn(grown, x);
+    }
+#pragma unroll 1
+    for (int piece = 0; piece < PIECES; ++piece) {
+        u32 a[TILES][4];
+        load_residuals(at, s, piece, a);
+        const u32 weights = shared_address(s.weights) + (piece * STEP + at.lane % 16) * KEY_ROW + at.lane / 16 * CHUNK;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            u32 b[4];
+            load_transposed(b, weights + step * STEP * 2);
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) {
+                add_product<Number>(d[step][0][tile], a[tile], b[0], b[1]);
+                add_product<Number>(d[step][1][tile], a[tile], b[2], b[3]);
             }
         }
-#pragma unroll
-        for (int n = 0; n < 4 * WIDE; ++n) {
-            const int row = piece * STEP + at.i + n % 2 * 8, column = first + n / 2 * 8 + 2 * at.j;
-            *reinterpret_cast<u32*>(s.weights + row * KEY_ROW + column * 2) =
-                Number::pack(d[n / 4][n / 2 % 2] + n % 2 * 2);
-        }
     }
 }
 
-// By a warp with columns: the state after the chunk, whose operands are `a`. A thread has two vectors of columns, those
-// numbered 2 j and 2 j + 1, of keys i and i + 8 of each 16.
-__device__ __forceinline__ void add_chunk(const Place& at, float* state, float grown, const Operands& a,
-                                          const Shared& s) {
-    float* own = state + at.column + 2 * VECTOR * at.j + at.i * SIZE;
-#pragma unroll 1
-    for (int block = 0; block < STEPS; ++block) {
-        // Of column c of a vector: d[c][0], d[c][1] of its two vectors, then those of key i + 8.
-        float d[VECTOR][4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            u32 word[VECTOR];
-            load_words(word, own + (block * STEP + n / 2 * 8) * SIZE + n % 2 * VECTOR);
-#pragma unroll
-            for (int c = 0; c < VECTOR; ++c) d[c][n] = __fmul_rn(grown, __uint_as_float(word[c]));
-        }
-#pragma unroll
-        for (int step = 0; step < PIECES; ++step) {
-            u32 w[4];
-            load_transposed(w, transposed_at(at, s.weights, KEY_ROW, step * STEP, block * STEP));
-#pragma unroll
-            for (int c = 0; c < VECTOR; ++c)
-                add_product<Number>(d[c], w, a[step][c / 2][c % 2], a[step][c / 2][c % 2 + 2]);
-        }
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            float* at_row = own + (block * STEP + n / 2 * 8) * SIZE + n % 2 * VECTOR;
-            if constexpr (VECTOR == 4)
-                *reinterpret_cast<float4*>(at_row) = {d[0][n], d[1][n], d[2][n], d[3][n]};
-            else
-                *reinterpret_cast<float2*>(at_row) = {d[0][n], d[1][n]};
-        }
-    }
-}
-
-// Returns this lane's residuals from the products of the key, and begins the sums of the output with those of the query.
-__device__ __forceinline__ void begin_row(float grown, const u32 (&v)[TILES], float (&d)[TILES][4],
-                                          u32 (&residual)[TILES]) {
+// Writes the token's residuals, of lanes with j = 0, from the products of the key, and begins the sums of the output with those
+// of the query.
+__device__ __forceinline__ void begin_row(const Place& at, float grown, const u32 (&v)[TILES], float (&d)[TILES][4],
+                                          char* own) {
+    u32 residual[TILES];
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
         float pair[2];
@@ -433,19 +455,21 @@ __device__ __forceinline__ void begin_row(float grown, const u32 (&v)[TILES], fl
         }
         residual[tile] = Number::pack(pair);
     }
+    if (at.j == 0) store_words(own, residual);
 }
 
 // Adds the mixed residuals to the sums of the output, and rounds it, of lanes with j = 0.
-__device__ __forceinline__ void finish_row(const Place& at, int t, float scale, const Shared& s, const Operands& a,
-                                           float (&d)[TILES][4], u32 (&result)[TILES]) {
+__device__ __forceinline__ void finish_row(const Place& at, int t, float scale, const Shared& s, float (&d)[TILES][4],
+                                           u32 (&result)[TILES]) {
     const u32 mixing = row_at(at, s.mixing);
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {
         if (piece * STEP > t) break;
-        u32 b[2];
+        u32 a[TILES][4], b[2];
+        load_residuals(at, s, piece, a);
         load_terms(b, mixing, piece);
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) add_product<Number>(d[tile], a[piece][tile], b[0], b[1]);
+        for (int tile = 0; tile < TILES; ++tile) add_product<Number>(d[tile], a[tile], b[0], b[1]);
     }
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
@@ -454,100 +478,93 @@ __device__ __forceinline__ void finish_row(const Place& at, int t, float scale, 
     }
 }
 
-__device__ __forceinline__ void store_words(void* at, const u32 (&word)[TILES]) {
-    if constexpr (TILES == 2)
-        *static_cast<uint2*>(at) = {word[0], word[1]};
-    else
-        *static_cast<u32*>(at) = word[0];
-}
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(const __grid_constant__ Args p) {
-    __shared__ Shared s;
+    extern __shared__ char memory[];
+    Shared& s = *reinterpret_cast<Shared*>(memory);
     const Place at;
-    const u32 head = blockIdx.y * p.group + blockIdx.x / PARTS, b = blockIdx.z;
-    const i64 key_item = b * gridDim.y + blockIdx.y, item = b * gridDim.y * p.group + head;
-    float *state = p.state + item * SIZE * SIZE, *decays = p.decays + item * ROWS, *inverse = p.inverse + item * ROWS * ROWS;
-    char* keys = static_cast<char*>(p.keys) + key_item * ROWS * SIZE * Number::SIZE;
-    char* residuals = static_cast<char*>(p.residuals) + item * ROWS * SIZE * Number::SIZE;
+    const u32 b = blockIdx.z;
     wait_for_prerequisites();
     launch_dependents();
 
-    u32 length, *const lengths = reinterpret_cast<u32*>(p.lengths) + b;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(length) : "l"(lengths));
+    u32 length;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(length) : "l"(p.lengths + b));
     Chunk row;
     if (at.warp == INVERSE_WARP) row = load_row(p, at.lane, b, blockIdx.y);
-    State word;
-    if (at.has_columns) load_state(at, state, word);
+    const Tensors tensors(p);
+    State held;
+    if (at.has_columns) load_state(at, tensors.state, held);
     if (at.warp == INVERSE_WARP)
         s.unit[at.lane / LANES][at.lane % LANES] = p.normalizes ? unit_row<Number>(row) : row;
-    length &= (1u << p.shift) - 1;
     const int t = length % ROWS;
-    if (at.warp < PIECES) copy_rows(keys, decays, inverse, t, s);
+    if (at.warp < PIECES) copy_rows(tensors, at.part, t, s);
+    u32 v[TILES] = {};
+    if (at.has_columns && at.j == 0) {
+        const u32 head = blockIdx.y * p.group + blockIdx.x / PARTS;
+        const i64 first = b * p.v_batch + head * p.v_head + at.column + VECTOR * at.i;
+        load_words(v, static_cast<const char*>(p.v) + first * Number::SIZE);
+    }
+    const u32 g_bits = load_number(p.g, tensors.item, p.g_type), beta_bits = load_number(p.beta, tensors.item, p.beta_type);
     float d[TILES][4] = {};
     if (!SPREAD) {
         __syncthreads();
-        if (at.has_columns) multiply_state(at, s, word, d);
+        if (at.has_columns) multiply_state(at, s, held, d);
     }
-    Residuals held;
-    u32 v[TILES] = {};
-    if (at.has_columns) {
-        load_residuals(at, residuals, t, held);
-        const i64 first = b * p.v_batch + head * p.v_head + at.column + VECTOR * at.i;
-        if (at.j == 0) load_words(v, static_cast<const char*>(p.v) + first * Number::SIZE);
-    }
-    const u32 g_bits = load_number(p.g, item, p.g_type), beta_bits = load_number(p.beta, item, p.beta_type);
     copies_done<0>();
     __syncthreads();
     const float g = number_of(g_bits, p.g_type), beta = number_of(beta_bits, p.beta_type);
-    const float total = t ? __fadd_rn(s.sums[t - 1], g) : g, grown = exp_fast(total);
+    const float total = t ? __fadd_rn(s.sums[t - 1], g) : g;
+    if (threadIdx.x == 0) s.sums[t] = total;
     if (at.warp < PIECES && at.warp * STEP <= t) multiply_keys(at, t, total, beta, s);
-    if (SPREAD && at.has_columns) multiply_state(at, s, word, d);
+    if (SPREAD && at.has_columns) multiply_state(at, s, held, d);
     if (SPREAD && at.warp >= ROUND_WARP && at.warp < ROUND_WARP + 2) round_inverse(t, s);
     __syncthreads();
 
     // All threads have read the length.
     u32 count = 0;
-    if (threadIdx.x == 0) count = atomicAdd(lengths, 1u << p.shift);
+    if (threadIdx.x == 0) count = atomicAdd(reinterpret_cast<u32*>(p.lengths) + b, 1u << p.shift);
     const int column = threadIdx.x - INVERSE_WARP * WARP;
     if (column >= 0 && column < ROWS) {
         const float x = next_inverse(t, beta, s);
         s.inverse[t * INVERSE_ROW + column] = x;
         Number::write(s.rounded + t * ROUNDED_ROW + column * Number::SIZE, x);
-        if (at.part == 0) inverse[t * ROWS + column] = x;
+        if (at.part == 0) Tensors(p).inverse[t * ROWS + column] = x;
     }
     if (!SPREAD && at.warp >= ROUND_WARP && at.warp < ROUND_WARP + 2) round_inverse(t, s);
-    u32 own[TILES];
-    Operands a;
-    if (at.has_columns) {
-        begin_row(grown, v, d, own);
-        operands_of(at, t, held, own, a);
-    }
+    char* const own = s.residuals + t * COLUMN_ROW + (at.column % COLUMNS + VECTOR * at.i) * 2;
+    if (at.has_columns) begin_row(at, exp_fast(s.sums[t]), v, d, own);
     __syncthreads();
     if (at.warp < PIECES && at.warp * STEP <= t) mix(at, t, s);
     __syncthreads();
 
+    const Tensors to(p);
     if (at.has_columns) {
         u32 result[TILES];
-        finish_row(at, t, p.scale, s, a, d, result);
+        finish_row(at, t, p.scale, s, d, result);
         if (at.j == 0) {
-            const i64 first = at.column + VECTOR * at.i;
-            store_words(static_cast<char*>(p.out) + (item * SIZE + first) * Number::SIZE, result);
-            store_words(residuals + (t * SIZE + first) * Number::SIZE, own);
+            const int first = at.column + VECTOR * at.i;
+            store_words(to.out + first * 2, result);
+            read_words(result, own);
+            store_words(to.residuals + (t * SIZE + first) * 2, result);
         }
     }
     if (at.part == 0) {
-        if (threadIdx.x == 0) decays[t] = total;
+        if (threadIdx.x == 0) to.decays[t] = s.sums[t];
         if (threadIdx.x < LANES && blockIdx.x == 0)
-            reinterpret_cast<Chunk*>(keys)[t * LANES + threadIdx.x] = s.unit[0][threadIdx.x];
+            reinterpret_cast<Chunk*>(to.keys)[t * LANES + threadIdx.x] = s.unit[0][threadIdx.x];
     }
     if (t == ROWS - 1) {
-        fade(total, s);
+        fade(s);
         __syncthreads();
-        if (at.warp < WEIGHERS) weigh(at, s);
+        weigh(at, s);
         __syncthreads();
-        if (at.has_columns) add_chunk(at, state, grown, a, s);
+        if (at.has_columns) {
+            add_chunk(at, exp_fast(s.sums[ROWS - 1]), s, held);
+            store_state(at, Tensors(p).state, held);
+        }
     }
-    if (threadIdx.x == 0 && count >> p.shift == gridDim.x * gridDim.y - 1) *lengths = length + 1;
+    if (threadIdx.x == 0 && count >> p.shift == gridDim.x * gridDim.y - 1)
+        p.lengths[b] = (count & ((1u << p.shift) - 1)) + 1;
 }
