@@ -116,6 +116,7 @@ OPERATOR = Operator(
         ),
     ),
     describe=describe,
+    canary="rl_kernels.gated_delta.canary",
 )
 
 ops = define(OPERATOR)

@@ -11,7 +11,7 @@ struct Places {
     const void* bounds;
     const void* starts;
     const int* lengths;
-    int bounds_wide, starts_wide, tokens, chunks, sequences, unused;
+    int bounds_wide, starts_wide, tokens, chunks, sequences, filler;
 };
 
 // batch, first: the first token; count: tokens; opened: rows of the cache before them; slot: that of the first chunk.

@@ -21,7 +21,7 @@ CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Values of the kernels' DTYPE, and of the dtypes of g and beta."""
 PLACES = "PPPiiiiii"
 """Layout of ``struct Places``."""
-PREPARE_ARGS, SCAN_ARGS = f"(PPPPPPPPPP{PLACES}qqqqqqiiiiii)", f"T(PPPPPPPPPP{PLACES}iifi)"
+PREPARE_ARGS, SCAN_ARGS = f"({PLACES}PPPPPPPPPPqqqqqqiiiiii)", f"T({PLACES}PPPPPPPPPPPPiifi)"
 """Layouts of the kernels' ``struct Args``."""
 BOX = CHUNK * 128
 """Bytes of a box of 64 rows of 64 numbers."""
@@ -29,7 +29,7 @@ UNITS, ITEM = 4 * BOX, 3 * BOX + 8 * CHUNK
 """Bytes of what ``prepare`` writes for a chunk of a key head and of a value head."""
 HEADS, PREPARE_THREADS = 2, 128
 """Value heads and threads of a block of ``prepare``."""
-SYSTEM = CHUNK * 288
+SYSTEM = CHUNK * 272
 """Bytes of shared memory of the system of a head."""
 STAGES, WIDTH = 3, 64
 """Chunks in the ring of ``scan``, and value columns of a part."""
@@ -41,9 +41,12 @@ def prepare_program(dtype: torch.dtype) -> Program:
     return Program(PACKAGE, "prepare_sm90.cu", "sm_90a", (("DTYPE", CODES[dtype]),))
 
 
-def scan_program(dtype: torch.dtype, parts: int) -> Program:
-    """Return the pass over chunks, whose blocks have one or both halves of the value columns."""
-    numbers = (("DTYPE", CODES[dtype]), ("PARTS", parts), ("STAGES", STAGES))
+def scan_program(dtype: torch.dtype, parts: int, *, replays: bool = False) -> Program:
+    """Return the pass over chunks, whose blocks have one or both halves of the value columns.
+
+    One that replays it stores what the backward pass reads, in place of the output.
+    """
+    numbers = (("DTYPE", CODES[dtype]), ("PARTS", parts), ("STAGES", STAGES), ("REPLAYS", int(replays)))
     return Program(PACKAGE, "scan_sm90.cu", "sm_90a", numbers)
 
 
@@ -111,13 +114,13 @@ class Plan:
         with device_of(v):
             held = (keys, decays, inverse)
             self._prepare.launch(
-                self._prepare_grid, PREPARE_THREADS, q, k, g, beta, *held, units, items, tail, *places, *strides,
+                self._prepare_grid, PREPARE_THREADS, *places, q, k, g, beta, *held, units, items, tail, *strides,
                 *self._heads, *self._form, shared=self._shared[0],
             )  # fmt: skip
             v_map = tensor_map(v, (1, CHUNK, 1, WIDTH), swizzle=128)
-            passed = (units, items, tail, initial, state, out, keys, residuals, decays, inverse)
+            passed = (units, items, tail, initial, state, out, keys, residuals, decays, inverse, None, None)
             self._scan.launch(
-                self._scan_grid, self._threads, v_map, *passed, *places, *self._heads, inputs.scale, 0,
+                self._scan_grid, self._threads, v_map, *places, *passed, *self._heads, inputs.scale, 0,
                 shared=self._shared[1],
             )  # fmt: skip
         return out

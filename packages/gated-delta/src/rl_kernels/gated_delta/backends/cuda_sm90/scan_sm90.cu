@@ -5,14 +5,11 @@
 //   Y^T = round(S)^T k^T    x^T = round(v^T - exp(G_t) Y^T)    S^T = exp(G_63) S^T + x^T W         the chain of chunks
 //   R^T = round(S)^T q^T    o^T = scale (exp(G_t) R^T + x^T M^T)                                  beside it
 //
-//   block      PARTS consumers, for all 128 columns or a half of them, and a producer warp, which is in a warpgroup of its own if there are two
-//   stage      k and q, M and W, exp(G) and G of a chunk, and 64 columns of v for each consumer; STAGES in the ring
-//   v, o, x    a warp reads its own 16 columns of v by ldmatrix, and writes o or x over them before it stores them
+// Blocks and stages: columns.cuh. With REPLAYS it stores round(S) and x of each chunk, which the backward pass reads, in
+// place of o.
 //
 // Order of the sums: 16 terms a step, ascending, on top of exp(G_t) R and exp(G_63) S.
-#include <rl_kernels/boxes.cuh>
-
-#include "places.cuh"
+#include "columns.cuh"
 
 using namespace rlk;
 
@@ -22,162 +19,58 @@ using T = BF16;
 using T = FP16;
 #endif
 
-constexpr int WIDTH = 64, THREADS = PARTS == 1 ? WARPGROUP + WARP : 3 * WARPGROUP, WARPS = WARPGROUP / WARP;
-// A stage: q, k, v of each part, then the item; whole atoms of the swizzle.
-constexpr int AT_K = UNIT, AT_V = UNITS, AT_ITEM = AT_V + PARTS * BOX;
-constexpr int STAGE = (AT_ITEM + ITEM + 1023) / 1024 * 1024;
-
-struct Args {
+// initial, state: [sequences, Hv, 128, 128]; either may be null. states: [slots, Hv, 128, 128] and residuals:
+// [slots, Hv, 64, 128], of REPLAYS.
+struct Args : Places {
     const char *units, *items;
-    const float* tail;
-    const float* initial;
-    float* state;  // [sequences, Hv, 128, 128], as initial; either may be null
-    char* out;
-    char *held_keys, *held_residuals;
+    const float *tail, *initial;
+    float* state;
+    char *out, *held_keys, *held_residuals;
     float *held_sums, *held_inverse;
-    Places places;
+    char *states, *residuals;
     int key_heads, heads;
     float scale;
-    int unused;
+    int padding;
 };
 
-struct Shared {
-    Barrier full[STAGES], empty[STAGES];
-};
-
-// Starts the copy of contiguous bytes, multiples of 16.
-__device__ inline void load_bytes(void* target, const void* source, int bytes, Barrier& barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared_address(target)),
-                 "l"(source), "r"(bytes), "r"(shared_address(&barrier))
-                 : "memory");
-}
-
-// ldmatrix of four 8 x 8 matrices, each transposed.
-__device__ inline void load_transposed(u32 (&word)[4], const char* at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
-                 : "r"(shared_address(at))
-                 : "memory");
-}
-
-// The ring, a sequence, and this block's head and first part.
-struct Job {
-    const Args& a;
-    Shared& shared;
-    char* ring;
-    Sequence sequence;
-    int s, head, key_head, part, chunks;
-};
-
-__device__ inline void produce(const Job& job, const TensorMap& v_map) {
-    const Args& a = job.a;
-    const i64 slot = job.sequence.slot;
-    const char* units = a.units + (slot * a.key_heads + job.key_head) * UNITS;
-    const char* items = a.items + (slot * a.heads + job.head) * ITEM;
-    Slot<STAGES> at;
-    for (int chunk = 0; chunk < job.chunks; ++chunk, at.advance()) {
-        Barrier& full = job.shared.full[at.stage];
-        char* stage = job.ring + at.stage * STAGE;
-        job.shared.empty[at.stage].wait(at.parity ^ 1);
-        full.arrive_expecting(UNITS + ITEM + PARTS * BOX);
-        load_bytes(stage, units, UNITS, full);
-        const int token = job.sequence.first + chunk * ROWS - job.sequence.opened;
-        for (int i = 0; i < PARTS; ++i)
-            load_box(stage + AT_V + i * BOX, v_map, job.sequence.batch, token, job.head, (job.part + i) * WIDTH, full);
-        load_bytes(stage + AT_ITEM, items, ITEM, full);
-        units += i64(a.key_heads) * UNITS, items += i64(a.heads) * ITEM;
-    }
-}
-
-// One consumer: state[4 j + 2 h + e] is number (d, c) of the state with d = 8 j + 2 (l % 4) + e, and c = l / 4 + 8 h of
-// the 16 columns of this warp, of lane l.
-struct Consumer {
-    const Job& job;
-    const int lane = threadIdx.x % WARP, warp = warp_index() % WARPS;
-    const int part;  // of 64 columns
-    float state[SIZE / 2];
-
-    __device__ Consumer(const Job& job, int part) : job(job), part(part) {}
-
-    __device__ int column() const { return part * WIDTH + 16 * warp + lane / 4; }
-    __device__ i64 state_at() const {
-        return ((i64(job.s) * job.a.heads + job.head) * SIZE + lane % 4 * 2) * SIZE + column();
-    }
-
-    __device__ void load_state() {
-        const float* at = job.a.initial + state_at();
+// x from Y, rounded. Rows before `from` are the cache's, rows from `to` on are zeros.
+__device__ inline void subtract(const Columns& c, const float (&y)[ROWS / 2], char* v, const float* decay, const char* held,
+                                int from, int to, Rows& x) {
 #pragma unroll
-        for (int i = 0; i < SIZE / 2; ++i)
-            state[i] = job.a.initial ? at[(i / 4 * 8 + i % 2) * SIZE + i / 2 % 2 * 8] : 0.0f;
-    }
-    __device__ void store_state() const {
-        float* at = job.a.state + state_at();
+    for (int n = 0; n < ROWS / 16; ++n) {
+        u32 words[4];
+        load_transposed(words, shared_address(c.box_at(v, n)));
 #pragma unroll
-        for (int i = 0; i < SIZE / 2; ++i) at[(i / 4 * 8 + i % 2) * SIZE + i / 2 % 2 * 8] = state[i];
-    }
-
-    // The address for four matrices of a 64 x 64 box of v: words 4 n to 4 n + 3 of x are those of rows 16 n on.
-    __device__ char* box_at(char* box, int n) const {
-        return box + chunk_at(16 * n + lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2);
-    }
-
-    // Stores rows [from, to) of this warp's 16 columns of a box; row 0 goes to `out`, rows are `apart` bytes apart.
-    __device__ void store_rows(const char* box, char* out, i64 apart, int from, int to) const {
-        out += 2 * (part * WIDTH + 16 * warp) + lane % 2 * CHUNK;
-#pragma unroll
-        for (int i = 0; i < ROWS; i += WARP / 2) {
-            const int row = i + lane / 2;
-            if (row >= from && row < to)
-                *reinterpret_cast<Chunk*>(out + row * apart) =
-                    *reinterpret_cast<const Chunk*>(box + chunk_at(row, 2 * warp + lane % 2));
+        for (int i = 0; i < 4; ++i) {
+            const float2 a = *reinterpret_cast<const float2*>(decay + c.row_of(n, i));
+            const float* product = y + 8 * n + 2 * i;
+            float pair[2];
+            T::unpack(words[i], pair);
+            pair[0] = fmaf(-a.x, product[0], pair[0]);
+            pair[1] = fmaf(-a.y, product[1], pair[1]);
+            x[n][i] = T::pack(pair);
         }
     }
-
-    // x from Y, rounded. Rows before `from` are the cache's, rows from `to` on are zeros.
-    __device__ void residuals(const float (&y)[ROWS / 2], const char* v, const float* decay, int from, int to,
-                              u32 (&x)[4][4]) const {
+    if (from == 0 && to == ROWS) return;
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            u32 words[4];
-            load_transposed(words, box_at(const_cast<char*>(v), n));
+    for (int n = 0; n < ROWS / 16; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int j = 2 * n + i / 2, t = 8 * j + lane % 4 * 2;
-                const float2 a = *reinterpret_cast<const float2*>(decay + t);
-                float pair[2];
-                T::unpack(words[i], pair);
-                const float* product = y + 8 * n + 2 * i;
-                pair[0] = fmaf(-a.x, product[0], pair[0]);
-                pair[1] = fmaf(-a.y, product[1], pair[1]);
-                x[n][i] = T::pack(pair);
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int t = c.row_of(n, i) + e;
+                const u32 others = e ? 0x0000ffffu : 0xffff0000u;
+                if (t >= to) x[n][i] &= others;
+                if (t < from)
+                    x[n][i] =
+                        (x[n][i] & others) | T::bits(held + 2 * (t * SIZE + c.column() + i % 2 * 8)) << 16 * e;
             }
-        }
-        if (from > 0 || to < ROWS) mask(from, to, x);
-    }
-    __device__ void mask(int from, int to, u32 (&x)[4][4]) const {
-        const char* held = job.a.held_residuals + ((i64(job.s) * job.a.heads + job.head) * ROWS) * (2 * SIZE);
-#pragma unroll
-        for (int n = 0; n < 4; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int t = 16 * n + i / 2 * 8 + lane % 4 * 2 + e;
-                    const u32 keep = e ? 0x0000ffffu : 0xffff0000u;
-                    if (t >= to) x[n][i] &= keep;
-                    if (t < from)
-                        x[n][i] = (x[n][i] & keep) |
-                                  T::bits(held + (i64(t) * SIZE + column() + i % 2 * 8) * 2) << 16 * e;
-                }
-    }
-};
+}
 
-// What a cache holds of the last chunk, but for residuals; by all threads of one consumer.
-__device__ inline void hold_chunk(const Job& job, const char* stage) {
-    const Args& a = job.a;
+// Writes what a cache holds of the last chunk, but for x; by all threads of a consumer.
+__device__ inline void hold_chunk(const Args& a, const Job& job, const char* stage) {
     const int thread = threadIdx.x % WARPGROUP;
-    const i64 item = i64(job.s) * a.heads + job.head;
+    const i64 item = job.sequence_item();
     if (job.head % (a.heads / a.key_heads) == 0) {
         Chunk* keys = reinterpret_cast<Chunk*>(a.held_keys + (i64(job.s) * a.key_heads + job.key_head) * UNIT);
         for (int i = thread; i < UNIT / CHUNK; i += WARPGROUP) {
@@ -192,142 +85,115 @@ __device__ inline void hold_chunk(const Job& job, const char* stage) {
     for (int i = thread; i < ROWS * ROWS * 4 / CHUNK; i += WARPGROUP) inverse[i] = tail[i];
 }
 
-__device__ inline void consume(const Job& job, int group) {
-    const Args& a = job.a;
-    Consumer c(job, job.part + group);
-    const Sequence& sequence = job.sequence;
-    const bool is_cached = a.places.lengths != nullptr;
-    const i64 out_row = i64(a.heads) * (2 * SIZE);
-    char* out = a.out + (i64(sequence.batch) * a.places.tokens + sequence.first - sequence.opened) * out_row +
-                job.head * (2 * SIZE);
-    c.load_state();
-    Slot<STAGES> at;
-    for (int chunk = 0; chunk < job.chunks; ++chunk, at.advance()) {
-        char* stage = job.ring + at.stage * STAGE;
-        char* v = stage + AT_V + group * BOX;
-        const float* decay = reinterpret_cast<const float*>(stage + AT_ITEM + AT_DECAY);
-        const int used = sequence.opened + sequence.count - chunk * ROWS;
-        const int from = max(sequence.opened - chunk * ROWS, 0), to = min(used, ROWS);
-        const bool is_last = used <= ROWS;
-        // A cache's open chunk is not part of its state.
-        if (is_cached && used < ROWS) c.store_state();
-
-        u32 factor[SIZE / 16][4];
-#pragma unroll
-        for (int i = 0; i < SIZE / 4; ++i) factor[i / 4][i % 4] = T::pack(c.state + 2 * i);
-        float y[ROWS / 2], o[ROWS / 2];
-        job.shared.full[at.stage].wait(at.parity);
-        const u64 keys = operand_at<K_MAJOR>(stage + AT_K), queries = operand_at<K_MAJOR>(stage);
-        const u64 mixed = operand_at<K_MAJOR>(stage + AT_ITEM), weighed = operand_at<MN_MAJOR>(stage + AT_ITEM + AT_W);
-        const float last = decay[ROWS - 1];
-#pragma unroll
-        for (int i = 0; i < SIZE / 2; ++i) c.state[i] *= last;
-        hold(y), hold(o);
-        fence_products();
-#pragma unroll
-        for (int step = 0; step < SIZE / 16; ++step) {
-            const u64 right = advanced<K_MAJOR>(moved(keys, step / 4 * BOX), step % 4);
-            if (step == 0)
-                Products<ROWS>::add<T, K_MAJOR, false>(y, factor[step], right);
-            else
-                Products<ROWS>::add<T, K_MAJOR>(y, factor[step], right);
-        }
-        commit_products();
-        hold(y);
-#pragma unroll
-        for (int step = 0; step < SIZE / 16; ++step) {
-            const u64 right = advanced<K_MAJOR>(moved(queries, step / 4 * BOX), step % 4);
-            if (step == 0)
-                Products<ROWS>::add<T, K_MAJOR, false>(o, factor[step], right);
-            else
-                Products<ROWS>::add<T, K_MAJOR>(o, factor[step], right);
-        }
-        commit_products();
-        hold(o);
-        products_done<1>();
-        hold(y);
-
-        u32 x[4][4];
-        c.residuals(y, v, decay, from, to, x);
-#pragma unroll
-        for (int n = 0; n < 4; ++n) hold(x[n]);
-        hold(c.state);
-        fence_products();
-#pragma unroll
-        for (int step = 0; step < ROWS / 16; ++step)
-            Products<SIZE>::add<T, MN_MAJOR>(c.state, x[step], advanced<MN_MAJOR>(weighed, step));
-        commit_products();
-        hold(c.state);
-        products_done<1>();
-        hold(o);
-#pragma unroll
-        for (int step = 0; step < SIZE / 16; ++step) hold(factor[step]);
-#pragma unroll
-        for (int i = 0; i < ROWS / 2; ++i) {
-            const int t = i / 4 * 8 + c.lane % 4 * 2 + i % 2;
-            o[i] *= decay[t];
-        }
-        hold(o);
-        fence_products();
-#pragma unroll
-        for (int step = 0; step < ROWS / 16; ++step)
-            Products<ROWS>::add<T, K_MAJOR>(o, x[step], advanced<K_MAJOR>(mixed, step));
-        commit_products();
-        hold(o);
-        products_done<0>();
-        hold(o), hold(c.state);
-#pragma unroll
-        for (int n = 0; n < 4; ++n) hold(x[n]);
-
-        if (is_cached && is_last) {
-#pragma unroll
-            for (int n = 0; n < 4; ++n) store_matrices<true>(c.box_at(v, n), x[n]);
-            __syncwarp();
-            char* held = a.held_residuals + (i64(job.s) * a.heads + job.head) * ROWS * (2 * SIZE);
-            c.store_rows(v, held, 2 * SIZE, 0, to);
-            __syncwarp();
-            if (c.part == 0) hold_chunk(job, stage);
-        }
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            u32 words[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float pair[2] = {o[8 * n + 2 * i] * a.scale, o[8 * n + 2 * i + 1] * a.scale};
-                words[i] = T::pack(pair);
-            }
-            store_matrices<true>(c.box_at(v, n), words);
-        }
-        __syncwarp();
-        c.store_rows(v, out + chunk * ROWS * out_row, out_row, from, to);
-        fence_copies();
-        __syncwarp();
-        if (c.lane == 0) job.shared.empty[at.stage].arrive();
-    }
-    const int opened = (sequence.opened + sequence.count) % ROWS;
-    if (a.state != nullptr && !(is_cached && (opened || !job.chunks))) c.store_state();
+// Stores the output of a chunk.
+__device__ inline void store_output(const Args& a, const Job& job, const Columns& c, int chunk, char* box,
+                                    const Rows& out) {
+    const int token = job.token(chunk);
+    const i64 apart = i64(a.heads) * (2 * SIZE);
+    const i64 row = i64(job.sequence.batch) * a.tokens + job.sequence.first + token;
+    c.store_rows(box, out, a.out + row * apart + job.head * (2 * SIZE), apart, max(-token, 0),
+                 min(job.sequence.count - token, ROWS));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) scan(const __grid_constant__ TensorMap v_map,
-                                                              const Args a) {
-    extern __shared__ char dynamic[];
-    __shared__ Shared shared;
-    char* ring = dynamic + (0u - shared_address(dynamic)) % 1024;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) shared.full[i].init(1), shared.empty[i].init(PARTS * WARPS);
-        fence_init();
+__device__ inline void consume(const Args& a, const Job& job, int group) {
+    Columns c(job.part + group);
+    const bool is_cached = a.lengths != nullptr;
+    const i64 item = job.sequence_item();
+    char* held = a.held_residuals + item * ROWS * (2 * SIZE);
+    c.load(a.initial, item);
+    Factor factor;
+    c.round<T>(factor);
+    Rows x, out;
+    float y[ROWS / 2], o[ROWS / 2];
+    Slot<STAGES> at, before;
+    for (int chunk = 0; chunk < job.chunks; ++chunk, at.advance()) {
+        char* stage = job.stages + at.stage * STAGE;
+        char* v = stage + AT_V + group * BOX;
+        const float* decay = reinterpret_cast<const float*>(stage + AT_ITEM + AT_DECAY);
+        const int used = job.sequence.count - job.token(chunk);
+
+        job.ring.full[at.stage].wait(at.parity);
+        hold(y);
+        fence_products();
+        issue<T, K_MAJOR, ROWS, false>(y, factor, stage + AT_K);
+        commit_products();
+        hold(y);
+        if (!REPLAYS) {
+            if (chunk > 0) {
+                store_output(a, job, c, chunk - 1, job.stages + before.stage * STAGE + AT_V + group * BOX, out);
+                c.give_back(job.ring.empty[before.stage]);
+                before.advance();
+            }
+            hold(o);
+            fence_products();
+            issue<T, K_MAJOR, ROWS, false>(o, factor, stage);
+            commit_products();
+            hold(o);
+        }
+        products_done<REPLAYS ? 0 : 1>();
+        hold(y);
+        subtract(c, y, v, decay, held, max(-job.token(chunk), 0), min(used, ROWS), x);
+        c.scale(decay[ROWS - 1]);
+        hold(c.state), keep(x);
+        fence_products();
+        issue<T, MN_MAJOR, SIZE, true>(c.state, x, stage + AT_ITEM + AT_W);
+        commit_products();
+        hold(c.state);
+
+        if (REPLAYS) {
+            keep(factor);
+            char* states = a.states + job.item(chunk) * (2 * SIZE * SIZE);
+            c.store_tile(v, factor, states);
+            c.store_tile(v, factor + ROWS / 16, states + 2 * SIZE * ROWS);
+            c.store_tile(v, x, a.residuals + job.item(chunk) * (2 * SIZE * ROWS));
+            products_done<0>();
+            hold(c.state), keep(x);
+            c.give_back(job.ring.empty[at.stage]);
+            c.round<T>(factor);
+            continue;
+        }
+        products_done<1>();
+        hold(o), keep(factor);
+#pragma unroll
+        for (int i = 0; i < ROWS / 2; ++i) o[i] *= decay[i / 4 * 8 + c.lane % 4 * 2 + i % 2];
+        hold(o);
+        fence_products();
+        issue<T, K_MAJOR, ROWS, true>(o, x, stage + AT_ITEM);
+        commit_products();
+        hold(o);
+        if (is_cached && used <= ROWS) {
+            c.store_rows(v, x, held, 2 * SIZE, 0, used);
+            if (c.part == 0) hold_chunk(a, job, stage);
+        }
+        products_done<1>();
+        hold(c.state);
+        c.round<T>(factor);
+        products_done<0>();
+        hold(o), keep(x);
+#pragma unroll
+        for (int i = 0; i < ROWS / 4; ++i) {
+            const float pair[2] = {o[2 * i] * a.scale, o[2 * i + 1] * a.scale};
+            out[i / 4][i % 4] = T::pack(pair);
+        }
+        // A cache's open chunk is not part of its state.
+        if (is_cached && used >= ROWS && used < 2 * ROWS) c.store(a.state, item);
     }
-    __syncthreads();
-    const int s = blockIdx.x, head = blockIdx.y;
-    const Sequence sequence = sequence_at(a.places, s);
-    const Job job{a, shared, ring, sequence, s, head, head / (a.heads / a.key_heads), static_cast<int>(blockIdx.z) * PARTS,
-                  sequence.chunks()};
+    if (!REPLAYS && job.chunks)
+        store_output(a, job, c, job.chunks - 1, job.stages + before.stage * STAGE + AT_V + group * BOX, out);
+    if (a.state != nullptr && !is_cached) c.store(a.state, item);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) scan(const __grid_constant__ TensorMap v_map, const Args a) {
+    extern __shared__ char memory[];
+    __shared__ Ring ring;
+    ring.init();
+    const Job job(ring, memory, a, a.heads, a.key_heads);
     const int warp = warp_index();
     if (warp < PARTS * WARPS) {
         if constexpr (PARTS > 1) take_registers<240>();
-        consume(job, warp / WARPS);
+        consume(a, job, warp / WARPS);
     } else {
         if constexpr (PARTS > 1) give_registers<24>();
-        if (warp == PARTS * WARPS && elected()) produce(job, v_map);
+        if (warp == PARTS * WARPS && elected()) produce<false>(job, v_map, a.units, a.items);
     }
 }
