@@ -11,14 +11,17 @@ from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.gpu import processors
 from rl_kernels.core.layout import ALIGNED, readable
+from rl_kernels.gated_delta.constants import CHUNK
 from rl_kernels.gated_delta.inputs import COUNT, Inputs
 
 PACKAGE = "rl_kernels.gated_delta.backends.cuda_sm90"
-SIGNATURE = "(PPPPPPPPPPPPqqqqqqiiiiiif)"
+SIGNATURE = "(PPPPPPPPPPPPqqqqqqiiiiif)"
 """``struct Args``."""
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Codes of dtypes."""
-WARP, BITS = 32, 32
+WARP, BITS, SIZE = 32, 32, 128
+FIXED = 45312
+"""Bytes of shared memory apart from residuals."""
 
 
 class Schedule(NamedTuple):
@@ -27,35 +30,40 @@ class Schedule(NamedTuple):
     Attributes:
         parts: blocks that share its columns.
         tiles: 16 columns each, of a warp.
-        warps: warps of a block.
         blocks: blocks of a multiprocessor.
-        first: whether products with the state come before those of keys.
-        early: whether the rows of a chunk are loaded before their number is known.
+        spread: whether warps have roles of their own.
     """
 
     parts: int
     tiles: int
-    warps: int
     blocks: int
-    first: int
-    early: int
+    spread: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: warps for all columns, and six for other roles that are spread."""
+        return WARP * (SIZE // (16 * self.tiles * self.parts) + 6 * self.spread)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block: ``struct Shared``."""
+        return FIXED + CHUNK * (2 * SIZE // self.parts + ALIGNED)
 
 
-FEW, SOME, MANY = Schedule(4, 1, 4, 2, 0, 1), Schedule(2, 1, 4, 4, 0, 0), Schedule(1, 2, 4, 3, 1, 0)
-"""The schedules for one value head a multiprocessor, for a few, and for more."""
-SCHEDULES = FEW, SOME, MANY
+FEW, MANY = Schedule(4, 1, 1, 1), Schedule(1, 2, 3, 0)
+"""The schedules for at most one value head a multiprocessor, and for more."""
+SCHEDULES = FEW, MANY
 
 
 def schedule_of(heads: int, multiprocessors: int) -> Schedule:
     """Choose the schedule by the value heads of all sequences."""
-    if heads <= multiprocessors:
-        return FEW
-    return SOME if heads <= 4 * multiprocessors else MANY
+    return FEW if heads <= multiprocessors else MANY
 
 
 def program(dtype: torch.dtype, schedule: Schedule) -> Program:
     """Return the kernel for operands of a dtype."""
-    numbers = {"DTYPE": CODES[dtype], **{name.upper(): value for name, value in schedule._asdict().items()}}
+    sizes = {name.upper(): value for name, value in schedule._asdict().items()}
+    numbers = {"DTYPE": CODES[dtype], **sizes, "SHARED": schedule.shared}
     return Program(PACKAGE, "decode_sm90.cu", "sm_90a", tuple(numbers.items()))
 
 
@@ -76,19 +84,20 @@ def one_token(inputs: Inputs) -> Launches:
         return lambda *args: args[2].new_empty(args[2].shape)
     schedule = schedule_of(batch * heads, processors(device.index))
     start = kernel(program(inputs.q.dtype, schedule), "decode", SIGNATURE, device).start
-    grid, block, shape = (schedule.parts, heads, batch), schedule.warps * WARP, (batch, 1, heads, size)
+    group, shape = heads // key_heads, (batch, 1, heads, size)
+    grid, block, shared = (schedule.parts * group, key_heads, batch), schedule.threads, schedule.shared
     # Bits of lengths that hold a length; those above count the blocks of a sequence.
     shift = BITS - (heads * schedule.parts).bit_length()
     strides = [stride for x in shapes[:3] for stride in (x.stride(0), x.stride(2))]
     codes = [CODES[x.dtype] for x in inputs[3:5]]
-    numbers = (*strides, key_heads, heads, *codes, int(inputs.normalize_qk), shift, inputs.scale)
+    numbers = (*strides, group, *codes, int(inputs.normalize_qk), shift, inputs.scale)
 
     def launch(*args: Any) -> torch.Tensor:
         q, k, v, g, beta = [_copy(x, place in copied) for place, x in enumerate(args[:5])] if copied else args[:5]
         state, keys, residuals, decays, inverse, lengths = args[COUNT:]
         out: torch.Tensor = v.new_empty(shape)
         start(
-            grid, block, 0, True,
+            grid, block, shared, True,
             (
                 q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr(), out.data_ptr(),
                 state.data_ptr(), keys.data_ptr(), residuals.data_ptr(), decays.data_ptr(), inverse.data_ptr(),

@@ -9,15 +9,15 @@
 //
 //   block      one of PARTS equal parts of a value head's columns; the first part also writes the row of the cache that
 //              all columns share
-//   warp       TILES times 16 columns, by the last warps; of the first warps, four multiply keys, two form the inverse
+//   warp       TILES times 16 columns, 16 earlier keys, or half of the inverse's row; with SPREAD each of these has warps
+//              of its own, since a warp's instructions bound a block that has a multiprocessor for itself; without, every
+//              warp does its share of all, and blocks hide each other's latency
 //   thread     lane 4 i + j: of four keys, 2 j, 2 j + 1, 2 j + 8, 2 j + 9 of a step, the i-th VECTOR columns of its warp
 //
 // `lengths` counts the blocks of a sequence, in its bits from `shift` on, until the last one has read it: that one then
 // writes the new length.
 //
-// Defines: DTYPE 1 BF16, 2 FP16; PARTS; TILES 1, 2; WARPS, 4 or more; BLOCKS: blocks of a multiprocessor, for
-// registers; FIRST: the state's products come before those of keys; EARLY: rows of the chunk are loaded before their
-// number is known.
+// Defines: DTYPE 1 BF16, 2 FP16; PARTS; TILES 1, 2; BLOCKS: blocks of a multiprocessor, for registers; SPREAD.
 #include <rl_kernels/warp_mma.cuh>
 
 #include "order.cuh"
@@ -32,7 +32,7 @@ struct Args {
     float *decays, *inverse;
     int* lengths;
     i64 q_batch, q_head, k_batch, k_head, v_batch, v_head;
-    int key_heads, heads, g_type, beta_type, normalizes, shift;
+    int group, g_type, beta_type, normalizes, shift;
     float scale;
 };
 
@@ -44,11 +44,17 @@ using Number = BF16;
 using Number = FP16;
 #endif
 
-constexpr int THREADS = WARPS * WARP, STEP = 16, STEPS = SIZE / STEP, PIECES = ROWS / STEP;
+constexpr int STEP = 16, STEPS = SIZE / STEP, PIECES = ROWS / STEP;
 constexpr int COLUMNS = SIZE / PARTS, ACROSS = STEP * TILES, VECTOR = 2 * TILES, COLUMN_WARPS = COLUMNS / ACROSS;
-static_assert(WARPS >= PIECES && COLUMN_WARPS <= WARPS && COLUMN_WARPS >= 1, "warps for all columns and all pieces");
-// Rows of shared memory, padded against bank conflicts: of keys and of the weights, of the inverse, of its faded copy.
-constexpr int KEY_ROW = SIZE * 2 + CHUNK, INVERSE_ROW = ROWS + 4, FADED_ROW = ROWS * 2 + CHUNK;
+// The first PIECES warps copy rows and multiply keys, 16 each. Of other roles, the first warp: two form the inverse, the
+// first of which normalizes, and two round the inverse.
+constexpr int INVERSE_WARP = SPREAD ? PIECES : 0, ROUND_WARP = SPREAD ? PIECES : 2, COLUMN_WARP = SPREAD ? PIECES + 2 : 0;
+constexpr int WARPS = COLUMN_WARP + COLUMN_WARPS, THREADS = WARPS * WARP, PAIR = 2 * WARP, COPIERS = PIECES * WARP;
+static_assert(WARPS >= PIECES, "warps for each role");
+// Rows of shared memory, padded against bank conflicts: of keys and of the weights, of the inverse, of 16-bit copies of it.
+constexpr int KEY_ROW = SIZE * 2 + CHUNK, INVERSE_ROW = ROWS + 4, ROUNDED_ROW = ROWS * 2 + CHUNK;
+// Of residuals.
+constexpr int COLUMN_ROW = COLUMNS * 2 + CHUNK;
 
 struct Shared {
     alignas(16) char keys[ROWS * KEY_ROW];
@@ -56,7 +62,9 @@ struct Shared {
         alignas(16) float inverse[ROWS * INVERSE_ROW];
         alignas(16) char weights[ROWS * KEY_ROW];
     };
-    alignas(16) char faded[ROWS * FADED_ROW];
+    // The inverse, rounded, then F.
+    alignas(16) char rounded[ROWS * ROUNDED_ROW];
+    alignas(16) char residuals[ROWS * COLUMN_ROW];
     // The normalized key and query.
     alignas(16) Chunk unit[2][LANES];
     alignas(16) float sums[ROWS];
@@ -65,18 +73,49 @@ struct Shared {
     alignas(16) unsigned short scores[ROWS], mixing[ROWS];
 };
 
-// The place of this thread: its lane is 4 i + j; the first column of its warp, and whether its warp has columns.
+static_assert(sizeof(Shared) == SHARED, "the bytes that the host asks for");
+// From the keys to the inverse.
+constexpr int AT_INVERSE = ROWS * KEY_ROW;
+
+// A number or an address, formed here and not elsewhere.
+__device__ __forceinline__ u32 formed(u32 at) {
+    asm volatile("" : "+r"(at));
+    return at;
+}
+template <class T>
+__device__ __forceinline__ const T* formed(const T* at) {
+    asm volatile("" : "+l"(at));
+    return at;
+}
+
+// What a block reads and writes. It is formed anew where it is needed, since addresses would take registers meanwhile.
+struct Tensors {
+    u32 item;
+    float *state, *decays, *inverse;
+    char *keys, *residuals, *out;
+    __device__ __forceinline__ Tensors(const Args& p) {
+        const u32 key_item = formed(blockIdx.z * gridDim.y + blockIdx.y);
+        item = key_item * p.group + blockIdx.x / PARTS;
+        state = p.state + static_cast<i64>(item) * (SIZE * SIZE);
+        decays = p.decays + static_cast<i64>(item) * ROWS, inverse = p.inverse + static_cast<i64>(item) * (ROWS * ROWS);
+        keys = static_cast<char*>(p.keys) + static_cast<i64>(key_item) * (ROWS * SIZE * 2);
+        residuals = static_cast<char*>(p.residuals) + static_cast<i64>(item) * (ROWS * SIZE * 2);
+        out = static_cast<char*>(p.out) + static_cast<i64>(item) * (SIZE * 2);
+    }
+};
+
+// The place of this thread: its block's part of a head; its lane is 4 i + j; the first column of its warp, and whether its
+// warp has columns.
 struct Place {
-    int warp, lane, i, j, column;
+    int part, warp, lane, i, j, column;
     bool has_columns;
     __device__ Place() {
+        part = blockIdx.x % PARTS;
         warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, i = lane / 4, j = lane % 4;
-        const int of = warp - (WARPS - COLUMN_WARPS);
+        const int of = warp - COLUMN_WARP;
         has_columns = of >= 0;
-        column = blockIdx.x * COLUMNS + of * ACROSS;
+        column = part * COLUMNS + of * ACROSS;
     }
-    // Row `r` of a thread's four among the terms of a step.
-    __device__ int term(int r) const { return 2 * j + r % 2 + r / 2 * 8; }
 };
 
 template <int COUNT>
@@ -111,57 +150,74 @@ __device__ __forceinline__ float number_of(u32 bits, int dtype) {
     return pair[0];
 }
 
-// A thread's numbers of the state, as `load_state` leaves them: of each step and term, VECTOR columns.
-using State = u32[STEPS][4][VECTOR];
-// Its residuals: of each piece and term, VECTOR columns.
-using Residuals = u32[PIECES][4][TILES];
-// Operands of mma.sync, which are a transposed operand of the next state too.
-using Operands = u32[PIECES][TILES][4];
+// A thread's numbers of the state: of each step and eight keys of it, those that it holds of a product [columns, keys] of
+// mma.sync, of each tile. Rows i and i + 8 of the tile are columns 2 tile and 2 tile + 1 of the i-th vector of the warp.
+using State = float[STEPS][2][TILES][4];
 
-__device__ __forceinline__ void load_state(const Place& at, const float* state, State& word) {
-    const float* own = state + at.column + VECTOR * at.i + 2 * at.j * SIZE;
+// The row of the state with term `term` of a thread's pairs; `i` and `j` are in `own`.
+__device__ __forceinline__ void load_state(const Place& at, const float* state, State& d) {
+    const float* own = formed(state + at.column + VECTOR * at.i + 2 * at.j * SIZE);
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step)
+    for (int n = 0; n < 4 * STEPS; ++n) {
+        u32 word[VECTOR];
+        load_words(word, own + (n / 2 * 8 + n % 2) * SIZE);
 #pragma unroll
-        for (int r = 0; r < 4; ++r) load_words(word[step][r], own + (step * STEP + r % 2 + r / 2 * 8) * SIZE);
+        for (int c = 0; c < VECTOR; ++c) d[n / 4][n / 2 % 2][c / 2][c % 2 * 2 + n % 2] = __uint_as_float(word[c]);
+    }
 }
 
-// Loads those of the `count` first rows.
-__device__ __forceinline__ void load_residuals(const Place& at, const char* residuals, int count, Residuals& word) {
-    const char* own = residuals + (at.column + VECTOR * at.i) * Number::SIZE;
+__device__ __forceinline__ void store_state(const Place& at, float* state, const State& d) {
+    float* own = state + at.column + VECTOR * at.i + 2 * at.j * SIZE;
 #pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece)
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            const int row = piece * STEP + at.term(r);
-#pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) word[piece][r][tile] = 0;
-            if (row < count) load_words(word[piece][r], own + row * SIZE * Number::SIZE);
-        }
+    for (int n = 0; n < 4 * STEPS; ++n) {
+        float* row = own + (n / 2 * 8 + n % 2) * SIZE;
+        const auto& of = d[n / 4][n / 2 % 2];
+        const int m = n % 2;
+        if constexpr (TILES == 2)
+            *reinterpret_cast<float4*>(row) = {of[0][m], of[0][m + 2], of[1][m], of[1][m + 2]};
+        else
+            *reinterpret_cast<float2*>(row) = {of[0][m], of[0][m + 2]};
+    }
 }
 
-// Starts copies of the `count` first rows of keys, decays and the inverse.
-__device__ __forceinline__ void copy_rows(const char* keys, const float* decays, const float* inverse, int count,
-                                          Shared& s) {
-    constexpr int OF_KEY = SIZE * 2 / CHUNK, OF_INVERSE = ROWS * 4 / CHUNK;
+// Starts a copy of 16 bytes, or fills them with 0.
+__device__ __forceinline__ void copy_to(u32 target, const void* source, bool fill = false) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(fill ? 0 : CHUNK)
+                 : "memory");
+}
+
+// By COPIERS threads: starts copies of the `count` first rows of keys, decays, the inverse, and the block's columns of
+// residuals. Those of later rows of a piece are filled with 0.
+__device__ __forceinline__ void copy_rows(const Tensors& of, int part, int count, Shared& s) {
+    constexpr int OF_ROW = SIZE * 2 / CHUNK, APART = COPIERS / OF_ROW;
+    static_assert(INVERSE_ROW * 4 == KEY_ROW && ROWS % APART == 0, "as many chunks in a row of either");
+    const int thread = threadIdx.x, first = thread / OF_ROW, chunk = thread % OF_ROW;
+    u32 target = formed(shared_address(s.keys) + first * KEY_ROW + chunk * CHUNK);
+    const char* keys = formed(of.keys + thread * CHUNK);
+    const float* inverse = formed(of.inverse + thread * 4);
 #pragma unroll
-    for (int n = 0; n < ROWS * OF_KEY / THREADS; ++n) {
-        const int i = n * THREADS + threadIdx.x, row = i / OF_KEY, chunk = i % OF_KEY;
-        if (row < count) copy_chunk(s.keys + row * KEY_ROW + chunk * CHUNK, keys + i * CHUNK, false);
-    }
-    if (threadIdx.x < OF_INVERSE && threadIdx.x * 4 < count)
-        copy_chunk(s.sums + threadIdx.x * 4, decays + threadIdx.x * 4, false);
+    for (int n = 0; n < ROWS / APART; ++n)
+        if (first + n * APART < count) copy_to(target + n * APART * KEY_ROW, keys + n * COPIERS * CHUNK);
+    if (thread * 4 < count) copy_chunk(s.sums + thread * 4, of.decays + thread * 4, false);
+    target += AT_INVERSE;
 #pragma unroll
-    for (int n = 0; n < ROWS * OF_INVERSE / THREADS; ++n) {
-        const int i = n * THREADS + threadIdx.x, row = i / OF_INVERSE, chunk = i % OF_INVERSE;
-        if (row < count && chunk * 4 <= row)
-            copy_chunk(s.inverse + row * INVERSE_ROW + chunk * 4, inverse + i * 4, false);
-    }
+    for (int n = 0; n < ROWS / APART; ++n)
+        if (first + n * APART < count && chunk * 4 <= first + n * APART)
+            copy_to(target + n * APART * KEY_ROW, inverse + n * COPIERS * 4);
+    constexpr int OF_PART = COLUMNS * 2 / CHUNK, ROWS_APART = COPIERS / OF_PART;
+    const int row = thread / OF_PART, at = thread % OF_PART * CHUNK;
+    target = formed(shared_address(s.residuals) + row * COLUMN_ROW + at);
+    const char* residuals = formed(of.residuals + part * COLUMNS * 2 + row * SIZE * 2 + at);
+#pragma unroll
+    for (int n = 0; n < ROWS / ROWS_APART; ++n)
+        if (row + n * ROWS_APART < (count / STEP + 1) * STEP)
+            copy_to(target + n * ROWS_APART * COLUMN_ROW, residuals + n * ROWS_APART * SIZE * 2,
+                    row + n * ROWS_APART >= count);
     commit_copies();
 }
 
 // By a warp: the token's key, a chunk in each of the first lanes, then its query.
-__device__ __forceinline__ Chunk load_row(const Args& p, int lane, i64 b, int key_head) {
+__device__ __forceinline__ Chunk load_row(const Args& p, int lane, u32 b, u32 key_head) {
     const bool is_key = lane < LANES;
     const i64 at = is_key ? b * p.k_batch + key_head * p.k_head : b * p.q_batch + key_head * p.q_head;
     Chunk chunk;
@@ -169,37 +225,36 @@ __device__ __forceinline__ Chunk load_row(const Args& p, int lane, i64 b, int ke
     return chunk;
 }
 
-// The key and the query as columns 0 and 1 of operand b, 16 terms of them.
-__device__ __forceinline__ void unit_operand(const Place& at, const Shared& s, int step, u32 (&b)[2]) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) b[n] = at.i < 2 ? s.unit[at.i][step * 2 + n].word[at.j] : 0;
+// Columns of operand b that are not stored may be any numbers, since none depends on another.
+//
+// Address of a lane's terms of the key and the query as columns 0 and 1 of operand b, or of a row as all its columns.
+__device__ __forceinline__ u32 units_at(const Place& at, const Shared& s) {
+    return formed(shared_address(s.unit) + at.i % 2 * sizeof(s.unit[0]) + at.j * 4);
 }
-
-// A row of 16-bit numbers as column 0 of operand b, 16 terms of it.
-__device__ __forceinline__ void row_operand(const Place& at, const unsigned short* row, int step, u32 (&b)[2]) {
-    const u32* word = reinterpret_cast<const u32*>(row);
+__device__ __forceinline__ u32 row_at(const Place& at, const unsigned short (&row)[ROWS]) {
+    return formed(shared_address(row) + at.j * 4);
+}
+// Loads 16 terms of operand b.
+__device__ __forceinline__ void load_terms(u32 (&b)[2], u32 from, int step) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) b[n] = at.i == 0 ? word[step * 8 + at.j + 4 * n] : 0;
+    for (int n = 0; n < 2; ++n)
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(b[n]) : "r"(from + (2 * step + n) * CHUNK) : "memory");
 }
 
 // Adds the products of the key and of the query with the rounded state, of lanes with j = 0: d[tile][0], d[tile][1] of column
 // 2 tile of its vector, d[tile][2], d[tile][3] of the next one.
-__device__ __forceinline__ void multiply_state(const Place& at, const Shared& s, const State& word,
+__device__ __forceinline__ void multiply_state(const Place& at, const Shared& s, const State& state,
                                                float (&d)[TILES][4]) {
+    const u32 units = units_at(at, s);
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         u32 b[2];
-        unit_operand(at, s, step, b);
+        load_terms(b, units, step);
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
             u32 a[4];
 #pragma unroll
-            for (int n = 0; n < 4; ++n) {
-                const int column = 2 * tile + n % 2, r = n / 2 * 2;
-                const float pair[2] = {__uint_as_float(word[step][r][column]),
-                                       __uint_as_float(word[step][r + 1][column])};
-                a[n] = Number::pack(pair);
-            }
+            for (int n = 0; n < 4; ++n) a[n] = Number::pack(state[step][n / 2][tile] + n % 2 * 2);
             add_product<Number>(d[tile], a, b[0], b[1]);
         }
     }
@@ -212,12 +267,13 @@ __device__ __forceinline__ void multiply_keys(const Place& at, int t, float tota
         __syncwarp();
     }
     const u32 rows = shared_address(s.keys) + (at.warp * STEP + at.lane % 16) * KEY_ROW + at.lane / 16 * CHUNK;
+    const u32 units = units_at(at, s);
     float d[4] = {};
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         u32 a[4], b[2];
         load_matrices(a, rows + step * STEP * 2);
-        unit_operand(at, s, step, b);
+        load_terms(b, units, step);
         add_product<Number>(d, a, b[0], b[1]);
     }
     if (at.j) return;
@@ -230,87 +286,43 @@ __device__ __forceinline__ void multiply_keys(const Place& at, int t, float tota
     }
 }
 
-// By 64 threads: returns the number of the inverse in row t and this thread's column. The numbers of the next 16 terms are
-// read while those before are added.
+// By 64 threads: returns the number of the inverse in row t and this thread's column. With SPREAD the numbers of
+// the next terms are read while those before are added.
 __device__ __forceinline__ float next_inverse(int t, float beta, const Shared& s) {
-    const int column = threadIdx.x;
-    float sum = column == t ? beta : 0.0f, below[2][STEP], above[2][STEP];
-    const auto read = [&](int piece) {
+    const int column = threadIdx.x - INVERSE_WARP * WARP;
+    constexpr int BATCH = SPREAD ? STEP : STEP / 2, AHEAD = SPREAD;
+    float sum = column == t ? beta : 0.0f, below[1 + AHEAD][BATCH], above[1 + AHEAD][BATCH];
+    const auto read = [&](int batch) {
 #pragma unroll
-        for (int n = 0; n < STEP; ++n) {
-            const int row = piece * STEP + n;
-            below[piece % 2][n] = s.below[row], above[piece % 2][n] = s.inverse[row * INVERSE_ROW + column];
+        for (int n = 0; n < BATCH; ++n) {
+            const int row = batch * BATCH + n, at = batch % (1 + AHEAD);
+            below[at][n] = s.below[row], above[at][n] = s.inverse[row * INVERSE_ROW + column];
         }
     };
-    read(0);
+    if (AHEAD) read(0);
 #pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece) {
-        if (piece * STEP >= t) break;
-        if (piece + 1 < PIECES) read(piece + 1);
+    for (int batch = 0; batch < ROWS / BATCH; ++batch) {
+        if (batch * BATCH >= t) break;
+        if (batch + AHEAD < ROWS / BATCH) read(batch + AHEAD);
 #pragma unroll
-        for (int n = 0; n < STEP; ++n) {
-            const int row = piece * STEP + n;
-            if (row >= column && row < t) sum = __fmaf_rn(-below[piece % 2][n], above[piece % 2][n], sum);
+        for (int n = 0; n < BATCH; ++n) {
+            const int row = batch * BATCH + n, at = batch % (1 + AHEAD);
+            if (row >= column && row < t) sum = __fmaf_rn(-below[at][n], above[at][n], sum);
         }
     }
     return sum;
 }
 
-// By warp `piece`: 16 numbers of the token's row of M.
-__device__ __forceinline__ void mix(const Place& at, int t, Shared& s) {
-    float d[4] = {};
-#pragma unroll
-    for (int step = 0; step < PIECES; ++step) {
-        if (step < at.warp || step * STEP > t) continue;
-        u32 a[4], b[2];
-        row_operand(at, s.scores, step, b);
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            const int column = at.warp * STEP + at.i + n % 2 * 8, row = step * STEP + 2 * at.j + n / 2 * 8;
-            float pair[2];
-#pragma unroll
-            for (int m = 0; m < 2; ++m)
-                pair[m] = row + m >= column && row + m <= t ? s.inverse[(row + m) * INVERSE_ROW + column] : 0.0f;
-            a[n] = Number::pack(pair);
-        }
-        add_product<Number>(d, a, b[0], b[1]);
-    }
-    if (at.j) return;
-#pragma unroll
-    for (int n = 0; n < 2; ++n) Number::write(s.mixing + at.warp * STEP + at.i + 8 * n, d[2 * n]);
-}
-
-// Puts the token's residuals, of lanes with j = 0, among those of earlier rows, as operands.
-__device__ __forceinline__ void operands_of(const Place& at, int t, const Residuals& held, const u32 (&own)[TILES],
-                                            Operands& a) {
-#pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) {
-        const u32 newest = __shfl_sync(ALL, own[tile], at.lane & ~3);
-#pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece) {
-            u32 word[4];
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                const int row = piece * STEP + at.term(r);
-                word[r] = row == t ? newest : row < t ? held[piece][r][tile] : 0;
-            }
-#pragma unroll
-            for (int n = 0; n < 4; ++n)
-                a[piece][tile][n] = __byte_perm(word[n / 2 * 2], word[n / 2 * 2 + 1], n % 2 ? 0x7632 : 0x5410);
-        }
-    }
-}
-
-// By all threads: the inverse times decays to the end of the chunk, rounded.
-__device__ __forceinline__ void fade(float total, Shared& s) {
-    for (int i = threadIdx.x; i < ROWS * ROWS / 2; i += THREADS) {
-        const int row = i / (ROWS / 2), column = i % (ROWS / 2) * 2;
-        const float fading = exp_fast(row < ROWS - 1 ? __fsub_rn(total, s.sums[row]) : 0.0f);
+// By PAIR threads: earlier rows of the inverse, rounded; rows after the token's are zeros.
+__device__ __forceinline__ void round_inverse(int t, Shared& s) {
+    constexpr int WORDS = ROWS / 2;
+    for (int i = threadIdx.x - ROUND_WARP * WARP; i < (t / STEP + 1) * STEP * WORDS; i += PAIR) {
+        const int row = i / WORDS, column = i % WORDS * 2;
         float pair[2];
 #pragma unroll
         for (int n = 0; n < 2; ++n)
-            pair[n] = column + n <= row ? __fmul_rn(fading, s.inverse[row * INVERSE_ROW + column + n]) : 0.0f;
-        *reinterpret_cast<u32*>(s.faded + row * FADED_ROW + column * 2) = Number::pack(pair);
+            pair[n] = row < t && column + n <= row ? s.inverse[row * INVERSE_ROW + column + n] : 0.0f;
+        if (row != t) *reinterpret_cast<u32*>(s.rounded + row * ROUNDED_ROW + column * 2) = Number::pack(pair);
     }
 }
 
@@ -320,74 +332,118 @@ __device__ __forceinline__ u32 transposed_at(const Place& at, const char* rows, 
     return shared_address(rows) + (row + at.lane % 8 + at.lane / 16 * 8) * stride + (column + at.lane / 8 % 2 * 8) * 2;
 }
 
-// By all warps: W, the transposed faded inverse times the keys, SIZE / WARPS columns by each.
+// By warp `piece`: 16 numbers of the token's row of M.
+__device__ __forceinline__ void mix(const Place& at, int t, Shared& s) {
+    const u32 scores = row_at(at, s.scores);
+    float d[4] = {};
+    for (int step = at.warp; step * STEP <= t; ++step) {
+        u32 a[4], b[2];
+        load_transposed(a, transposed_at(at, s.rounded, ROUNDED_ROW, step * STEP, at.warp * STEP));
+        load_terms(b, scores, step);
+        add_product<Number>(d, a, b[0], b[1]);
+    }
+    if (at.j) return;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) Number::write(s.mixing + at.warp * STEP + at.i + 8 * n, d[2 * n]);
+}
+
+// Words of 16-bit numbers in shared or global memory: one vector of columns.
+__device__ __forceinline__ void read_words(u32 (&word)[TILES], const void* at) {
+    if constexpr (TILES == 2) {
+        const uint2 pair = *static_cast<const uint2*>(at);
+        word[0] = pair.x, word[1] = pair.y;
+    } else {
+        word[0] = *static_cast<const u32*>(at);
+    }
+}
+__device__ __forceinline__ void store_words(void* at, const u32 (&word)[TILES]) {
+    if constexpr (TILES == 2)
+        *static_cast<uint2*>(at) = {word[0], word[1]};
+    else
+        *static_cast<u32*>(at) = word[0];
+}
+
+// The residuals of 16 rows as operand a, whose rows are columns of the state.
+__device__ __forceinline__ void load_residuals(const Place& at, const Shared& s, int piece, u32 (&a)[TILES][4]) {
+    u32 word[4][TILES];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+        const int row = piece * STEP + 2 * at.j + r % 2 + r / 2 * 8;
+        read_words(word[r], s.residuals + row * COLUMN_ROW + (at.column % COLUMNS + VECTOR * at.i) * Number::SIZE);
+    }
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+            a[tile][n] = __byte_perm(word[n / 2 * 2][tile], word[n / 2 * 2 + 1][tile], n % 2 ? 0x7632 : 0x5410);
+}
+
+// By all threads: the inverse times decays to the end of the chunk, rounded.
+__device__ __forceinline__ void fade(Shared& s) {
+    for (int i = threadIdx.x; i < ROWS * ROWS / 2; i += THREADS) {
+        const int row = i / (ROWS / 2), column = i % (ROWS / 2) * 2;
+        const float fading = exp_fast(__fsub_rn(s.sums[ROWS - 1], s.sums[row]));
+        float pair[2];
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+            pair[n] = column + n <= row ? __fmul_rn(fading, s.inverse[row * INVERSE_ROW + column + n]) : 0.0f;
+        *reinterpret_cast<u32*>(s.rounded + row * ROUNDED_ROW + column * 2) = Number::pack(pair);
+    }
+}
+
+// By all warps: W, the transposed faded inverse times the keys.
 __device__ __forceinline__ void weigh(const Place& at, Shared& s) {
-    constexpr int WIDE = SIZE / WARPS / STEP;
-    static_assert(WIDE >= 1, "16 columns at least");
-    const int first = at.warp * WIDE * STEP;
 #pragma unroll 1
-    for (int piece = 0; piece < PIECES; ++piece) {
-        float d[WIDE][2][4] = {};
+    for (int n = at.warp; n < PIECES * STEPS; n += WARPS) {
+        const int piece = n / STEPS, column = n % STEPS * STEP;
+        float d[2][4] = {};
 #pragma unroll 1
         for (int step = piece; step < PIECES; ++step) {
-            u32 a[4];
-            load_transposed(a, transposed_at(at, s.faded, FADED_ROW, step * STEP, piece * STEP));
+            u32 a[4], b[4];
+            load_transposed(a, transposed_at(at, s.rounded, ROUNDED_ROW, step * STEP, piece * STEP));
+            load_transposed(b, shared_address(s.keys) + (step * STEP + at.lane % 16) * KEY_ROW +
+                                   (column + at.lane / 16 * 8) * 2);
+            add_product<Number>(d[0], a, b[0], b[1]);
+            add_product<Number>(d[1], a, b[2], b[3]);
+        }
 #pragma unroll
-            for (int n = 0; n < WIDE; ++n) {
-                u32 b[4];
-                load_transposed(b, shared_address(s.keys) + (step * STEP + at.lane % 16) * KEY_ROW +
-                                       (first + n * STEP + at.lane / 16 * 8) * 2);
-                add_product<Number>(d[n][0], a, b[0], b[1]);
-                add_product<Number>(d[n][1], a, b[2], b[3]);
+        for (int m = 0; m < 4; ++m) {
+            char* row = s.weights + (piece * STEP + at.i + m % 2 * 8) * KEY_ROW;
+            *reinterpret_cast<u32*>(row + (column + m / 2 * 8 + 2 * at.j) * 2) = Number::pack(d[m / 2] + m % 2 * 2);
+        }
+    }
+}
+
+// By a warp with columns: the state after the chunk.
+__device__ __forceinline__ void add_chunk(const Place& at, float grown, const Shared& s, State& d) {
+#pragma unroll
+    for (int n = 0; n < STEPS * 2 * TILES * 4; ++n) {
+        float& x = d[n / (8 * TILES)][n / (4 * TILES) % 2][n / 4 % TILES][n % 4];
+        x = __fmul_rn(grown, x);
+    }
+#pragma unroll 1
+    for (int piece = 0; piece < PIECES; ++piece) {
+        u32 a[TILES][4];
+        load_residuals(at, s, piece, a);
+        const u32 weights = shared_address(s.weights) + (piece * STEP + at.lane % 16) * KEY_ROW + at.lane / 16 * CHUNK;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            u32 b[4];
+            load_transposed(b, weights + step * STEP * 2);
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) {
+                add_product<Number>(d[step][0][tile], a[tile], b[0], b[1]);
+                add_product<Number>(d[step][1][tile], a[tile], b[2], b[3]);
             }
         }
-#pragma unroll
-        for (int n = 0; n < 4 * WIDE; ++n) {
-            const int row = piece * STEP + at.i + n % 2 * 8, column = first + n / 2 * 8 + 2 * at.j;
-            *reinterpret_cast<u32*>(s.weights + row * KEY_ROW + column * 2) =
-                Number::pack(d[n / 4][n / 2 % 2] + n % 2 * 2);
-        }
     }
 }
 
-// By a warp with columns: the state after the chunk, whose operands are `a`. A thread has two vectors of columns, those
-// numbered 2 j and 2 j + 1, of keys i and i + 8 of each 16.
-__device__ __forceinline__ void add_chunk(const Place& at, float* state, float grown, const Operands& a,
-                                          const Shared& s) {
-    float* own = state + at.column + 2 * VECTOR * at.j + at.i * SIZE;
-#pragma unroll 1
-    for (int block = 0; block < STEPS; ++block) {
-        // Of column c of a vector: d[c][0], d[c][1] of its two vectors, then those of key i + 8.
-        float d[VECTOR][4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            u32 word[VECTOR];
-            load_words(word, own + (block * STEP + n / 2 * 8) * SIZE + n % 2 * VECTOR);
-#pragma unroll
-            for (int c = 0; c < VECTOR; ++c) d[c][n] = __fmul_rn(grown, __uint_as_float(word[c]));
-        }
-#pragma unroll
-        for (int step = 0; step < PIECES; ++step) {
-            u32 w[4];
-            load_transposed(w, transposed_at(at, s.weights, KEY_ROW, step * STEP, block * STEP));
-#pragma unroll
-            for (int c = 0; c < VECTOR; ++c)
-                add_product<Number>(d[c], w, a[step][c / 2][c % 2], a[step][c / 2][c % 2 + 2]);
-        }
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            float* at_row = own + (block * STEP + n / 2 * 8) * SIZE + n % 2 * VECTOR;
-            if constexpr (VECTOR == 4)
-                *reinterpret_cast<float4*>(at_row) = {d[0][n], d[1][n], d[2][n], d[3][n]};
-            else
-                *reinterpret_cast<float2*>(at_row) = {d[0][n], d[1][n]};
-        }
-    }
-}
-
-// Returns this lane's residuals from the products of the key, and begins the sums of the output with those of the query.
-__device__ __forceinline__ void begin_row(float grown, const u32 (&v)[TILES], float (&d)[TILES][4],
-                                          u32 (&residual)[TILES]) {
+// Writes the token's residuals, of lanes with j = 0, from the products of the key, and begins the sums of the output with those
+// of the query.
+__device__ __forceinline__ void begin_row(const Place& at, float grown, const u32 (&v)[TILES], float (&d)[TILES][4],
+                                          char* own) {
+    u32 residual[TILES];
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
         float pair[2];
@@ -399,116 +455,116 @@ __device__ __forceinline__ void begin_row(float grown, const u32 (&v)[TILES], fl
         }
         residual[tile] = Number::pack(pair);
     }
+    if (at.j == 0) store_words(own, residual);
 }
 
-__device__ __forceinline__ void store_words(void* at, const u32 (&word)[TILES]) {
-    if constexpr (TILES == 2)
-        *static_cast<uint2*>(at) = {word[0], word[1]};
-    else
-        *static_cast<u32*>(at) = word[0];
+// Adds the mixed residuals to the sums of the output, and rounds it, of lanes with j = 0.
+__device__ __forceinline__ void finish_row(const Place& at, int t, float scale, const Shared& s, float (&d)[TILES][4],
+                                           u32 (&result)[TILES]) {
+    const u32 mixing = row_at(at, s.mixing);
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) {
+        if (piece * STEP > t) break;
+        u32 a[TILES][4], b[2];
+        load_residuals(at, s, piece, a);
+        load_terms(b, mixing, piece);
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) add_product<Number>(d[tile], a[tile], b[0], b[1]);
+    }
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+        const float pair[2] = {__fmul_rn(scale, d[tile][0]), __fmul_rn(scale, d[tile][2])};
+        result[tile] = Number::pack(pair);
+    }
 }
+
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(const __grid_constant__ Args p) {
-    __shared__ Shared s;
+    extern __shared__ char memory[];
+    Shared& s = *reinterpret_cast<Shared*>(memory);
     const Place at;
-    const int head = blockIdx.y, key_head = head / (p.heads / p.key_heads);
-    const i64 b = blockIdx.z, item = b * p.heads + head, key_item = b * p.key_heads + key_head;
-    float *state = p.state + item * SIZE * SIZE, *decays = p.decays + item * ROWS, *inverse = p.inverse + item * ROWS * ROWS;
-    char* keys = static_cast<char*>(p.keys) + key_item * ROWS * SIZE * Number::SIZE;
-    char* residuals = static_cast<char*>(p.residuals) + item * ROWS * SIZE * Number::SIZE;
+    const u32 b = blockIdx.z;
     wait_for_prerequisites();
     launch_dependents();
 
-    u32 length, *lengths = reinterpret_cast<u32*>(p.lengths) + b;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(length) : "l"(lengths));
+    u32 length;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(length) : "l"(p.lengths + b));
     Chunk row;
-    if (at.warp == 0) row = load_row(p, at.lane, b, key_head);
-    u32 v[TILES] = {};
-    const u32 g_bits = load_number(p.g, item, p.g_type), beta_bits = load_number(p.beta, item, p.beta_type);
-    if (EARLY) copy_rows(keys, decays, inverse, ROWS, s);
-    State word;
-    Residuals held;
-    if (at.has_columns) {
-        load_state(at, state, word);
-        if (at.j == 0)
-            load_words(v, static_cast<const char*>(p.v) +
-                              (b * p.v_batch + head * p.v_head + at.column + VECTOR * at.i) * Number::SIZE);
-        if (EARLY && TILES == 1) load_residuals(at, residuals, ROWS, held);
-    }
-    if (at.warp == 0) s.unit[at.lane / LANES][at.lane % LANES] = p.normalizes ? unit_row<Number>(row) : row;
-    length &= (1u << p.shift) - 1;
+    if (at.warp == INVERSE_WARP) row = load_row(p, at.lane, b, blockIdx.y);
+    const Tensors tensors(p);
+    State held;
+    if (at.has_columns) load_state(at, tensors.state, held);
+    if (at.warp == INVERSE_WARP)
+        s.unit[at.lane / LANES][at.lane % LANES] = p.normalizes ? unit_row<Number>(row) : row;
     const int t = length % ROWS;
-    if (!EARLY) {
-        copy_rows(keys, decays, inverse, t, s);
-        if (TILES == 1 && at.has_columns) load_residuals(at, residuals, t, held);
+    if (at.warp < PIECES) copy_rows(tensors, at.part, t, s);
+    u32 v[TILES] = {};
+    if (at.has_columns && at.j == 0) {
+        const u32 head = blockIdx.y * p.group + blockIdx.x / PARTS;
+        const i64 first = b * p.v_batch + head * p.v_head + at.column + VECTOR * at.i;
+        load_words(v, static_cast<const char*>(p.v) + first * Number::SIZE);
     }
+    const u32 g_bits = load_number(p.g, tensors.item, p.g_type), beta_bits = load_number(p.beta, tensors.item, p.beta_type);
     float d[TILES][4] = {};
-    if (FIRST) {
+    if (!SPREAD) {
         __syncthreads();
-        if (at.has_columns) multiply_state(at, s, word, d);
-        if (TILES == 2 && at.has_columns) load_residuals(at, residuals, t, held);
+        if (at.has_columns) multiply_state(at, s, held, d);
     }
     copies_done<0>();
     __syncthreads();
     const float g = number_of(g_bits, p.g_type), beta = number_of(beta_bits, p.beta_type);
-    const float total = t ? __fadd_rn(s.sums[t - 1], g) : g, grown = exp_fast(total);
+    const float total = t ? __fadd_rn(s.sums[t - 1], g) : g;
+    if (threadIdx.x == 0) s.sums[t] = total;
     if (at.warp < PIECES && at.warp * STEP <= t) multiply_keys(at, t, total, beta, s);
+    if (SPREAD && at.has_columns) multiply_state(at, s, held, d);
+    if (SPREAD && at.warp >= ROUND_WARP && at.warp < ROUND_WARP + 2) round_inverse(t, s);
     __syncthreads();
 
     // All threads have read the length.
     u32 count = 0;
-    if (threadIdx.x == 0) count = atomicAdd(lengths, 1u << p.shift);
-    if (threadIdx.x < ROWS) {
+    if (threadIdx.x == 0) count = atomicAdd(reinterpret_cast<u32*>(p.lengths) + b, 1u << p.shift);
+    const int column = threadIdx.x - INVERSE_WARP * WARP;
+    if (column >= 0 && column < ROWS) {
         const float x = next_inverse(t, beta, s);
-        s.inverse[t * INVERSE_ROW + threadIdx.x] = x;
-        if (blockIdx.x == 0) inverse[t * ROWS + threadIdx.x] = x;
+        s.inverse[t * INVERSE_ROW + column] = x;
+        Number::write(s.rounded + t * ROUNDED_ROW + column * Number::SIZE, x);
+        if (at.part == 0) Tensors(p).inverse[t * ROWS + column] = x;
     }
-    if (!FIRST && at.has_columns) {
-        multiply_state(at, s, word, d);
-        if (TILES == 2) load_residuals(at, residuals, t, held);
-    }
-    u32 own[TILES];
-    begin_row(grown, v, d, own);
+    if (!SPREAD && at.warp >= ROUND_WARP && at.warp < ROUND_WARP + 2) round_inverse(t, s);
+    char* const own = s.residuals + t * COLUMN_ROW + (at.column % COLUMNS + VECTOR * at.i) * 2;
+    if (at.has_columns) begin_row(at, exp_fast(s.sums[t]), v, d, own);
     __syncthreads();
     if (at.warp < PIECES && at.warp * STEP <= t) mix(at, t, s);
     __syncthreads();
 
-    Operands a;
+    const Tensors to(p);
     if (at.has_columns) {
-        operands_of(at, t, held, own, a);
-#pragma unroll
-        for (int piece = 0; piece < PIECES; ++piece) {
-            if (piece * STEP > t) break;
-            u32 column[2];
-            row_operand(at, s.mixing, piece, column);
-#pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) add_product<Number>(d[tile], a[piece][tile], column[0], column[1]);
-        }
+        u32 result[TILES];
+        finish_row(at, t, p.scale, s, d, result);
         if (at.j == 0) {
-            u32 result[TILES];
-#pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) {
-                const float pair[2] = {__fmul_rn(p.scale, d[tile][0]), __fmul_rn(p.scale, d[tile][2])};
-                result[tile] = Number::pack(pair);
-            }
-            const i64 column = at.column + VECTOR * at.i;
-            store_words(static_cast<char*>(p.out) + (item * SIZE + column) * Number::SIZE, result);
-            store_words(residuals + (t * SIZE + column) * Number::SIZE, own);
+            const int first = at.column + VECTOR * at.i;
+            store_words(to.out + first * 2, result);
+            read_words(result, own);
+            store_words(to.residuals + (t * SIZE + first) * 2, result);
         }
     }
-    if (blockIdx.x == 0) {
-        if (threadIdx.x == 0) decays[t] = total;
-        if (threadIdx.x < LANES && head % (p.heads / p.key_heads) == 0)
-            reinterpret_cast<Chunk*>(keys)[t * LANES + threadIdx.x] = s.unit[0][threadIdx.x];
+    if (at.part == 0) {
+        if (threadIdx.x == 0) to.decays[t] = s.sums[t];
+        if (threadIdx.x < LANES && blockIdx.x == 0)
+            reinterpret_cast<Chunk*>(to.keys)[t * LANES + threadIdx.x] = s.unit[0][threadIdx.x];
     }
     if (t == ROWS - 1) {
-        fade(total, s);
+        fade(s);
         __syncthreads();
         weigh(at, s);
         __syncthreads();
-        if (at.has_columns) add_chunk(at, state, grown, a, s);
+        if (at.has_columns) {
+            add_chunk(at, exp_fast(s.sums[ROWS - 1]), s, held);
+            store_state(at, Tensors(p).state, held);
+        }
     }
-    if (threadIdx.x == 0 && count >> p.shift == gridDim.x * gridDim.y - 1) *lengths = length + 1;
+    if (threadIdx.x == 0 && count >> p.shift == gridDim.x * gridDim.y - 1)
+        p.lengths[b] = (count & ((1u << p.shift) - 1)) + 1;
 }
