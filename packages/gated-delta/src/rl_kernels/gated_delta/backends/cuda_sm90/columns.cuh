@@ -83,9 +83,9 @@ __device__ inline void produce(const Job& job, const TensorMap& v_map, const cha
         job.ring.empty[at.stage].wait(at.parity ^ 1);
         full.arrive_expecting(UNITS + ITEM + PARTS * BOX);
         load_bytes(stage, units + (i64(job.sequence.slot + chunk) * job.key_heads + job.key_head) * UNITS, UNITS, full);
-        for (int part = 0; part < PARTS; ++part)
-            load_box(stage + AT_V + part * BOX, v_map, job.sequence.batch, job.sequence.first + job.token(chunk), job.head,
-                     (job.part + part) * WIDTH, full);
+        const int token = job.sequence.first + job.token(chunk);
+        for (int i = 0; i < PARTS; ++i)
+            load_box(stage + AT_V + i * BOX, v_map, job.sequence.batch, token, job.head, (job.part + i) * WIDTH, full);
         load_bytes(stage + AT_ITEM, items + job.item(chunk) * ITEM, ITEM, full);
     }
 }

@@ -1,11 +1,11 @@
-// The pass over the chunks of a sequence in descending order (sm_90a), for the backward pass. A consumer warpgroup holds
-// 64 value columns of the gradient dS' of the next state, transposed, as FP32 accumulators. For each chunk, with
+// The pass over the chunks of a sequence in descending order (sm_90a), for gradients. A consumer warpgroup holds 64
+// value columns of the gradient dS' of the next state, transposed, as FP32 accumulators. For each chunk, with
 // dO' = scale dO and a_t = exp(G_t):
 //
 //   dX^T = round(dS')^T W^T + round(dO')^T M     dS^T = a_63 dS'^T + round(a dO')^T q + round(-a dX)^T k
 //
-// It stores round(dS'), dX as the gradient of v, and sums of the rounded state times round(dS'), one for each warp and its
-// 16 columns. Blocks and stages: columns.cuh, with dO for v.
+// It stores round(dS'), dX as the gradient of v, and sums of the rounded state times round(dS'), one for each warp and
+// its 16 columns. Blocks and stages: columns.cuh, with dO for v.
 //
 // Order of the sums: 16 terms a step, ascending, in the order of the terms above.
 #include "columns.cuh"
@@ -142,7 +142,8 @@ __device__ inline void consume(const Args& a, const Job& job, int group) {
     if (a.initial != nullptr) c.store(a.initial, job.sequence_item());
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) reverse(const __grid_constant__ TensorMap grad_map, const Args a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    reverse(const __grid_constant__ TensorMap grad_map, const Args a) {
     extern __shared__ char memory[];
     __shared__ Ring ring;
     ring.init();
