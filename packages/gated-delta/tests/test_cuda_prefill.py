@@ -18,6 +18,7 @@ from rl_kernels.gated_delta import DeltaCache
 from rl_kernels.gated_delta.backends import native
 from rl_kernels.gated_delta.backends.cuda_sm90 import backend, prefill
 from rl_kernels.gated_delta.inputs import COUNT, Inputs
+from rl_kernels.gated_delta.op import _cuda_limits, describe
 
 MODULES = tuple(f"rl_kernels.gated_delta.backends.cuda_sm90.{name}" for name in ("prefill", "backend"))
 PROCESSORS, SIZE = 12, 128
@@ -212,3 +213,14 @@ def test_no_tokens() -> None:
 def test_planted_host_bug_fails(bug: Bug) -> None:
     with pytest.raises(FAILURES):
         check_all(partial(planted, MODULES, bug))
+
+
+@pytest.mark.parametrize(
+    ("size", "value_size", "dtype", "reason"),
+    [(128, 128, torch.float32, "BF16 and FP16"), (64, 128, torch.float16, "Dk = 64"), (128, 256, torch.bfloat16, "Dv")],
+)
+def test_other_sizes_and_dtypes_go_to_triton(size: int, value_size: int, dtype: torch.dtype, reason: str) -> None:
+    q, v = (torch.zeros(1, 1, 2, count, dtype=dtype) for count in (size, value_size))
+    found = _cuda_limits(describe(q, q, v))
+    assert found is not None
+    assert reason in found
