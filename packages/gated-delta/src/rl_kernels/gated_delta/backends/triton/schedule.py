@@ -38,9 +38,9 @@ def tile_of_decode(dtype: torch.dtype, key_size: int, value_size: int) -> Tile:
     return Tile(min(width, value_size), 4)
 
 
-def warps_of_prepare(key_size: int) -> int:
-    """Choose the warps of ``prepare``."""
-    return 4 if key_size <= WIDEST else 8
+def part_of_prepare(dtype: torch.dtype, key_size: int) -> int:
+    """Choose the columns of keys and queries that ``prepare`` multiplies at once."""
+    return min(64 if dtype in HALF else 16, key_size)
 
 
 def part_of_sums(dtype: torch.dtype, value_size: int) -> int:
