@@ -56,7 +56,7 @@ class Plan:
         numbers = (*places, *strides[:6], key_heads, size, inputs.normalize_qk)
         self.normalize = Launch(prepare.normalize, (self.slots, key_heads), numbers, num_warps=4)
         numbers = (*places, key_heads, heads, size, part_of_prepare(q.dtype, size), for_gradients)
-        self.prepare = Launch(prepare.prepare, (self.slots, heads), numbers, num_warps=2)
+        self.prepare = Launch(prepare.prepare, (self.slots, heads), numbers, num_warps=2, num_stages=2)
         self.places, self.strides = places, (strides[:3], strides[3:6], strides[6:])
         tile = tile_of_scan(q.dtype, size, value_size, tiles_change_no_bit(q.device))
         self.scan = self.over_chunks(scan.scan, tile, *strides[6:])

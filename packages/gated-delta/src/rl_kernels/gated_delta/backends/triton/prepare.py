@@ -12,8 +12,8 @@ import triton.language as tl
 
 from rl_kernels.gated_delta.backends.triton.tiles import (
     CHUNK,
+    STEP,
     between,
-    column_of,
     dot,
     plus,
     row_of,
@@ -90,16 +90,47 @@ def normalize(
 
 
 @triton.jit
-def solve(x, system):
-    """Return ``T[64, 64]`` with ``(1 - system) T = x``, for a strictly lower system.
-
-    Each thread of two warps holds a column of T, so that it has the rows which a step takes.
-    """
-    r = tl.arange(0, CHUNK)
-    for s in tl.static_range(CHUNK - 1):
-        later = plus(x, column_of(system, s)[:, None], row_of(x, s)[None, :])
-        x = tl.where(r[:, None] > s, later, x)
+def right_side(diagonal, HELD, held, INDEX: tl.constexpr):
+    """Return 16 rows of a diagonal matrix; the first ``held`` rows of the chunk are those of T in the cache."""
+    row, c = (tl.arange(0, STEP) + INDEX * STEP)[:, None], tl.arange(0, CHUNK)[None, :]
+    x = tl.where(row == c, diagonal[None, :], 0.0)
+    if HELD is not None:
+        is_held = row < held
+        x = tl.where(is_held, tl.load(HELD + row * CHUNK + c, mask=is_held & (row >= c), other=0.0), x)
     return x
+
+
+@triton.jit
+def add_rows(x, block, SYSTEM):
+    """Return 16 rows plus multiples of the rows of a block, in ascending order; the factors are columns of SYSTEM."""
+    r = tl.arange(0, STEP)
+    for s in tl.static_range(STEP):
+        x = plus(x, tl.load(SYSTEM + s * CHUNK + r)[:, None], row_of(block, s)[None, :])
+    return x
+
+
+@triton.jit
+def solve(x0, x1, x2, x3, SYSTEM):
+    """Return ``T[64, 64]`` with ``(1 + A) T = x``, x in blocks of 16 rows; SYSTEM is the transpose of -A.
+
+    Each thread of two warps holds a column of T and reads all of A, so that no step needs a barrier. The block that is
+    solved is x0, then those that were solved follow behind x3.
+    """
+    r = tl.arange(0, STEP)
+    for block in range(0, CHUNK // STEP):
+        for s in tl.static_range(STEP - 1):
+            later = plus(x0, tl.load(SYSTEM + s * CHUNK + r)[:, None], row_of(x0, s)[None, :])
+            x0 = tl.where(r[:, None] > s, later, x0)
+        if block < 3:
+            x1 = add_rows(x1, x0, SYSTEM + STEP)
+        if block < 2:
+            x2 = add_rows(x2, x0, SYSTEM + 2 * STEP)
+        if block < 1:
+            x3 = add_rows(x3, x0, SYSTEM + 3 * STEP)
+        x0, x1, x2, x3 = x1, x2, x3, x0
+        SYSTEM += STEP * CHUNK + STEP
+    blocks = tl.join(tl.join(x0, x2), tl.join(x1, x3))
+    return tl.reshape(tl.permute(blocks, [2, 3, 0, 1]), [CHUNK, CHUNK])
 
 
 @triton.jit
@@ -148,14 +179,18 @@ def prepare(
     products = times(products_of(UNIT_K, UNIT_K, key_item, D, PART), between(sums))
     held = tl.maximum(opened - chunk * CHUNK, 0)
     system = tl.where((row > c) & (row >= held), times(products, -beta[:, None]), 0.0)
-    inverse = tl.where(row == c, 1.0 if FOR_GRADIENTS else beta[:, None], tl.zeros([CHUNK, CHUNK], tl.float32))
+    INVERSE += item * (CHUNK * CHUNK)
+    tl.store(INVERSE + c * CHUNK + row, system)
+    tl.debug_barrier()
     if HELD_INVERSE is not None:
-        place = HELD_INVERSE + (s.to(tl.int64) * HV + head) * (CHUNK * CHUNK) + row * CHUNK + c
-        is_held = row < held
-        inverse = tl.where(is_held, tl.load(place, mask=is_held & (row >= c), other=0.0), inverse)
-    inverse = solve(inverse, system)
+        HELD_INVERSE += (s.to(tl.int64) * HV + head) * (CHUNK * CHUNK)
+    diagonal = tl.full([CHUNK], 1.0, tl.float32) if FOR_GRADIENTS else beta
+    x0, x1 = right_side(diagonal, HELD_INVERSE, held, 0), right_side(diagonal, HELD_INVERSE, held, 1)
+    x2, x3 = right_side(diagonal, HELD_INVERSE, held, 2), right_side(diagonal, HELD_INVERSE, held, 3)
+    inverse = solve(x0, x1, x2, x3, INVERSE)
     if FOR_GRADIENTS or LENGTHS is not None:
-        tl.store(INVERSE + item * (CHUNK * CHUNK) + row * CHUNK + c, inverse)
+        tl.debug_barrier()
+        tl.store(INVERSE + row * CHUNK + c, inverse)
     if FOR_GRADIENTS:
         inverse = times(inverse, beta[None, :])
     # Loaded again, or the decays would take registers meanwhile.
