@@ -16,7 +16,7 @@ from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.triton_lib.launch import Launch
 from rl_kernels.gated_delta.backends.triton import decode
-from rl_kernels.gated_delta.backends.triton.plan import Plan as backward
+from rl_kernels.gated_delta.backends.triton.backward import backward
 from rl_kernels.gated_delta.backends.triton.plan import Plan, unreadable, with_copies
 from rl_kernels.gated_delta.backends.triton.schedule import tile_of_decode
 from rl_kernels.gated_delta.constants import CHUNK

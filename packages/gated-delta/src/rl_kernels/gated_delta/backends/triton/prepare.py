@@ -188,8 +188,8 @@ def prepare(
     x0, x1 = right_side(diagonal, HELD_INVERSE, held, 0), right_side(diagonal, HELD_INVERSE, held, 1)
     x2, x3 = right_side(diagonal, HELD_INVERSE, held, 2), right_side(diagonal, HELD_INVERSE, held, 3)
     inverse = solve(x0, x1, x2, x3, INVERSE)
+    tl.debug_barrier()
     if FOR_GRADIENTS or LENGTHS is not None:
-        tl.debug_barrier()
         tl.store(INVERSE + row * CHUNK + c, inverse)
     if FOR_GRADIENTS:
         inverse = times(inverse, beta[None, :])

@@ -13,8 +13,8 @@ import triton.language as tl
 from rl_kernels.core.triton_lib.arithmetic import INTERPRETED, fma, product
 from rl_kernels.gated_delta import constants
 
-HALVINGS = tl.constexpr(8)
-"""Steps that add up a row of the widest head, 256 numbers."""
+HALVINGS = tl.constexpr(12)
+"""Steps that add up the longest row: 256 numbers of each of 16 columns of programs."""
 CHUNK, EPS = tl.constexpr(constants.CHUNK), tl.constexpr(constants.EPS)
 STEP = tl.constexpr(16)
 """Terms that a tensor core adds in a step."""
