@@ -1,7 +1,7 @@
 """The launches of the backward pass.
 
 The chunks are computed again: products and inverses, the states at their starts, and the residuals. Then a pass over
-chunks in descending order, and two launches for all chunks at once: systems and rows.
+chunks in descending order, and three launches for all chunks at once: systems, queries and keys.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ class Backward:
         self.replay = plan.over_chunks(reverse.replay, tile, *v_strides)
         self.reverse = plan.over_chunks(reverse.reverse, tile)
         self.systems = of_chunks(differentiate.systems, heads, *sizes, width)
-        numbers = (*sizes, width, self.parts * size, inputs.normalize_qk)
-        self.rows = of_chunks(differentiate.rows, key_heads, *q_strides, *k_strides, *numbers)
+        normalize = inputs.normalize_qk
+        self.queries = of_chunks(differentiate.queries, key_heads, *q_strides, *sizes, width, normalize)
+        numbers = (*sizes, width, self.parts * size, normalize)
+        self.keys = of_chunks(differentiate.keys, key_heads, *k_strides, *numbers)
 
     def run(
         self,
@@ -71,7 +73,9 @@ class Backward:
         dqk, dkk, dfaded = torch.empty_like(mixing), torch.empty_like(mixing), torch.empty_like(weights)
         products = (dqk, dkk, dfaded)
         self.systems(unit_q, unit_k, beta, sums, inverse, dstates, residuals, grad, *products, dbeta, *places, scale)
-        self.rows(q, k, unit_q, unit_k, sums, states, grad, dv, *products, kept, dq, dk, dg, *places, scale)
+        moved = torch.empty_like(sums)
+        self.queries(q, unit_q, unit_k, sums, states, grad, dqk, moved, dq, *places, scale)
+        self.keys(k, unit_q, unit_k, sums, states, dv, *products, moved, kept, dk, dg, *places)
 
 
 @prepared

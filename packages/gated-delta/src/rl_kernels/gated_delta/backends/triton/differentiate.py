@@ -1,7 +1,7 @@
-"""The kernels of the backward pass that need no other chunk: ``systems``, then ``rows``, all chunks at once.
+"""The kernels of the backward pass that need no other chunk: ``systems``, ``queries`` and ``keys``, all chunks at once.
 
-``systems`` goes back through M, W and T of a value head; ``rows`` adds up the gradients of the queries and keys of a key
-head, its value heads in ascending order. Both take columns of Dv in parts of WIDTH, in ascending order. G_t is added to
+``systems`` goes back through M, W and T of a value head. The others add up the gradients of a key head, its value heads
+in ascending order. All take columns of Dv in parts of WIDTH, in ascending order. G_t is added to
 what query t and key t have on the left side of a product, and subtracted from what key t has on the right side. So its
 gradient is ``q_t dq_t`` plus ``k_t`` times the first part of its gradient, less that of the second.
 """
@@ -110,6 +110,27 @@ def put_through_norm(OUT, X, grad, batch, place, token, key_head, is_token, x_ba
 
 
 @triton.jit
+def through_state(
+    ROWS, STATES, factor, token, head, item, is_token,
+    HV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Return rows at tokens, times their factors, times the transposed state: ``[64, D]``."""
+    total = tl.zeros([CHUNK, D], tl.float32)
+    for part in range(0, DV // WIDTH):
+        columns = part * WIDTH + tl.arange(0, WIDTH)
+        x = dense_at(ROWS, token, head, is_token, columns, HV, DV)
+        left = times(x.to(tl.float32), factor[:, None]).to(x.dtype)
+        total = dot(left, tl.trans(tile_at(STATES, item, columns, D, DV)), total)
+    return total
+
+
+@triton.jit
+def sum_of(X, item, grad, D: tl.constexpr):
+    """Return the sum of each row of ``X[item]`` times its gradient."""
+    return row_sum(product(whole_tile(X, item, CHUNK, D).to(tl.float32), grad))
+
+
+@triton.jit
 def put_decays(DG, KEPT, moved, leaving, last, item, token, head, is_token, HV: tl.constexpr, SIZE: tl.constexpr):
     """Write the gradient of g, sums of that of G from each row on; ``leaving`` is what the last row's G takes."""
     r = tl.arange(0, CHUNK)
@@ -121,15 +142,15 @@ def put_decays(DG, KEPT, moved, leaving, last, item, token, head, is_token, HV: 
 
 
 @triton.jit(do_not_specialize=SIZES)
-def rows(
-    Q, K, UNIT_Q, UNIT_K, SUMS, STATES, GRAD, DVALUES, DQK, DKK, DFADED, KEPT, DQ, DK, DG, BOUNDS, STARTS, scale,
-    tokens, chunks, sequences, halvings, q_batch, q_token, q_head, k_batch, k_token, k_head,
-    HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+def queries(
+    Q, UNIT_Q, UNIT_K, SUMS, STATES, GRAD, DQK, MOVED, DQ, BOUNDS, STARTS, scale,
+    tokens, chunks, sequences, halvings, q_batch, q_token, q_head,
+    HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of a chunk's queries, keys and decays: ``DQ, DK[B, T, Hk, D]``, ``DG[B, T, Hv]``.
+    """Write the gradients of the queries of a chunk, ``DQ[B, T, Hk, D]``. Grid: slots, Hk.
 
-    Grid: slots, Hk. SIZE is the number of sums in KEPT of a chunk and value head.
+    ``MOVED[slots, Hv, 64]``, FP32: each query times its gradient.
     """
     slot, key_head = tl.program_id(0), tl.program_id(1)
     s = sequence_of(slot, BOUNDS, chunks, tokens, sequences, halvings)
@@ -140,30 +161,53 @@ def rows(
     r, key_item = tl.arange(0, CHUNK), slot.to(tl.int64) * HK + key_head
     is_token, place = chunk * CHUNK + r < count, first + chunk * CHUNK + r
     token = batch.to(tl.int64) * tokens + place
-    total_q, total_k = tl.zeros([CHUNK, D], tl.float32), tl.zeros([CHUNK, D], tl.float32)
+    total = tl.zeros([CHUNK, D], tl.float32)
     for member in range(0, HV // HK):
         head = key_head * (HV // HK) + member
         item = slot.to(tl.int64) * HV + head
-        sums, last = tl.load(SUMS + item * CHUNK + r), tl.load(SUMS + item * CHUNK + CHUNK - 1)
-        grown = tl.exp(sums)
-        dq, dk = tl.zeros([CHUNK, D], tl.float32), tl.zeros([CHUNK, D], tl.float32)
-        for part in range(0, DV // WIDTH):
-            columns = part * WIDTH + tl.arange(0, WIDTH)
-            factor = tl.trans(tile_at(STATES, item, columns, D, DV))
-            grad = dense_at(GRAD, token, head, is_token, columns, HV, DV)
-            dq = dot(times(grad.to(tl.float32), scaled(grown, scale)[:, None]).to(grad.dtype), factor, dq)
-            dv = dense_at(DVALUES, token, head, is_token, columns, HV, DV)
-            dk = dot(times(dv.to(tl.float32), -grown[:, None]).to(dv.dtype), factor, dk)
-        dqk, dkk = whole_tile(DQK, item, CHUNK, CHUNK), whole_tile(DKK, item, CHUNK, CHUNK)
-        q, k = whole_tile(UNIT_Q, key_item, CHUNK, D), whole_tile(UNIT_K, key_item, CHUNK, D)
-        dq, dk = dot(dqk, k, dq), dot(dkk, k, dk)
-        faded = whole_tile(DFADED, item, CHUNK, D).to(tl.float32)
-        right = dot(tl.trans(dqk), q, dot(tl.trans(dkk), k, faded))
-        q, k = q.to(tl.float32), k.to(tl.float32)
-        moved = row_sum(product(q, dq) + product(k, dk - right))
-        leaving = row_sum(product(k, faded))
+        grown = scaled(tl.exp(tl.load(SUMS + item * CHUNK + r)), scale)
+        dq = through_state(GRAD, STATES, grown, token, head, item, is_token, HV, D, DV, WIDTH)
+        dq = dot(whole_tile(DQK, item, CHUNK, CHUNK), whole_tile(UNIT_K, key_item, CHUNK, D), dq)
+        tl.store(MOVED + item * CHUNK + r, sum_of(UNIT_Q, key_item, dq, D))
+        total += dq
+    put_through_norm(DQ, Q, total, batch, place, token, key_head, is_token, q_batch, q_token, q_head, HK, D, NORMALIZE)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def keys(
+    K, UNIT_Q, UNIT_K, SUMS, STATES, DVALUES, DQK, DKK, DFADED, MOVED, KEPT, DK, DG, BOUNDS, STARTS,
+    tokens, chunks, sequences, halvings, k_batch, k_token, k_head,
+    HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of the keys of a chunk, ``DK[B, T, Hk, D]``, and of g, ``DG[B, T, Hv]``. Grid: slots, Hk.
+
+    SIZE is the number of sums in KEPT of a chunk and value head.
+    """
+    slot, key_head = tl.program_id(0), tl.program_id(1)
+    s = sequence_of(slot, BOUNDS, chunks, tokens, sequences, halvings)
+    batch, first, count, _, begin = sequence_at(s, BOUNDS, STARTS, None, tokens, chunks)
+    chunk = slot - begin
+    if (count <= 0) | (chunk * CHUNK >= count):
+        return
+    r, key_item = tl.arange(0, CHUNK), slot.to(tl.int64) * HK + key_head
+    is_token, place = chunk * CHUNK + r < count, first + chunk * CHUNK + r
+    token = batch.to(tl.int64) * tokens + place
+    total = tl.zeros([CHUNK, D], tl.float32)
+    for member in range(0, HV // HK):
+        head = key_head * (HV // HK) + member
+        item = slot.to(tl.int64) * HV + head
+        sums = tl.load(SUMS + item * CHUNK + r)
+        dk = through_state(DVALUES, STATES, -tl.exp(sums), token, head, item, is_token, HV, D, DV, WIDTH)
+        dk = dot(whole_tile(DKK, item, CHUNK, CHUNK), whole_tile(UNIT_K, key_item, CHUNK, D), dk)
+        moved = tl.load(MOVED + item * CHUNK + r) + sum_of(UNIT_K, key_item, dk, D)
+        total += dk
+        dk = whole_tile(DFADED, item, CHUNK, D).to(tl.float32)
+        leaving = sum_of(UNIT_K, key_item, dk, D)
+        dk = dot(tl.trans(whole_tile(DKK, item, CHUNK, CHUNK)), whole_tile(UNIT_K, key_item, CHUNK, D), dk)
+        dk = dot(tl.trans(whole_tile(DQK, item, CHUNK, CHUNK)), whole_tile(UNIT_Q, key_item, CHUNK, D), dk)
+        moved -= sum_of(UNIT_K, key_item, dk, D)
+        total += dk
+        last = tl.load(SUMS + item * CHUNK + CHUNK - 1)
         put_decays(DG, KEPT, moved, leaving, last, item, token, head, is_token, HV, SIZE)
-        total_q += dq
-        total_k += dk + right
-    put_through_norm(DQ, Q, total_q, batch, place, token, key_head, is_token, q_batch, q_token, q_head, HK, D, NORMALIZE)
-    put_through_norm(DK, K, total_k, batch, place, token, key_head, is_token, k_batch, k_token, k_head, HK, D, NORMALIZE)
+    put_through_norm(DK, K, total, batch, place, token, key_head, is_token, k_batch, k_token, k_head, HK, D, NORMALIZE)
