@@ -59,11 +59,14 @@ class Backward:
         initial: torch.Tensor | None,
     ) -> None:
         """Launch, and write ``results``, the gradients of q, k, v, g and beta, and that of the initial state."""
-        q, k, v, _, beta = inputs[:5]
+        plan, (q, k, v, g, beta) = self.plan, inputs[:5]
         dq, dk, dv, dg, dbeta = results
-        slots, (_, heads, size, value_size) = self.plan.slots, self.plan.sizes
+        slots, (_, heads, size, value_size) = plan.slots, plan.sizes
         places, scale = (inputs.cu_seqlens, inputs.start), inputs.scale
-        unit_q, unit_k, sums, mixing, weights, inverse = self.plan.chunks_of(inputs, (None,) * 3, (*places, None))
+        unit_q, unit_k, sums, mixing, weights, inverse = plan.empty_chunks(q)
+        plan.sum_decays(g, sums, None, *places, None)
+        plan.normalize(q, k, unit_q, unit_k, None, *places, None)
+        plan.prepare(unit_q, unit_k, beta, sums, mixing, weights, inverse, None, *places, None)
         states, dstates = (q.new_empty((slots, heads, size, value_size)) for _ in range(2))
         residuals = v.new_empty((slots, heads, CHUNK, value_size))
         kept = q.new_empty((slots, heads, self.parts, size), dtype=torch.float32)

@@ -67,33 +67,31 @@ class Plan:
         numbers = (*self.places[:2], *numbers, *self.sizes, tile.width)
         return Launch(kernel, grid, numbers, num_warps=tile.warps, num_stages=tile.stages)
 
-    def chunks_of(self, inputs: Inputs, held: tuple[Any, ...], places: tuple[Any, ...]) -> Chunks:
-        """Launch what needs no state; ``held`` has keys, decays and the inverse of a cache, or None for each."""
-        q, k, _, g, beta = inputs[:5]
+    def empty_chunks(self, q: torch.Tensor) -> Chunks:
+        """Return tensors for what ``sum_decays``, ``normalize`` and ``prepare`` write."""
         key_heads, heads, size, _ = self.sizes
-        keys, decays, inverse = held
-        chunks = Chunks(
+        return Chunks(
             *(q.new_empty((self.slots, key_heads, CHUNK, size)) for _ in range(2)),
             q.new_empty((self.slots, heads, CHUNK), dtype=torch.float32),
             q.new_empty((self.slots, heads, CHUNK, CHUNK)),
             q.new_empty((self.slots, heads, CHUNK, size)),
             q.new_empty((self.slots, heads, CHUNK, CHUNK), dtype=torch.float32),
         )
-        self.sum_decays(g, chunks.sums, decays, *places)
-        self.normalize(q, k, *chunks[:2], keys, *places)
-        self.prepare(*chunks[:2], beta, *chunks[2:], inverse, *places)
-        return chunks
 
     def run(self, arguments: tuple[Any, ...], state: torch.Tensor | None, cache: tuple[Any, ...]) -> torch.Tensor:
         """Launch; ``cache`` has the tensors of a ``DeltaCache`` or None for each."""
         inputs = Inputs._make(with_copies(arguments[:COUNT], self.copied))
-        v, initial = inputs.v, inputs.initial_state
+        q, k, v, g, beta, initial = inputs[:6]
         held_state, keys, residuals, decays, inverse, lengths = cache
         places = (inputs.cu_seqlens, inputs.start, lengths)
         initial = initial if held_state is None else held_state
         out = v.new_empty(v.shape) if inputs.start is None else v.new_zeros(v.shape)
+        chunks = self.empty_chunks(q)
+        unit_q, unit_k, *rest = chunks
         with device_of(v):
-            unit_q, unit_k, *rest = self.chunks_of(inputs, (keys, decays, inverse), places)
+            self.sum_decays(g, chunks.sums, decays, *places)
+            self.normalize(q, k, unit_q, unit_k, keys, *places)
+            self.prepare(unit_q, unit_k, beta, *rest, inverse, *places)
             held = (keys, residuals, decays, inverse)
             self.scan(unit_q, unit_k, v, *rest, initial, out, state, *held, *places, inputs.scale)
         return out
