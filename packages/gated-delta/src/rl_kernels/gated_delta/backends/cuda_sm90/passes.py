@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from rl_kernels.core.cuda.launch import kernel
@@ -27,33 +25,12 @@ from rl_kernels.gated_delta.backends.cuda_sm90.prefill import (
 )
 from rl_kernels.gated_delta.constants import CHUNK
 from rl_kernels.gated_delta.inputs import Inputs
+from rl_kernels.gated_delta.passed import Passed
 
 REVERSE_ARGS = f"T({PLACES}PPPPPPPPiifi)"
 """The tensor map of the gradient, and the layout of ``struct Args``."""
 KEPT = 8
 """Sums of the state times its gradient of a chunk and value head."""
-
-
-class Passed(NamedTuple):
-    """What the passes leave for the kernels that have all chunks at once.
-
-    Attributes:
-        unit_q: ``[slots, Hk, 64, 128]``, normalized; unit_k likewise.
-        sums: ``[slots, Hv, 64]``: sums of the decays.
-        inverse: ``[slots, Hv, 64, 64]``, FP32: T.
-        states: ``[slots, Hv, 128, 128]`` at the start of chunks, rounded; dstates: gradients of those after them.
-        residuals: ``[slots, Hv, 64, 128]``.
-        kept: ``[slots, Hv, 8]``, FP32: parts of the sums of a state times the gradient of the next one.
-    """
-
-    unit_q: torch.Tensor
-    unit_k: torch.Tensor
-    sums: torch.Tensor
-    inverse: torch.Tensor
-    states: torch.Tensor
-    dstates: torch.Tensor
-    residuals: torch.Tensor
-    kept: torch.Tensor
 
 
 def reverse_program(dtype: torch.dtype, parts: int) -> Program:
@@ -69,11 +46,13 @@ def programs(arch: str) -> list[Program]:
 
 
 class Passes:
-    """The launches of a plan."""
+    """The launches up to the passes over chunks, for calls of one kind."""
 
-    def __init__(self, inputs: Inputs, plan: Plan) -> None:
+    kept = KEPT
+
+    def __init__(self, inputs: Inputs) -> None:
         q, device = inputs.q, inputs.q.device
-        self._plan = plan
+        self._plan = plan = Plan(inputs, is_cached=False)
         self._replay = kernel(scan_program(q.dtype, plan.parts, replays=True), "scan", SCAN_ARGS, device)
         self._reverse = kernel(reverse_program(q.dtype, plan.parts), "reverse", REVERSE_ARGS, device)
 
