@@ -158,9 +158,10 @@ struct Columns {
         for (int i = 0; i < 8; ++i) rows[i] = load_constant(at + 16 * i * (2 * SIZE));
     }
 
-    // Gives a stage back, once this warp has read it. Before stores to global memory, for which the fence would wait.
-    __device__ void give_back(Barrier& empty) const {
-        fence_copies();
+    // Gives a stage back, after this warp has stored what it last read from it: reads whose numbers were used are done. A
+    // fence waits for all products in flight, so it is left to the case that not all lanes may have stored (STORED).
+    __device__ void give_back(Barrier& empty, bool stored) const {
+        if (!stored) fence_copies();
         __syncwarp();
         if (lane == 0) empty.arrive();
     }

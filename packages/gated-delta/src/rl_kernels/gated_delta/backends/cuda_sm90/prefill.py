@@ -91,7 +91,7 @@ class Plan:
         self._prepare = kernel(prepare_program(q.dtype), "prepare", PREPARE_ARGS, q.device)
         self._scan = kernel(scan_program(q.dtype, self.parts), "scan", SCAN_ARGS, q.device)
         group = heads // key_heads
-        self._prepare_grid = self.slots, key_heads * -(-group // HEADS)
+        self._prepare_grid = self.slots * key_heads * -(-group // HEADS)
         self.grid = sequences, heads, SIZE // WIDTH // self.parts
         self.threads = 160 if self.parts == 1 else 384
         item = -(-(UNITS + self.parts * BOX + ITEM) // 1024) * 1024

@@ -359,7 +359,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) prepare(const Args a) {
     __shared__ Numbers numbers[HEADS];
     char *units = shared, *systems = shared + UNITS;
     const int group = a.heads / a.key_heads, pairs = (group + HEADS - 1) / HEADS;
-    const int slot = blockIdx.x, key_head = blockIdx.y / pairs, pair = blockIdx.y % pairs * HEADS;
+    // Blocks of a slot follow each other: their rows are neighbors in memory.
+    const int across = a.key_heads * pairs, slot = blockIdx.x / across, part = blockIdx.x % across;
+    const int key_head = part / pairs, pair = part % pairs * HEADS;
     const int count = min(group - pair, HEADS), head = key_head * group + pair;
     const int warp = warp_index();
     const int s = sequence_of(a, slot);

@@ -131,12 +131,12 @@ __device__ inline void consume(const Args& a, const Job& job, int group) {
         const float kept = dot(state, dstate);
         products_done<0>();
         hold(c.state), keep(y), keep(decayed);
-        c.give_back(job.ring.empty[at.stage]);
         if (c.lane == 0) a.kept[item * 8 + c.part * WARPS + c.warp] = kept;
         c.store(dstate, a.dstates + item * (2 * SIZE * SIZE));
         c.store(dstate + 4, a.dstates + item * (2 * SIZE * SIZE) + 2 * SIZE * ROWS);
         const i64 row = i64(job.sequence.batch) * a.tokens + job.sequence.first + token;
         c.store(values, a.dv + row * apart + job.head * (2 * SIZE), apart, 0, to);
+        c.give_back(job.ring.empty[at.stage], to == ROWS);
         c.round<T>(factor);
     }
     if (a.initial != nullptr) c.store(a.initial, job.sequence_item());

@@ -91,12 +91,12 @@ __device__ inline void finish(const Args& a, const Job& job, const Columns& c, i
                               const Rows& out) {
     Chunk rows[4];
     c.transpose(job.stages + stage * STAGE + AT_V + group * BOX, out, rows);
-    c.give_back(job.ring.empty[stage]);
     const int token = job.token(chunk);
     const i64 apart = i64(a.heads) * (2 * SIZE);
     const i64 row = i64(job.sequence.batch) * a.tokens + job.sequence.first + token;
-    const int end = min(job.sequence.count - token, ROWS);
-    c.store(rows, a.out + row * apart + job.head * (2 * SIZE), apart, max(-token, 0), end);
+    const int begin = max(-token, 0), end = min(job.sequence.count - token, ROWS);
+    c.store(rows, a.out + row * apart + job.head * (2 * SIZE), apart, begin, end);
+    c.give_back(job.ring.empty[stage], end - begin == ROWS);
 }
 
 __device__ inline void consume(const Args& a, const Job& job, int group) {
@@ -151,11 +151,11 @@ __device__ inline void consume(const Args& a, const Job& job, int group) {
             c.transpose(v, x, rows);
             products_done<0>();
             hold(c.state), keep(x);
-            c.give_back(job.ring.empty[at.stage]);
             char* states = a.states + job.item(chunk) * (2 * SIZE * SIZE);
             c.store(upper, states);
             c.store(lower, states + 2 * SIZE * ROWS);
             c.store(rows, a.residuals + job.item(chunk) * (2 * SIZE * ROWS));
+            c.give_back(job.ring.empty[at.stage], true);
             c.round<T>(factor);
             continue;
         }
