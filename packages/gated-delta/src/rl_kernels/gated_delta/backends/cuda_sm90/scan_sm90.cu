@@ -1,12 +1,13 @@
-// The pass over the chunks of a sequence (sm_90a). A consumer warpgroup holds 64 value columns of the state of one head,
-// S^T [64 x 128], as FP32 accumulators. All products are transposed, so what depends on the state stays in registers:
-// accumulators of one product, rounded, are the left operand of the next (wgmma.cuh). For each chunk, with rows t, s:
+// The pass over the chunks of a sequence (sm_90a). A consumer warpgroup holds 64 value columns of the state of one
+// head, S^T [64 x 128], as FP32 accumulators. All products are transposed, so what depends on the state stays in
+// registers: accumulators of one product, rounded, are the left operand of the next (wgmma.cuh). For each chunk, with
+// rows t, s:
 //
 //   Y^T = round(S)^T k^T    x^T = round(v^T - exp(G_t) Y^T)    S^T = exp(G_63) S^T + x^T W         the chain of chunks
 //   R^T = round(S)^T q^T    o^T = scale (exp(G_t) R^T + x^T M^T)                                  beside it
 //
-// Blocks and stages: columns.cuh. With REPLAYS it stores round(S) and x of each chunk, which the backward pass reads, in
-// place of o.
+// Blocks and stages: columns.cuh. With REPLAYS it stores round(S) and x of each chunk, which the backward pass reads,
+// in place of o.
 //
 // Order of the sums: 16 terms a step, ascending, on top of exp(G_t) R and exp(G_63) S.
 #include "columns.cuh"
@@ -34,8 +35,8 @@ struct Args : Places {
 };
 
 // x from Y, rounded. Rows before `from` are the cache's, rows from `to` on are zeros.
-__device__ inline void subtract(const Columns& c, const float (&y)[ROWS / 2], char* v, const float* decay, const char* held,
-                                int from, int to, Rows& x) {
+__device__ inline void subtract(const Columns& c, const float (&y)[ROWS / 2], char* v, const float* decay,
+                                const char* held, int from, int to, Rows& x) {
 #pragma unroll
     for (int n = 0; n < ROWS / 16; ++n) {
         u32 words[4];
@@ -85,14 +86,17 @@ __device__ inline void hold_chunk(const Args& a, const Job& job, const char* sta
     for (int i = thread; i < ROWS * ROWS * 4 / CHUNK; i += WARPGROUP) inverse[i] = tail[i];
 }
 
-// Stores the output of a chunk.
-__device__ inline void store_output(const Args& a, const Job& job, const Columns& c, int chunk, char* box,
-                                    const Rows& out) {
+// Stores the output of a chunk, and gives its stage back.
+__device__ inline void finish(const Args& a, const Job& job, const Columns& c, int chunk, int stage, int group,
+                              const Rows& out) {
+    Chunk rows[4];
+    c.transpose(job.stages + stage * STAGE + AT_V + group * BOX, out, rows);
     const int token = job.token(chunk);
     const i64 apart = i64(a.heads) * (2 * SIZE);
     const i64 row = i64(job.sequence.batch) * a.tokens + job.sequence.first + token;
-    c.store_rows(box, out, a.out + row * apart + job.head * (2 * SIZE), apart, max(-token, 0),
-                 min(job.sequence.count - token, ROWS));
+    const int begin = max(-token, 0), end = min(job.sequence.count - token, ROWS);
+    c.store(rows, a.out + row * apart + job.head * (2 * SIZE), apart, begin, end);
+    c.give_back(job.ring.empty[stage], end - begin == ROWS);
 }
 
 __device__ inline void consume(const Args& a, const Job& job, int group) {
@@ -119,16 +123,15 @@ __device__ inline void consume(const Args& a, const Job& job, int group) {
         commit_products();
         hold(y);
         if (!REPLAYS) {
-            if (chunk > 0) {
-                store_output(a, job, c, chunk - 1, job.stages + before.stage * STAGE + AT_V + group * BOX, out);
-                c.give_back(job.ring.empty[before.stage]);
-                before.advance();
-            }
             hold(o);
             fence_products();
             issue<T, K_MAJOR, ROWS, false>(o, factor, stage);
             commit_products();
             hold(o);
+            if (chunk > 0) {
+                finish(a, job, c, chunk - 1, before.stage, group, out);
+                before.advance();
+            }
         }
         products_done<REPLAYS ? 0 : 1>();
         hold(y);
@@ -142,13 +145,17 @@ __device__ inline void consume(const Args& a, const Job& job, int group) {
 
         if (REPLAYS) {
             keep(factor);
-            char* states = a.states + job.item(chunk) * (2 * SIZE * SIZE);
-            c.store_tile(v, factor, states);
-            c.store_tile(v, factor + ROWS / 16, states + 2 * SIZE * ROWS);
-            c.store_tile(v, x, a.residuals + job.item(chunk) * (2 * SIZE * ROWS));
+            Chunk upper[4], lower[4], rows[4];
+            c.transpose(v, factor, upper);
+            c.transpose(v, factor + ROWS / 16, lower);
+            c.transpose(v, x, rows);
             products_done<0>();
             hold(c.state), keep(x);
-            c.give_back(job.ring.empty[at.stage]);
+            char* states = a.states + job.item(chunk) * (2 * SIZE * SIZE);
+            c.store(upper, states);
+            c.store(lower, states + 2 * SIZE * ROWS);
+            c.store(rows, a.residuals + job.item(chunk) * (2 * SIZE * ROWS));
+            c.give_back(job.ring.empty[at.stage], true);
             c.round<T>(factor);
             continue;
         }
@@ -162,7 +169,9 @@ __device__ inline void consume(const Args& a, const Job& job, int group) {
         commit_products();
         hold(o);
         if (is_cached && used <= ROWS) {
-            c.store_rows(v, x, held, 2 * SIZE, 0, used);
+            Chunk rows[4];
+            c.transpose(v, x, rows);
+            c.store(rows, held, 2 * SIZE, 0, used);
             if (c.part == 0) hold_chunk(a, job, stage);
         }
         products_done<1>();
@@ -178,8 +187,7 @@ __device__ inline void consume(const Args& a, const Job& job, int group) {
         // A cache's open chunk is not part of its state.
         if (is_cached && used >= ROWS && used < 2 * ROWS) c.store(a.state, item);
     }
-    if (!REPLAYS && job.chunks)
-        store_output(a, job, c, job.chunks - 1, job.stages + before.stage * STAGE + AT_V + group * BOX, out);
+    if (!REPLAYS && job.chunks) finish(a, job, c, job.chunks - 1, before.stage, group, out);
     if (a.state != nullptr && !is_cached) c.store(a.state, item);
 }
 
