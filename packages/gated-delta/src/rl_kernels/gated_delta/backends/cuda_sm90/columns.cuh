@@ -1,9 +1,8 @@
-// What both passes over chunks share: the ring of stages, its producer, and the columns of a state in registers.
+// Parts of the pass over chunks: the ring of stages, its producer, and the columns of a state in registers.
 //
 //   block      PARTS consumers, for all 128 value columns of a head or a half of them, and a producer warp, which is in
 //              a warpgroup of its own if there are two consumers
-//   stage      k and q, M and W, exp(G) and G of a chunk, and 64 columns of v, or of the output's gradient, for each
-//              consumer; STAGES in the ring
+//   stage      k and q, M and W, exp(G) and G of a chunk, and 64 columns of v for each consumer; STAGES in the ring
 //   rows       a warp reads its own 16 columns of v by ldmatrix, and writes results over them before it stores them
 #pragma once
 
@@ -72,12 +71,10 @@ __device__ inline void load_bytes(void* target, const void* source, int bytes, B
                  : "memory");
 }
 
-// Fills the ring with the chunks of a sequence, from the last one if REVERSED.
-template <bool REVERSED>
+// Fills the ring with the chunks of a sequence.
 __device__ inline void produce(const Job& job, const TensorMap& v_map, const char* units, const char* items) {
     Slot<STAGES> at;
-    for (int i = 0; i < job.chunks; ++i, at.advance()) {
-        const int chunk = REVERSED ? job.chunks - 1 - i : i;
+    for (int chunk = 0; chunk < job.chunks; ++chunk, at.advance()) {
         Barrier& full = job.ring.full[at.stage];
         char* stage = job.stages + at.stage * STAGE;
         job.ring.empty[at.stage].wait(at.parity ^ 1);
@@ -149,19 +146,9 @@ struct Columns {
             if (row >= from && row < to) *reinterpret_cast<Chunk*>(out) = rows[i];
         }
     }
-    // Stores all rows of a chunk, or half of a state, as rows of 128 numbers.
-    __device__ void store(const Chunk* rows, char* out) const { store(rows, out, 2 * SIZE, 0, ROWS); }
-    // Reads a state that was stored so.
-    __device__ void read(Chunk (&rows)[8], const char* states) const {
-        const char* at = states + lane / 2 * (2 * SIZE) + 2 * (part * WIDTH + 16 * warp) + lane % 2 * CHUNK;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) rows[i] = load_constant(at + 16 * i * (2 * SIZE));
-    }
-
-    // Gives a stage back, after this warp has stored what it last read from it: reads whose numbers were used are done. A
-    // fence waits for all products in flight, so it is left to the case that not all lanes may have stored (STORED).
-    __device__ void give_back(Barrier& empty, bool stored) const {
-        if (!stored) fence_copies();
+    // Gives a stage back, once this warp has read it; before stores to global memory, for which the fence would wait.
+    __device__ void give_back(Barrier& empty) const {
+        fence_copies();
         __syncwarp();
         if (lane == 0) empty.arrive();
     }
