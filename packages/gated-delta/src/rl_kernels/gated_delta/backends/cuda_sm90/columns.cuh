@@ -63,14 +63,6 @@ struct Job {
     __device__ int token(int chunk) const { return chunk * ROWS - sequence.opened; }
 };
 
-// Starts the copy of contiguous bytes, multiples of 16.
-__device__ inline void load_bytes(void* target, const void* source, int bytes, Barrier& barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared_address(target)),
-                 "l"(source), "r"(bytes), "r"(shared_address(&barrier))
-                 : "memory");
-}
-
 // Fills the ring with the chunks of a sequence.
 __device__ inline void produce(const Job& job, const TensorMap& v_map, const char* units, const char* items) {
     Slot<STAGES> at;
@@ -153,21 +145,5 @@ struct Columns {
         if (lane == 0) empty.arrive();
     }
 };
-
-// Issues d (+)= a b over the 16-term steps of `a`; b is a tile of 64 rows or columns a box. Close the group with
-// commit_products.
-template <class T, Major MAJOR, int N, bool ADDS, int STEPS>
-__device__ inline void issue(float (&d)[N / 2], const u32 (&a)[STEPS][4], const char* b) {
-    const u64 right = operand_at<MAJOR>(b);
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-        const u64 at = MAJOR == K_MAJOR ? advanced<MAJOR>(moved(right, step / 4 * BOX), step % 4)
-                                        : advanced<MAJOR>(right, step);
-        if (step == 0 && !ADDS)
-            Products<N>::template add<T, MAJOR, false>(d, a[step], at);
-        else
-            Products<N>::template add<T, MAJOR>(d, a[step], at);
-    }
-}
 
 }  // namespace rlk

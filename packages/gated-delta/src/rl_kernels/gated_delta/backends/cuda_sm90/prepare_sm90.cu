@@ -66,13 +66,6 @@ __device__ inline u32 matrices_at(int row, int chunk) {
     return chunk_at(row + lane % 8 + 8 * (DOWN_FIRST ? one : two), chunk + (DOWN_FIRST ? two : one));
 }
 
-// Starts the copy of contiguous bytes of shared memory to global memory.
-__device__ inline void store_bytes(void* target, const void* source, int bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target),
-                 "r"(shared_address(source)), "r"(bytes)
-                 : "memory");
-}
-
 // Two warps have the rows of q, the other two those of k: a lane has 16 bytes of every fourth row. Starts their copies
 // to the boxes; held keys come from the cache.
 constexpr int APART = THREADS / 2 / LANES;

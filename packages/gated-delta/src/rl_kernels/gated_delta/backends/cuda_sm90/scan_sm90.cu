@@ -114,16 +114,8 @@ __device__ inline void consume(const Args& a, const Job& job, int group) {
         const int used = job.sequence.count - job.token(chunk);
 
         job.ring.full[at.stage].wait(at.parity);
-        hold(y);
-        fence_products();
-        issue<T, K_MAJOR, ROWS, false>(y, factor, stage + AT_K);
-        commit_products();
-        hold(y);
-        hold(o);
-        fence_products();
-        issue<T, K_MAJOR, ROWS, false>(o, factor, stage);
-        commit_products();
-        hold(o);
+        issue_words_rows<T, ROWS, false>(factor, stage + AT_K, y);
+        issue_words_rows<T, ROWS, false>(factor, stage, o);
         if (chunk > 0) {
             finish(a, job, c, chunk - 1, before.stage, group, out);
             before.advance();
@@ -132,21 +124,14 @@ __device__ inline void consume(const Args& a, const Job& job, int group) {
         hold(y);
         subtract(c, y, v, decay, held, max(-job.token(chunk), 0), min(used, ROWS), x);
         c.scale(decay[ROWS - 1]);
-        hold(c.state), keep(x);
-        fence_products();
-        issue<T, MN_MAJOR, SIZE, true>(c.state, x, stage + AT_ITEM + AT_W);
-        commit_products();
-        hold(c.state);
+        keep(x);
+        issue_words<T, SIZE>(x, stage + AT_ITEM + AT_W, c.state);
 
         products_done<1>();
         hold(o), keep(factor);
 #pragma unroll
         for (int i = 0; i < ROWS / 2; ++i) o[i] *= decay[i / 4 * 8 + c.lane % 4 * 2 + i % 2];
-        hold(o);
-        fence_products();
-        issue<T, K_MAJOR, ROWS, true>(o, x, stage + AT_ITEM);
-        commit_products();
-        hold(o);
+        issue_words_rows<T, ROWS, true>(x, stage + AT_ITEM, o);
         if (is_cached && used <= ROWS) {
             Chunk rows[4];
             c.transpose(v, x, rows);

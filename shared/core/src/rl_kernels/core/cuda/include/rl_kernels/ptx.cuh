@@ -34,6 +34,13 @@ __device__ inline float inverse_fast(float x) {
     return y;
 }
 
+// 1 / sqrt(x) within two units in the last place; subnormals are flushed to 0.
+__device__ inline float inverse_root(float x) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // 2^x within two units in the last place; subnormals are flushed to 0.
 __device__ inline float exp2_fast(float x) {
     float y;
