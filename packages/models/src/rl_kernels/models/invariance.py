@@ -15,7 +15,7 @@ from torch import nn
 
 from rl_kernels.core.dispatch import choose
 from rl_kernels.det_gemm.op import OPERATOR, describe
-from rl_kernels.models import mixtures, pretrained
+from rl_kernels.models import hybrids, mixtures, pretrained
 from rl_kernels.models.fused.swaps import rotary_module, rotary_swap
 from rl_kernels.models.layers import replacement
 from rl_kernels.models.marks import Mark, mark, marks_of
@@ -248,6 +248,10 @@ def _subclasses(
             subclasses[name] = module, subclass
         elif reason := no_swap_reason or why_unknown(module):
             left[name] = reason
+    for name in list(left):
+        parent, _, child = name.rpartition(".")
+        if hybrids.is_part_of_delta_net(child, subclasses.get(parent, (None,))[0]):
+            del left[name]
     for name in [name for name, (module, _) in subclasses.items() if mixtures.is_router(module)]:
         block = name.rpartition(".")[0]
         if any(other.rpartition(".")[0] == block and mixtures.is_experts(modules[other]) for other in left):
