@@ -46,9 +46,9 @@ class DeltaLayer(LinearAttentionLayer):
     ) -> torch.Tensor:
         """Return the convolution of new inputs ``[B, T, D]``, and keep the last ones."""
         assert self.inputs is not None
-        out, last = causal_conv1d(
-            mixed, weight, bias, state=self.inputs[:, -PAST:], return_state=True, **layout
-        )
+        # Without a state nothing is saved for backward that changes in place.
+        state = self.inputs[:, -PAST:] if self.has_previous_state[0] else None
+        out, last = causal_conv1d(mixed, weight, bias, state=state, return_state=True, **layout)
         if self.record_past:
             self.inputs = torch.cat((self.inputs, _without_padding(mixed.detach(), layout.get("start"))), 1)
         else:
@@ -58,14 +58,9 @@ class DeltaLayer(LinearAttentionLayer):
     def attend(self, operands: tuple[torch.Tensor, ...], layout: dict[str, Any]) -> torch.Tensor:
         """Return the output of the gated delta rule for new tokens, and keep what the next ones need."""
         assert self.delta is not None
-        is_first, self.has_previous_state[0] = not self.has_previous_state[0], True
-        if not torch.is_grad_enabled() or not any([x.requires_grad for x in operands]):
+        self.has_previous_state[0] = True
+        if not torch.is_grad_enabled() or not _requires_grad(*operands):
             return _tensor(gated_delta_rule(*operands, cache=self.delta, **layout))
-        if not is_first:
-            raise ValueError(
-                "past_key_values: expected none, or an empty one, where gradients are computed: they do not pass "
-                "through the states of Gated DeltaNet layers; use torch.no_grad()"
-            )
         with torch.no_grad():
             gated_delta_rule(*(x.detach() for x in operands), cache=self.delta, **layout)
         # The same bits as with the cache.
@@ -139,8 +134,14 @@ class DeltaLayer(LinearAttentionLayer):
 def states_of(cache: Any, net: Any, mixed: torch.Tensor) -> DeltaLayer:
     """Return the states of a layer in a cache, empty ones before the first tokens ``mixed[B, T, D]``.
 
+    Args:
+        cache: of transformers; a layer for linear attention in it is replaced by ours.
+        net: the Gated DeltaNet.
+        mixed: the inputs of its convolution.
+
     Raises:
-        ValueError: the cache has no layer for linear attention there, or transformers' own code filled it.
+        ValueError: the cache has no layer for linear attention there, transformers' own code filled it, or it holds
+            tokens and gradients are computed.
     """
     index: int = net.layer_idx
     layers = cache.layers
@@ -158,7 +159,16 @@ def states_of(cache: Any, net: Any, mixed: torch.Tensor) -> DeltaLayer:
         layers[index] = layer = made
     if layer.delta is None:
         layer.fill(net, mixed)
+    if layer.has_previous_state[0] and torch.is_grad_enabled() and _requires_grad(mixed, *net.parameters()):
+        raise ValueError(
+            "past_key_values: expected none, or an empty one, where gradients are computed: they do not pass through "
+            "the states of Gated DeltaNet layers; use torch.no_grad()"
+        )
     return layer
+
+
+def _requires_grad(*tensors: torch.Tensor) -> bool:
+    return any([x.requires_grad for x in tensors])
 
 
 def _without_padding(inputs: torch.Tensor, start: torch.Tensor | None) -> torch.Tensor:
