@@ -10,6 +10,7 @@ from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib.derivatives import first_order
 from rl_kernels.det_gemm import det_gemm
 from rl_kernels.models import activations
+from rl_kernels.models.fused import delta_gates
 
 
 def gates(
@@ -18,7 +19,7 @@ def gates(
     """Return log decays ``-exp(a_log) softplus(a + dt_bias)`` and strengths ``sigmoid(b)``, both FP32.
 
     The formula is that of https://arxiv.org/abs/2412.06464. Gradients of a_log and dt_bias are sums over the tokens in
-    ascending order, as of a bias of ``det_linear``; tokens behind the last one with a gradient change no bit.
+    a fixed order; tokens behind the last one with a gradient change no bit.
 
     Args:
         a: ``[B, T, Hv]``, differentiable.
@@ -35,6 +36,8 @@ def gates(
 def _gates(
     a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if delta_gates.takes(a, b, a_log, dt_bias):
+        return delta_gates.delta_gates(a, b, a_log, dt_bias)
     decays = -a_log.float().exp() * activations.softplus(a.float() + dt_bias.float())
     return decays, activations.sigmoid(b.float())
 
@@ -62,6 +65,8 @@ def _gates_backward(
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
+    if delta_gates.takes(a, b, a_log, dt_bias):
+        return delta_gates.delta_gates_backward(grad_decays, grad_strengths, a, b, a_log, dt_bias)
     decays, strengths = _gates(a, b, a_log, dt_bias)
     slopes = activations.sigmoid(a.float() + dt_bias.float())
     grad_a = -a_log.float().exp() * slopes * grad_decays
