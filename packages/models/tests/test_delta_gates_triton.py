@@ -31,7 +31,10 @@ def test_gates_are_those_of_fp64(triton_on, triton_dtype, tokens):
     expected = -wide[2].exp() * F.softplus(wide[0] + wide[3], threshold=100), wide[1].sigmoid()
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=2e-6, atol=1e-34)
-    mine, theirs = (torch.autograd.grad(x, y, u) for x, y, u in ((found, given, upstream), (expected, wide, [u.double() for u in upstream])))
+    mine, theirs = (
+        torch.autograd.grad(x, y, u)
+        for x, y, u in ((found, given, upstream), (expected, wide, [u.double() for u in upstream]))
+    )
     for one, other, leaf in zip(mine, theirs, given, strict=True):
         assert one.dtype == leaf.dtype
         eps = max(torch.finfo(triton_dtype).eps, 2e-6)

@@ -140,7 +140,9 @@ def _refuse_lone_padding(mask: Any, config: Any) -> None:
     """Raise if single tokens of a hybrid are padding, which transformers does not tell its recurrent layers."""
     is_hybrid = "linear_attention" in (getattr(config, "layer_types", None) or ())
     if is_hybrid and not values_hidden(mask) and not mask[:, -1].all():
-        raise ValueError("attention_mask: expected no padding among tokens that come one at a time; pass several at once")
+        raise ValueError(
+            "attention_mask: expected no padding among tokens that come one at a time; pass several at once"
+        )
 
 
 def _probe_pattern(

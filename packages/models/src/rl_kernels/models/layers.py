@@ -134,7 +134,9 @@ def _recognized(module: nn.Module, eps: str, is_gated: bool) -> Form | None:
     if weight is not None:
         scale = (0.5 + torch.rand(width, generator=generator, dtype=torch.float32, device="cpu")).bfloat16()
         twin.__dict__["_parameters"]["weight"] = nn.Parameter(scale, requires_grad=False)
-    gate = torch.randn(4, width, generator=generator, dtype=torch.float32, device="cpu").bfloat16() if is_gated else None
+    gate = (
+        torch.randn(4, width, generator=generator, dtype=torch.float32, device="cpu").bfloat16() if is_gated else None
+    )
     try:
         with torch.no_grad():
             expected = type(module).forward(twin, probe, *([gate] if is_gated else []))

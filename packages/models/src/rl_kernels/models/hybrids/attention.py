@@ -1,6 +1,6 @@
 """The full attention of hybrids: the output is multiplied by the sigmoid of a gate, which comes with the queries.
 
-The forward of transformers' class calls ``torch.sigmoid``, which on a CPU rounds the last elements of a tensor otherwise.
+The forward of transformers' class calls ``torch.sigmoid``, which on a CPU rounds the end of a tensor differently.
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from rl_kernels.core.validate import HALF_AND_FLOAT
-from rl_kernels.gated_delta import causal_conv1d, gated_delta_rule
+from rl_kernels.gated_delta import causal_conv1d
 from rl_kernels.gated_delta.checks import SIZES
 from rl_kernels.gated_delta.conv_inputs import TAPS
 from rl_kernels.models.hybrids.gates import gates
+from rl_kernels.models.hybrids.rule import delta_rule
 from rl_kernels.models.subclasses import subclass
 from rl_kernels.models.swap import HOOK, original_of
 
@@ -91,7 +92,7 @@ def _computed(
     q, k = (x.unflatten(-1, (self.num_k_heads, self.head_k_dim)) for x in (q, k))
     v = v.unflatten(-1, (self.num_v_heads, self.head_v_dim))
     operands = (q, k, v, *gates(a, b, self.A_log, self.dt_bias))
-    out = gated_delta_rule(*operands, **layout) if states is None else states.attend(operands, layout)
+    out = delta_rule(*operands, **layout) if states is None else states.attend(operands, layout)
     heads = *shape, self.num_v_heads, self.head_v_dim
     result: torch.Tensor = self.out_proj(self.norm(out.view(heads), z.view(heads)).flatten(2))
     return result
@@ -120,7 +121,9 @@ def _layout(
 def _projected(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the inputs of the convolution ``[B, T, D]``, z, b and a."""
     if "in_proj_qkv" in self._modules:
-        return tuple(project(hidden_states) for project in (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a))
+        return tuple(
+            project(hidden_states) for project in (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+        )
     joined, gating = self.in_proj_qkvz(hidden_states), self.in_proj_ba(hidden_states)
     q, k, v, z, b, a = self.fix_query_key_value_ordering(joined, gating)
     return torch.cat([x.flatten(2) for x in (q, k, v)], -1), z, b, a

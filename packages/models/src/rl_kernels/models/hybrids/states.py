@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import LinearAttentionLayer
 
-from rl_kernels.gated_delta import DeltaCache, GatedDelta, causal_conv1d, gated_delta_rule
+from rl_kernels.gated_delta import DeltaCache, causal_conv1d
 from rl_kernels.gated_delta.conv_inputs import PAST
+from rl_kernels.models.hybrids.rule import delta_rule
 
 FOREIGN = "past_key_values: expected a cache that the model itself filled under the same invariant(), its layer {} {}"
 
@@ -33,7 +34,7 @@ class DeltaLayer(LinearAttentionLayer):
     def fill(self, net: Any, mixed: torch.Tensor) -> None:
         """Make empty states for the sequences of ``mixed[B, T, D]``."""
         batch, device = mixed.shape[0], mixed.device
-        self.dtype, self.device = mixed.dtype, device
+        self.dtype, self.device = mixed.dtype, device  # type: ignore[assignment]
         self.inputs = mixed.new_zeros(batch, PAST, mixed.shape[2])
         sizes = net.num_k_heads, net.num_v_heads, net.head_k_dim, net.head_v_dim
         self.delta = DeltaCache.empty(batch, *sizes, dtype=mixed.dtype, device=device)
@@ -60,11 +61,11 @@ class DeltaLayer(LinearAttentionLayer):
         assert self.delta is not None
         self.has_previous_state[0] = True
         if not torch.is_grad_enabled() or not _requires_grad(*operands):
-            return _tensor(gated_delta_rule(*operands, cache=self.delta, **layout))
+            return delta_rule(*operands, cache=self.delta, **layout)
         with torch.no_grad():
-            gated_delta_rule(*(x.detach() for x in operands), cache=self.delta, **layout)
+            delta_rule(*(x.detach() for x in operands), cache=self.delta, **layout)
         # The same bits as with the cache.
-        return _tensor(gated_delta_rule(*operands, **layout))
+        return delta_rule(*operands, **layout)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens, if none of them is older than the open chunk of 64.
@@ -76,12 +77,16 @@ class DeltaLayer(LinearAttentionLayer):
         if not self.record_past:
             raise RuntimeError("crop: expected activate_past_recording() on the cache before the tokens to forget came")
         if tokens_to_remove > 0:
-            raise ValueError(f"tokens_to_remove: expected the number of tokens to forget, negative, got {tokens_to_remove}")
+            raise ValueError(
+                f"tokens_to_remove: expected the number of tokens to forget, negative, got {tokens_to_remove}"
+            )
         if self.inputs is None or self.delta is None:
             return
         kept = self.inputs.shape[1] + tokens_to_remove
         if kept < PAST:
-            raise ValueError(f"tokens_to_remove: expected at most {self.inputs.shape[1] - PAST} tokens, got {-tokens_to_remove}")
+            raise ValueError(
+                f"tokens_to_remove: expected at most {self.inputs.shape[1] - PAST} tokens, got {-tokens_to_remove}"
+            )
         self.delta.crop(self.delta.lengths + tokens_to_remove)
         self.inputs = self.inputs[:, kept - PAST : kept].contiguous()
 
@@ -148,9 +153,10 @@ def states_of(cache: Any, net: Any, mixed: torch.Tensor) -> DeltaLayer:
     layer = layers[index] if index < len(layers) else None
     if type(layer) is not DeltaLayer:
         if type(layer) is not LinearAttentionLayer:
+            kind = "missing" if layer is None else f"a {type(layer).__name__}"
             raise ValueError(
-                f"past_key_values: expected a cache made with the model's config, such as DynamicCache(config=config), "
-                f"its layer {index} is a {type(layer).__name__}"
+                "past_key_values: expected a cache made with the model's config, such as DynamicCache(config=config), "
+                f"its layer {index} is {kind}"
             )
         if layer.has_previous_state[0]:
             raise ValueError(FOREIGN.format(index, "was filled by transformers' own code"))
@@ -177,8 +183,3 @@ def _without_padding(inputs: torch.Tensor, start: torch.Tensor | None) -> torch.
         return inputs
     place = torch.arange(inputs.shape[1], device=inputs.device)
     return torch.where((place >= start[:, None])[..., None], inputs, 0.0)
-
-
-def _tensor(out: torch.Tensor | GatedDelta) -> torch.Tensor:
-    assert isinstance(out, torch.Tensor)
-    return out
