@@ -20,7 +20,7 @@ def package(tmp_path, monkeypatch):
     (tmp_path / "canary.json").write_text(json.dumps({"sm80": {"triton": {}}}), encoding="utf-8")
     toy = Operator("toy", "toy", "", (), frozenset(), {}, {}, (), lambda: None)
     monkeypatch.setattr(record_canary.kernel_registry, "load", lambda name: toy)
-    monkeypatch.setattr(record_canary, "files", lambda package: tmp_path)
+    monkeypatch.setattr(record_canary, "file_of", lambda canary: tmp_path / "canary.json")
     return tmp_path
 
 

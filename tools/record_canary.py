@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from rl_kernels.core.canary import file_of
 from rl_kernels.core.command import Parser, write_json
 from rl_kernels.core.registry import kernel_registry
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     for name, records in records_by_operator.items():
-        file = Path(str(files(kernel_registry.load(name).package) / "canary.json"))
+        file = file_of(kernel_registry.load(name).canary)
         known = json.loads(file.read_text(encoding="utf-8"))
         write_json(file, {**known, **records})
         print(f"{file}: {', '.join(records)}")

@@ -28,7 +28,7 @@ def test_digest_depends_on_the_order_of_the_sum(monkeypatch):
 
 
 def test_canary_runs_after_a_compiled_call(monkeypatch):
-    monkeypatch.setattr(canaries, "records_of", lambda package: {"cpu": {"native": {"fp32": {"forward": "0" * 64}}}})
+    monkeypatch.setattr(canaries, "records_of", lambda canary: {"cpu": {"native": {"fp32": {"forward": "0" * 64}}}})
     monkeypatch.setattr(canaries, "_passed", set())
     torch.compiler.reset()
     layer, x = DetLinear(3, 2), torch.ones(2, 3)

@@ -7,11 +7,11 @@ from rl_kernels.lab.check.conformance import Conformance
 HERE = "rl_kernels.gated_delta"
 NATIVE = (
     Bug("a row sees itself", "row < row[:, None], between", "row <= row[:, None], between"),
-    Bug("decay left out of the state", "last.exp()[..., None] * rows.state)", "rows.state)"),
-    Bug("the inverse ends early", "range(BLOCK - 1)", "range(BLOCK - 2)"),
+    Bug("decay left out of the state", "decays[part][..., -1:].exp()[..., None] * state", "state"),
+    Bug("the inverse ends early", "range(CHUNK - 1):\n        result", "range(CHUNK - 2):\n        result"),
     Bug("padding is read", "begin + row - ahead, batch * count)", "begin + row - ahead, batch * count - 1)"),
-    Bug("gradient of the decay at the end left out", "ddecays[..., -1] += at_last", "ddecays[..., -1] += 0"),
-    Bug("gradient of keys through the state left out", "multiply(faded, dstate.mT, dk)", "dk"),
+    Bug("gradient of the decay at the end left out", "ddecays[..., -1] += row_sum(leaving) +", "ddecays[..., -1] +="),
+    Bug("gradient of keys through the state left out", "multiply(chunks.faded, dweights, dk)", "dk"),
 )
 TRITON = (
     Bug(

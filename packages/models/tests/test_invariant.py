@@ -212,7 +212,7 @@ def test_invariant_looks_before_it_swaps(monkeypatch):
     monkeypatch.setattr(canary, "_passed", set())
     arch = f"sm{''.join(map(str, torch.cuda.get_device_capability()))}"
     wrong = {"fp32": {"forward": "0" * 64}}
-    monkeypatch.setattr(canary, "records_of", lambda package: {arch: {"triton": wrong}})
+    monkeypatch.setattr(canary, "records_of", lambda canary: {arch: {"triton": wrong}})
     layer = torch.nn.Linear(16, 16, device="cuda")
     with pytest.raises(CanaryMismatch):
         invariant(layer)

@@ -56,7 +56,7 @@ def runs(monkeypatch):
 def record(monkeypatch):
     def set_to(**digests):
         known = {"cpu": {"native": {dtype: {"forward": each} for dtype, each in digests.items()}}}
-        monkeypatch.setattr(canary, "records_of", lambda package: known)
+        monkeypatch.setattr(canary, "records_of", lambda canary: known)
 
     return set_to
 

@@ -67,6 +67,7 @@ OPERATOR = Operator(
     describe=describe,
     spec="rl_kernels.gated_delta.spec.conv_cases",
     bench="rl_kernels.gated_delta.spec.conv_bench",
+    canary="rl_kernels.gated_delta.conv_canary",
 )
 
 ops = define(OPERATOR)

@@ -97,6 +97,7 @@ OPERATOR = Operator(
         ),
     ),
     describe=describe,
+    canary="rl_kernels.gated_delta.canary",
 )
 
 ops = define(OPERATOR)

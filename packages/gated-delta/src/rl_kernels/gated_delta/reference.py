@@ -102,12 +102,14 @@ def _chunked(
         decay, strength = decay.cumsum(1), strength[..., None]
         is_past = torch.ones(decay.shape[1], decay.shape[1], dtype=torch.bool, device=q.device).tril()
         between = torch.where(is_past, decay[..., None] - decay[..., None, :], -torch.inf).exp()
-        below = rounded(between * (b @ b.mT)).tril(-1)
-        factor, grown = rounded(state), decay.exp()[..., None]
-        sides = rounded(strength * (c - grown * (b @ factor)))
-        system = torch.eye(decay.shape[1], device=q.device) + strength * below
-        u = rounded(torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True))
-        outs.append(grown * (a @ factor) + rounded(between * (a @ b.mT)) @ u)
-        faded = rounded((decay[:, -1:] - decay).exp()[..., None] * u)
-        state = decay[:, -1:, None].exp() * state + b.mT @ faded
+        grown, fading = decay.exp()[..., None], (decay[:, -1:] - decay).exp()[..., None]
+        system = torch.eye(decay.shape[1], device=q.device) + strength * (between * (b @ b.mT)).tril(-1)
+        start = torch.diag_embed(strength[..., 0])
+        inverse = torch.linalg.solve_triangular(system, start, upper=False, unitriangular=True)
+        mixing = rounded(rounded(between * (a @ b.mT)) @ rounded(inverse))
+        weights = rounded(rounded(fading * inverse).mT @ b)
+        factor = rounded(state)
+        residuals = rounded(c - grown * (b @ factor))
+        outs.append(grown * (a @ factor) + mixing @ residuals)
+        state = decay[:, -1:, None].exp() * state + weights.mT @ residuals
     return torch.cat(outs, 1) if outs else torch.zeros_like(v, dtype=torch.float32), state

@@ -2,8 +2,8 @@
 
 The order of sums fixes the bits of an operator (its guide). But a driver, compiler or library that adds in another
 order, or has another logarithm, would change them silently. So the first eager call for an operator, backend, device
-and dtype makes the calls of the operator's module ``canary``, and compares a digest of their results with its
-``canary.json``. What is recorded nowhere, such as a CPU's bits, is not compared. ``rl-kernels doctor --canary``
+and dtype makes the calls of the operator's module ``canary``, and compares a digest of their results with the JSON
+file beside it. What is recorded nowhere, such as a CPU's bits, is not compared. ``rl-kernels doctor --canary``
 compares gradients too.
 
 ``RL_KERNELS_CANARY`` says what happens on other bits: ``raise`` (the default, also if empty), ``warn``, or ``off``.
@@ -167,7 +167,7 @@ def recorded(operator: Operator, arch: str, backend: str, dtype: torch.dtype) ->
     """Return the recorded digests of a backend, or None."""
     name = next((name for name, other in DTYPES.items() if other == dtype), "")
     of_user = records_of_user.get(arch, {}).get(operator.name, {}).get(backend, {}).get(name)
-    return of_user or records_of(operator.package).get(arch, {}).get(backend, {}).get(name)
+    return of_user or records_of(operator.canary).get(arch, {}).get(backend, {}).get(name)
 
 
 def expected(operator: Operator, call: Call, backend: Backend) -> str | None:
@@ -178,9 +178,15 @@ def expected(operator: Operator, call: Call, backend: Backend) -> str | None:
 
 
 @functools.cache
-def records_of(package: str) -> Mapping[str, Mapping[str, Mapping[str, Digests]]]:
-    """Return the records of an operator's package: digests by architecture, backend and dtype."""
-    return json.loads((files(package) / "canary.json").read_text(encoding="utf-8"))
+def records_of(canary: str) -> Mapping[str, Mapping[str, Mapping[str, Digests]]]:
+    """Return the records of an operator's canary: digests by architecture, backend and dtype."""
+    return json.loads(file_of(canary).read_text(encoding="utf-8"))
+
+
+def file_of(canary: str) -> Path:
+    """Return the file with the records of a canary, beside its module."""
+    package, _, name = canary.rpartition(".")
+    return Path(str(files(package) / f"{name}.json"))
 
 
 def digest(results: Iterable[torch.Tensor]) -> str:

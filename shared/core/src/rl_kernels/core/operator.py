@@ -135,8 +135,8 @@ class Operator:
             with several operators has one for each.
         bench: import path of the module that holds its ``BENCH``; by default ``spec.bench`` of the package.
         canary: import path of the module with the calls of its canary (``core.canary``): ``results`` and
-            ``gradients`` take (dtype, device, backend) and yield tensors. Its records are in ``canary.json`` of the
-            package. By default it has none.
+            ``gradients`` take (dtype, device, backend) and yield tensors. Its records are in the JSON file of
+            that name beside it. By default it has none.
     """
 
     name: str

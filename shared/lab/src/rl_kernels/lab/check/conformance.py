@@ -181,7 +181,7 @@ class Conformance(Rules, FarApart):
         assert runs[0] == runs[1]
         digests = [digest for by_pass in runs[0].values() for digest in by_pass.values()]
         assert len(set(digests)) == len(digests) == len(canary.BITS) * len(canary.PASSES)
-        for arch, backends in canary.records_of(self.operator.package).items():
+        for arch, backends in canary.records_of(self.operator.canary).items():
             assert arch.startswith(("sm", "gfx"))
             for backend, dtypes in backends.items():
                 self.operator.backend(backend)
@@ -191,7 +191,7 @@ class Conformance(Rules, FarApart):
     def test_the_canary_has_the_recorded_bits(self) -> None:
         """Rule 6 over time: this GPU, its driver and the compilers give the bits that they gave when recorded."""
         has = self.operator.canary
-        record = canary.records_of(self.operator.package).get(arch_of("cuda")) if has else None
+        record = canary.records_of(self.operator.canary).get(arch_of("cuda")) if has else None
         if record is None:
             pytest.skip("nothing is recorded for this architecture")
         assert {name: _bits(self.operator, name, device()) for name in record} == record
