@@ -172,6 +172,8 @@ def invariant(model: nn.Module, *, strict: bool = False, routes: Sequence[torch.
       Its frequencies get the bits that the CPU computes, wherever the model was made.
     - Experts of a mixture of transformers run on ``experts``, and its router, recognized by its result for random rows,
       on ``route``: tokens choose the same experts in any batch. Noise in training raises.
+    - Gated DeltaNet layers of Qwen3-Next and Qwen3.5 run on ``causal_conv1d`` and ``gated_delta_rule``: prefill, pieces
+      and decode through transformers' caches give a token the same bits. Continuous batching does not run these models.
     - A model of transformers gets ``det_attention``, as the implementation ``rl_kernels_flash``: padding, packing,
       batch, KV cache, chunks and continuous batching change no bit. With padding on the left, pass ``position_ids``, as
       ``generate`` does. Dropout in attention raises.

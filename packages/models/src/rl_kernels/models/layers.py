@@ -121,7 +121,7 @@ def _norm(module: nn.Module) -> Replacement:
     return (_gated if is_gated else row_wise)(type(module), form, eps), ""
 
 
-def _recognized(module: nn.Module, eps: str, is_gated: bool) -> Form | None:
+def _recognized(module: nn.Module, eps: str, is_gated: bool = False) -> Form | None:
     """Return the form of a norm, recognized by its result for random rows, a random weight and a random gate."""
     generator = torch.Generator().manual_seed(0)
     weight = getattr(module, "weight", None)
