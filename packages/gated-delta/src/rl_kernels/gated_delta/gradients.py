@@ -1,81 +1,19 @@
-"""The backward pass of gated_delta_rule in PyTorch: the chunks in reverse, then all at once, in the dtype of sums.
+"""Gradients of the chunks of a call in PyTorch: in reverse through the states, then of all chunks at once.
 
-The chunks are computed again, and the states at their starts are kept. A key's gradient adds up in this order: through
-the states, the weights, products of keys, products with queries; value heads that share a key ascend.
+A key's gradient adds up in this order: through the states, the weights, products of keys, products with queries; value
+heads that share a key ascend.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from rl_kernels.core.rowwise.sums import row_sum
-from rl_kernels.gated_delta.chunks import (
-    Chunks,
-    Rows,
-    chunks_of,
-    multiply,
-    next_state,
-    normalized,
-    rounded,
-    rows_of,
-    solved,
-)
+from rl_kernels.gated_delta.chunks import Chunks, Rows, multiply, normalized, rounded, solved
 from rl_kernels.gated_delta.constants import CHUNK
-from rl_kernels.gated_delta.inputs import COUNT, Inputs, state_dtype
-from rl_kernels.gated_delta.places import places_of
 
 
-def backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of q, k, v, g, beta and the initial state."""
-    inputs, (grad, grad_state, _) = Inputs(*arguments[:COUNT]), arguments[COUNT:]
-    computed = state_dtype(inputs.q.dtype)
-    shape = inputs.state_shape
-    state = inputs.q.new_zeros(shape, dtype=computed) if inputs.initial_state is None else inputs.initial_state.clone()
-    dstate = torch.zeros_like(state) if grad_state is None else grad_state.clone()
-    places = places_of(inputs)
-    results = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs[:5]]
-    if places.parts:
-        chunks = chunks_of(inputs, places)
-        upstream = places.rows_of(grad, computed).mul_(inputs.scale)
-        kept = []
-        for part in places.parts:
-            sequences = places.sequences[part]
-            kept.append(rows_of(chunks, part, state[sequences]))
-            state[sequences] = next_state(chunks, part, kept[-1], state[sequences])
-        through = _through_states(chunks, upstream, dstate)
-        rows = [*_chunks(chunks, Rows(*map(torch.cat, zip(*kept, strict=True))), upstream, *through)]
-        for number in (0, 1):
-            rows[number] = _over_group(rows[number], inputs.group)
-        for target, value in zip(results, rows, strict=True):
-            places.put(target, value)
-        if inputs.normalize_qk:
-            for number, x in ((0, inputs.q), (1, inputs.k)):
-                dense = torch.zeros_like(x, dtype=computed, memory_format=torch.contiguous_format)
-                places.put(dense, rows[number])
-                results[number] = _through_norm(dense, x).to(x.dtype)
-    return *results, dstate if inputs.initial_state is not None else dstate.new_empty(0)
-
-
-def _over_group(x: torch.Tensor, group: int) -> torch.Tensor:
-    """Return the sums over value heads that share a key, ``[M, Hk, 64, D]``, in ascending order."""
-    heads = x.unflatten(1, (-1, group)).unbind(2)
-    total = heads[0]
-    for head in heads[1:]:
-        total = total + head
-    return total
-
-
-def _through_norm(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of x from that of x divided by its norm; 0 where the gradient is 0."""
-    unit, inverse = normalized(x)
-    result = inverse * (grad - unit * row_sum(unit * grad)[..., None])
-    # Padding may hold NaN.
-    return torch.where((grad == 0).all(-1, keepdim=True), 0.0, result)
-
-
-def _through_states(chunks: Chunks, upstream: torch.Tensor, dstate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def through_states(chunks: Chunks, upstream: torch.Tensor, dstate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of the residuals and of the state after each chunk.
 
     Take the gradients of the last states, and overwrite them with those of the first.
@@ -92,7 +30,7 @@ def _through_states(chunks: Chunks, upstream: torch.Tensor, dstate: torch.Tensor
     return dresiduals, dstates
 
 
-def _chunks(
+def of_chunks(
     chunks: Chunks, rows: Rows, upstream: torch.Tensor, dx: torch.Tensor, dnext: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradients of q, k, v, g and beta, from those of the output, the residuals and the next states."""
@@ -133,3 +71,20 @@ def _sums_from_end(x: torch.Tensor) -> torch.Tensor:
     for t in reversed(range(CHUNK - 1)):
         result[..., t] += result[..., t + 1]
     return result
+
+
+def over_group(x: torch.Tensor, group: int) -> torch.Tensor:
+    """Return the sums over value heads that share a key, ``[M, Hk, 64, D]``, in ascending order."""
+    heads = x.unflatten(1, (-1, group)).unbind(2)
+    total = heads[0]
+    for head in heads[1:]:
+        total = total + head
+    return total
+
+
+def through_norm(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of x from that of x divided by its norm; 0 where the gradient is 0."""
+    unit, inverse = normalized(x)
+    result = inverse * (grad - unit * row_sum(unit * grad)[..., None])
+    # Padding may hold NaN.
+    return torch.where((grad == 0).all(-1, keepdim=True), 0.0, result)

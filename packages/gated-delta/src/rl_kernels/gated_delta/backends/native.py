@@ -16,13 +16,11 @@ from typing import Any
 import torch
 
 from rl_kernels.gated_delta.cache import DeltaCache
-from rl_kernels.gated_delta.chunks import chunks_of, next_state, output_of, rows_of
+from rl_kernels.gated_delta.chunks import Rows, chunks_of, next_state, output_of, rows_of
 from rl_kernels.gated_delta.constants import CHUNK
-from rl_kernels.gated_delta.gradients import backward
+from rl_kernels.gated_delta.gradients import of_chunks, over_group, through_norm, through_states
 from rl_kernels.gated_delta.inputs import COUNT, Inputs, state_dtype
 from rl_kernels.gated_delta.places import places_of
-
-__all__ = ["backward", "continued", "forward"]
 
 
 def forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,3 +71,29 @@ def continued(*arguments: Any) -> torch.Tensor:
     is_token = places.tokens < inputs.q.shape[0] * inputs.q.shape[1]
     cache.lengths.add_(counts.index_add_(0, places.sequences, is_token.sum(1).to(counts.dtype)))
     return out
+
+
+def backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of q, k, v, g, beta and the initial state, the last one empty unless it is asked for."""
+    inputs, (grad, grad_state, needs_state) = Inputs(*arguments[:COUNT]), arguments[COUNT:]
+    state = initial_state(inputs)
+    dstate = torch.zeros_like(state) if grad_state is None else grad_state.clone()
+    places = places_of(inputs)
+    results = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs[:5]]
+    if places.parts:
+        chunks = chunks_of(inputs, places)
+        upstream = places.rows_of(grad, state.dtype).mul_(inputs.scale)
+        kept = []
+        for part in places.parts:
+            sequences = places.sequences[part]
+            kept.append(rows_of(chunks, part, state[sequences]))
+            state[sequences] = next_state(chunks, part, kept[-1], state[sequences])
+        through = through_states(chunks, upstream, dstate)
+        dq, dk, *others = of_chunks(chunks, Rows(*map(torch.cat, zip(*kept, strict=True))), upstream, *through)
+        for number, (x, rows) in enumerate(((inputs.q, dq), (inputs.k, dk))):
+            dense = torch.zeros_like(x, dtype=state.dtype, memory_format=torch.contiguous_format)
+            places.put(dense, over_group(rows, inputs.group))
+            results[number] = (through_norm(dense, x) if inputs.normalize_qk else dense).to(x.dtype)
+        for target, rows in zip(results[2:], others, strict=True):
+            places.put(target, rows)
+    return *results, dstate if needs_state else dstate.new_empty(0)
