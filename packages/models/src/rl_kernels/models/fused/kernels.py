@@ -20,9 +20,13 @@ def rounded_product(x, y, LIKE):
 @triton.jit
 def rotate_heads(
     X, OUT, c, s, c_, s_, x_head, out_head, d, inside,
-    HEADS: tl.constexpr, PART: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr,
+    HEADS: tl.constexpr, PART: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, ROOM: tl.constexpr,
+    BACK: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the heads of one token, PART at a time; c and s are for the first half, c_ and s_ for the second."""
+    """Rotate the heads of one token, PART at a time; c and s are for the first half, c_ and s_ for the second.
+
+    The REST numbers behind both halves are copied.
+    """
     for first in tl.static_range(0, HEADS, PART):
         heads = first + tl.arange(0, PART)
         mask = (heads < HEADS)[:, None] & inside[None, :]
@@ -41,6 +45,13 @@ def rotate_heads(
         place = heads.to(tl.int64)[:, None] * out_head + d[None, :]
         tl.store(OUT + place, y.to(OUT.dtype.element_ty), mask=mask)
         tl.store(OUT + place + HALF, z.to(OUT.dtype.element_ty), mask=mask)
+        if REST:
+            e = tl.arange(0, ROOM)
+            mask = (heads < HEADS)[:, None] & (e < REST)[None, :]
+            place = heads.to(tl.int64)[:, None] * x_head + (2 * HALF + e)[None, :]
+            rest = tl.load(X + place, mask=mask, other=0.0)
+            place = heads.to(tl.int64)[:, None] * out_head + (2 * HALF + e)[None, :]
+            tl.store(OUT + place, rest.to(OUT.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=("tokens",))
@@ -48,10 +59,12 @@ def rotate(
     Q, K, COS, SIN, Q_OUT, K_OUT, PLACES, tokens,
     q_batch, q_head, q_token, k_batch, k_head, k_token, cos_batch, cos_token,
     q_out_batch, q_out_head, q_out_token, k_out_batch, k_out_head, k_out_token,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
-    BACK: tl.constexpr, PLACED: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
+    ROOM: tl.constexpr, PART: tl.constexpr, BACK: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate queries and keys ``[B, H, T, 2 HALF]`` by ``COS, SIN[B, T, 2 HALF]``; BACK: gradients. Grid: tokens.
+    """Rotate the first 2 HALF numbers of ``Q, K[B, H, T, 2 HALF + REST]`` by ``COS, SIN[B, T, 2 HALF]``. Grid: tokens.
+
+    BACK: gradients.
 
     PLACED: by the rows ``PLACES[B T]`` of ``COS, SIN[P, 2 HALF]``.
     """
@@ -67,8 +80,8 @@ def rotate(
     c_, s_ = tl.load(COS + place, mask=inside).to(tl.float32), tl.load(SIN + place, mask=inside).to(tl.float32)
     q, q_out = Q + b * q_batch + t * q_token, Q_OUT + b * q_out_batch + t * q_out_token
     k, k_out = K + b * k_batch + t * k_token, K_OUT + b * k_out_batch + t * k_out_token
-    rotate_heads(q, q_out, c, s, c_, s_, q_head, q_out_head, d, inside, Q_HEADS, PART, HALF, BACK)
-    rotate_heads(k, k_out, c, s, c_, s_, k_head, k_out_head, d, inside, K_HEADS, PART, HALF, BACK)
+    rotate_heads(q, q_out, c, s, c_, s_, q_head, q_out_head, d, inside, Q_HEADS, PART, HALF, REST, ROOM, BACK)
+    rotate_heads(k, k_out, c, s, c_, s_, k_head, k_out_head, d, inside, K_HEADS, PART, HALF, REST, ROOM, BACK)
 
 
 @triton.jit
