@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from rl_kernels.core import batched
+from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
 from rl_kernels.core.torchlib.ops import define
 from rl_kernels.core.triton_lib.launch import triton_backend
+from rl_kernels.core.triton_lib.launch import why_not as triton_why_not
 from rl_kernels.gated_delta.constants import CHUNK
 from rl_kernels.gated_delta.inputs import COUNT, Inputs, state_dtype
 
@@ -72,6 +74,20 @@ def _limits(call: Call) -> str | None:
     return None
 
 
+HEAD_SIZE = 128
+"""Dk and Dv of the CUDA C++ kernels."""
+
+
+def _cuda_limits(call: Call) -> str | None:
+    if call.dtype == torch.float32:
+        return "takes BF16 and FP16"
+    sizes = [f"{name} = {call.traits[name]}" for name in ("Dk", "Dv") if call.traits.get(name, HEAD_SIZE) != HEAD_SIZE]
+    if sizes:
+        return f"takes heads of {HEAD_SIZE} numbers, and {sizes[0]}"
+    # Gradients are Triton's.
+    return triton_why_not(call)
+
+
 def _note(call: Call) -> str | None:
     """Return the note of ``explain`` on native: how products over the head size are computed."""
     if call.device.type != "cpu" or call.dtype == torch.float64 or "Dk" not in call.traits:
@@ -88,6 +104,9 @@ OPERATOR = Operator(
     schemas=SCHEMAS,
     fakes=FAKES,
     backends=(
+        cuda_backend(
+            "cuda-sm90", "rl_kernels.gated_delta.backends.cuda_sm90.backend", archs="sm_90", limits=_cuda_limits
+        ),
         triton_backend("rl_kernels.gated_delta.backends.triton.backend", _limits),
         Backend(
             "native",

@@ -20,6 +20,13 @@ __device__ inline void load_matrices(u32 (&word)[2], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(word[0]), "=r"(word[1]) : "r"(at));
 }
 
+// Loads four 8 x 8 matrices, each transposed; addresses as above.
+__device__ inline void load_transposed(u32 (&word)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+                 : "r"(at));
+}
+
 // Adds the product a b of 16 terms to d in FP32. T: BF16 or FP16.
 template <class T>
 __device__ inline void add_product(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {

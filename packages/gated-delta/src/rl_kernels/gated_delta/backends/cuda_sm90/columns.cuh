@@ -1,0 +1,178 @@
+// What both passes over chunks share: the ring of stages, its producer, and the columns of a state in registers.
+//
+//   block      PARTS consumers, for all 128 value columns of a head or a half of them, and a producer warp, which is in
+//              a warpgroup of its own if there are two consumers
+//   stage      k and q, M and W, exp(G) and G of a chunk, and 64 columns of v, or of the output's gradient, for each
+//              consumer; STAGES in the ring
+//   rows       a warp reads its own 16 columns of v by ldmatrix, and writes results over them before it stores them
+#pragma once
+
+#include <rl_kernels/boxes.cuh>
+#include <rl_kernels/products.cuh>
+#include <rl_kernels/warp_mma.cuh>
+
+#include "places.cuh"
+
+namespace rlk {
+
+constexpr int WIDTH = 64, THREADS = PARTS == 1 ? WARPGROUP + WARP : 3 * WARPGROUP, WARPS = WARPGROUP / WARP;
+// A stage: q, k, v of each part, then the item; whole atoms of the swizzle.
+constexpr int AT_K = UNIT, AT_V = UNITS, AT_ITEM = AT_V + PARTS * BOX;
+constexpr int STAGE = (AT_ITEM + ITEM + 1023) / 1024 * 1024;
+
+// Rows of a chunk as left operands, and columns of a state: `words` of the 16-bit numbers that a thread holds of
+// 64 columns, 16 rows of them after the other.
+using Rows = u32[ROWS / 16][4];
+using Factor = u32[SIZE / 16][4];
+
+struct Ring {
+    Barrier full[STAGES], empty[STAGES];
+
+    // By all threads of the block.
+    __device__ void init() {
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < STAGES; ++i) full[i].init(1), empty[i].init(PARTS * WARPS);
+            fence_init();
+        }
+        __syncthreads();
+    }
+};
+
+// A sequence and a head of a block, its first part, and the ring with its stages in shared memory.
+struct Job {
+    Ring& ring;
+    char* stages;
+    Sequence sequence;
+    int s, head, heads, key_head, key_heads, part, chunks;
+
+    __device__ Job(Ring& ring, char* memory, const Places& places, int heads, int key_heads)
+        : ring(ring),
+          stages(memory + (0u - shared_address(memory)) % 1024),
+          sequence(sequence_at(places, blockIdx.x)),
+          s(blockIdx.x),
+          head(blockIdx.y),
+          heads(heads),
+          key_head(head / (heads / key_heads)),
+          key_heads(key_heads),
+          part(blockIdx.z * PARTS),
+          chunks(sequence.chunks()) {}
+
+    // The number of this head in tensors [slots, Hv] and [sequences, Hv].
+    __device__ i64 item(int chunk) const { return i64(sequence.slot + chunk) * heads + head; }
+    __device__ i64 sequence_item() const { return i64(s) * heads + head; }
+    // The token of row 0 of a chunk, counted from the sequence's first one; negative if the cache has rows before it.
+    __device__ int token(int chunk) const { return chunk * ROWS - sequence.opened; }
+};
+
+// Starts the copy of contiguous bytes, multiples of 16.
+__device__ inline void load_bytes(void* target, const void* source, int bytes, Barrier& barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(target)),
+                 "l"(source), "r"(bytes), "r"(shared_address(&barrier))
+                 : "memory");
+}
+
+// Fills the ring with the chunks of a sequence, from the last one if REVERSED.
+template <bool REVERSED>
+__device__ inline void produce(const Job& job, const TensorMap& v_map, const char* units, const char* items) {
+    Slot<STAGES> at;
+    for (int i = 0; i < job.chunks; ++i, at.advance()) {
+        const int chunk = REVERSED ? job.chunks - 1 - i : i;
+        Barrier& full = job.ring.full[at.stage];
+        char* stage = job.stages + at.stage * STAGE;
+        job.ring.empty[at.stage].wait(at.parity ^ 1);
+        full.arrive_expecting(UNITS + ITEM + PARTS * BOX);
+        load_bytes(stage, units + (i64(job.sequence.slot + chunk) * job.key_heads + job.key_head) * UNITS, UNITS, full);
+        for (int part = 0; part < PARTS; ++part)
+            load_box(stage + AT_V + part * BOX, v_map, job.sequence.batch, job.sequence.first + job.token(chunk), job.head,
+                     (job.part + part) * WIDTH, full);
+        load_bytes(stage + AT_ITEM, items + job.item(chunk) * ITEM, ITEM, full);
+    }
+}
+
+// 64 value columns of a state: state[4 j + 2 h + e] of lane l is number (d, c) with d = 8 j + 2 (l % 4) + e, and
+// c = l / 4 + 8 h of the 16 columns of this warp.
+struct Columns {
+    const int lane = threadIdx.x % WARP, warp = warp_index() % WARPS;
+    const int part;
+    float state[SIZE / 2];
+
+    __device__ explicit Columns(int part) : part(part) {}
+
+    __device__ int column() const { return part * WIDTH + 16 * warp + lane / 4; }
+
+    // Of states [items, 128, 128]; zeros where there are none.
+    __device__ void load(const float* states, i64 item) {
+        const float* at = states + (item * SIZE + lane % 4 * 2) * SIZE + column();
+#pragma unroll
+        for (int i = 0; i < SIZE / 2; ++i)
+            state[i] = states ? at[(i / 4 * 8 + i % 2) * SIZE + i / 2 % 2 * 8] : 0.0f;
+    }
+    __device__ void store(float* states, i64 item) const {
+        float* at = states + (item * SIZE + lane % 4 * 2) * SIZE + column();
+#pragma unroll
+        for (int i = 0; i < SIZE / 2; ++i) at[(i / 4 * 8 + i % 2) * SIZE + i / 2 % 2 * 8] = state[i];
+    }
+    template <class T>
+    __device__ void round(Factor& factor) const {
+#pragma unroll
+        for (int i = 0; i < SIZE / 4; ++i) factor[i / 4][i % 4] = T::pack(state + 2 * i);
+    }
+    __device__ void scale(float factor) {
+#pragma unroll
+        for (int i = 0; i < SIZE / 2; ++i) state[i] *= factor;
+    }
+
+    // The address for four matrices of a box of 64 rows: those of rows 16 n on.
+    __device__ char* box_at(char* box, int n) const {
+        return box + chunk_at(16 * n + lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2);
+    }
+    // The row of word i of rows 16 n on, and the next one.
+    __device__ int row_of(int n, int i) const { return 16 * n + i / 2 * 8 + lane % 4 * 2; }
+
+    // Writes words of 64 rows to a box, and stores rows [from, to) of this warp's columns; row 0 goes to `out`, rows are
+    // `apart` bytes apart.
+    __device__ void store_rows(char* box, const u32 (*words)[4], char* out, i64 apart, int from, int to) const {
+        __syncwarp();
+#pragma unroll
+        for (int n = 0; n < ROWS / 16; ++n) store_matrices<true>(box_at(box, n), words[n]);
+        __syncwarp();
+        out += 2 * (part * WIDTH + 16 * warp) + lane % 2 * CHUNK;
+#pragma unroll
+        for (int i = 0; i < ROWS; i += WARP / 2) {
+            const int row = i + lane / 2;
+            if (row >= from && row < to)
+                *reinterpret_cast<Chunk*>(out + row * apart) =
+                    *reinterpret_cast<const Chunk*>(box + chunk_at(row, 2 * warp + lane % 2));
+        }
+    }
+    // Stores all rows of a chunk or state as rows of 128 numbers.
+    __device__ void store_tile(char* box, const u32 (*words)[4], char* out) const {
+        store_rows(box, words, out, 2 * SIZE, 0, ROWS);
+    }
+
+    // Gives a stage back, once this warp has read it.
+    __device__ void give_back(Barrier& empty) const {
+        fence_copies();
+        __syncwarp();
+        if (lane == 0) empty.arrive();
+    }
+};
+
+// Issues d (+)= a b over the 16-term steps of `a`; b is a tile of 64 rows or columns a box. Close the group with
+// commit_products.
+template <class T, Major MAJOR, int N, bool ADDS, int STEPS>
+__device__ inline void issue(float (&d)[N / 2], const u32 (&a)[STEPS][4], const char* b) {
+    const u64 right = operand_at<MAJOR>(b);
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        const u64 at = MAJOR == K_MAJOR ? advanced<MAJOR>(moved(right, step / 4 * BOX), step % 4)
+                                        : advanced<MAJOR>(right, step);
+        if (step == 0 && !ADDS)
+            Products<N>::template add<T, MAJOR, false>(d, a[step], at);
+        else
+            Products<N>::template add<T, MAJOR>(d, a[step], at);
+    }
+}
+
+}  // namespace rlk

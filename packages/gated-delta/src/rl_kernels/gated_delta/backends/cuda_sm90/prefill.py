@@ -1,0 +1,126 @@
+"""Host code of ``prepare_sm90.cu`` and ``scan_sm90.cu``: any number of tokens of any layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rl_kernels.core.cuda.launch import kernel
+from rl_kernels.core.cuda.program import Program
+from rl_kernels.core.cuda.tensor_map import tensor_map
+from rl_kernels.core.gpu import device_of, processors
+from rl_kernels.core.layout import ALIGNED, readable
+from rl_kernels.gated_delta.constants import CHUNK
+from rl_kernels.gated_delta.inputs import COUNT, Inputs
+
+PACKAGE = "rl_kernels.gated_delta.backends.cuda_sm90"
+SIZE = 128
+"""Dk and Dv of the kernels."""
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Values of the kernels' DTYPE, and of the dtypes of g and beta."""
+PLACES = "PPPiiiiii"
+"""Layout of ``struct Places``."""
+PREPARE_ARGS, SCAN_ARGS = f"({PLACES}PPPPPPPPPPqqqqqqiiiiii)", f"T({PLACES}PPPPPPPPPPPPiifi)"
+"""Layouts of the kernels' ``struct Args``."""
+BOX = CHUNK * 128
+"""Bytes of a box of 64 rows of 64 numbers."""
+UNITS, ITEM = 4 * BOX, 3 * BOX + 8 * CHUNK
+"""Bytes of what ``prepare`` writes for a chunk of a key head and of a value head."""
+HEADS, PREPARE_THREADS = 2, 128
+"""Value heads and threads of a block of ``prepare``."""
+SYSTEM = CHUNK * 272
+"""Bytes of shared memory of the system of a head."""
+STAGES, WIDTH = 3, 64
+"""Chunks in the ring of ``scan``, and value columns of a part."""
+NO_CACHE = (None,) * 6
+
+
+def prepare_program(dtype: torch.dtype) -> Program:
+    """Return the kernel that needs no state."""
+    return Program(PACKAGE, "prepare_sm90.cu", "sm_90a", (("DTYPE", CODES[dtype]),))
+
+
+def scan_program(dtype: torch.dtype, parts: int, *, replays: bool = False) -> Program:
+    """Return the pass over chunks, whose blocks have one or both halves of the value columns.
+
+    One that replays it stores what the backward pass reads, in place of the output.
+    """
+    numbers = (("DTYPE", CODES[dtype]), ("PARTS", parts), ("STAGES", STAGES), ("REPLAYS", int(replays)))
+    return Program(PACKAGE, "scan_sm90.cu", "sm_90a", numbers)
+
+
+def programs(arch: str) -> list[Program]:
+    """Return the programs to compile for a target: all of them for ``sm_90a``, none for others."""
+    halves = (torch.bfloat16, torch.float16) if arch == "sm_90a" else ()
+    return [form for x in halves for form in (prepare_program(x), scan_program(x, 1), scan_program(x, 2))]
+
+
+def fits(x: torch.Tensor) -> bool:
+    """Say whether kernels read ``x[B, T, H, D]`` by 16 bytes, and TMA by boxes."""
+    per = ALIGNED // x.element_size()
+    return x.stride(3) == 1 and not x.data_ptr() % ALIGNED and all(step and not step % per for step in x.stride()[:3])
+
+
+class Plan:
+    """The launches for calls of one kind.
+
+    Args:
+        inputs: the arguments.
+        is_cached: whether sequences go on from a cache.
+    """
+
+    def __init__(self, inputs: Inputs, *, is_cached: bool) -> None:
+        q, k, v, g, beta = inputs[:5]
+        batch, self.tokens, key_heads, _ = q.shape
+        sequences, heads = inputs.sequences, v.shape[2]
+        self.is_empty = not (sequences and batch and self.tokens)
+        if self.is_empty:
+            return
+        chunks = -(-(self.tokens + (CHUNK - 1) * is_cached) // CHUNK)
+        packed = inputs.cu_seqlens is not None
+        self._slots = self.tokens // CHUNK + 2 * sequences if packed else sequences * chunks
+        self._fits = [fits(x) for x in (q, k, v)]
+        self._heads, self._tail = (key_heads, heads), (sequences, heads, CHUNK, CHUNK)
+        wide = [int(x is not None and x.dtype == torch.int64) for x in (inputs.cu_seqlens, inputs.start)]
+        self._numbers = (*wide, self.tokens, chunks, sequences, 0)
+        self._form = int(inputs.normalize_qk), CODES[g.dtype], CODES[beta.dtype], 0
+        parts = 1 if 2 * sequences * heads <= processors(v.get_device()) else 2
+        self._prepare = kernel(prepare_program(q.dtype), "prepare", PREPARE_ARGS, q.device)
+        self._scan = kernel(scan_program(q.dtype, parts), "scan", SCAN_ARGS, q.device)
+        group = heads // key_heads
+        self._prepare_grid = self._slots, key_heads * -(-group // HEADS)
+        self._scan_grid = sequences, heads, SIZE // WIDTH // parts
+        self._threads = 160 if parts == 1 else 384
+        item = -(-(UNITS + parts * BOX + ITEM) // 1024) * 1024
+        self._shared = UNITS + HEADS * SYSTEM, STAGES * item + 1024
+
+    def run(self, arguments: tuple[Any, ...], state: torch.Tensor | None, cache: tuple[Any, ...]) -> torch.Tensor:
+        """Launch, and return the output; ``cache`` has the tensors of a ``DeltaCache`` or None for each."""
+        inputs = Inputs._make(arguments[:COUNT])
+        q, k, v = (readable(x, fit) for x, fit in zip(inputs[:3], self._fits, strict=True))
+        g, beta = inputs.g.contiguous(), inputs.beta.contiguous()
+        initial = inputs.initial_state
+        held_state, keys, residuals, decays, inverse, lengths = cache
+        initial = held_state if initial is None else initial.contiguous()
+        out = v.new_empty(inputs.v.shape) if inputs.start is None else v.new_zeros(inputs.v.shape)
+        key_heads, heads = self._heads
+        units = v.new_empty(self._slots * key_heads * UNITS, dtype=torch.uint8)
+        items = v.new_empty(self._slots * heads * ITEM, dtype=torch.uint8)
+        tail = None if lengths is None else decays.new_empty(self._tail)
+        bounds, start = (x if x is None else x.contiguous() for x in (inputs.cu_seqlens, inputs.start))
+        places = (bounds, start, lengths, *self._numbers)
+        strides = *q.stride()[:3], *k.stride()[:3]
+        with device_of(v):
+            held = (keys, decays, inverse)
+            self._prepare.launch(
+                self._prepare_grid, PREPARE_THREADS, *places, q, k, g, beta, *held, units, items, tail, *strides,
+                *self._heads, *self._form, shared=self._shared[0],
+            )  # fmt: skip
+            v_map = tensor_map(v, (1, CHUNK, 1, WIDTH), swizzle=128)
+            passed = (units, items, tail, initial, state, out, keys, residuals, decays, inverse, None, None)
+            self._scan.launch(
+                self._scan_grid, self._threads, v_map, *places, *passed, *self._heads, inputs.scale, 0,
+                shared=self._shared[1],
+            )  # fmt: skip
+        return out

@@ -1,0 +1,369 @@
+// What the pass over chunks needs and what depends on no state, for all chunks at once (sm_90a). A block has a slot and
+// up to two value heads of a key head: 4 warps, each with 16 rows t of the chunk.
+//
+//   q, k     normalized and rounded, in shared memory as swizzled boxes, which are also written out
+//   G        sums of g from the first row of the chunk, added row by row
+//   A[t, s]  beta_t (exp(G_t - G_s) (k_t . k_s)) for s < t
+//   T[t, c]  (beta_t if t == c else 0) - sum of A[t, s] T[s, c]: one fused multiply-add for each s, ascending
+//   M        round(P) round(T), P[t, s] = exp(G_t - G_s) (q_t . k_s) for s <= t
+//   W[s]     sum over t of round(exp(G_63 - G_t) T[t, s]) k_t
+//
+// Products are chains of 16 terms a step, ascending from 0. Rows without a token are zeros; those that a cache holds
+// have its keys, sums, and rows of T.
+//
+// A warp solves T of a head: lane (h, c) holds rows t with bit 1 equal to h, of columns c, c + 16, c + 32 and c + 48.
+#include <rl_kernels/boxes.cuh>
+#include <rl_kernels/warp_mma.cuh>
+
+#include "places.cuh"
+
+using namespace rlk;
+
+#if DTYPE == 1
+using T = BF16;
+#else
+using T = FP16;
+#endif
+
+constexpr int THREADS = 128, HEADS = 2;
+// A as floats: of each s, the rows t of both halves of a warp. Rows of both halves, and those of four s apart by 2, are
+// in different banks.
+constexpr int HALF_ROW = 36, STRIDE = HALF_ROW + ROWS / 2, SYSTEM = ROWS * STRIDE * 4;
+// Later T and exp(G_63 - G) T by columns, rounded, in the same place, then W.
+static_assert(SYSTEM >= 2 * BOX, "two boxes");
+struct alignas(16) Numbers {
+    float sums[ROWS], fade[ROWS], beta[ROWS];
+};
+
+// Strides are in numbers. tail: [sequences, Hv, 64, 64], T of the last chunk of each sequence, for a cache; or null.
+struct Args : Places {
+    const char *q, *k;
+    const void *g, *beta;
+    const char* held_keys;
+    const float *held_sums, *held_inverse;
+    char *units, *items;
+    float* tail;
+    i64 q_batch, q_token, q_head, k_batch, k_token, k_head;
+    int key_heads, heads, normalize, g_dtype, beta_dtype, padding;
+};
+
+// A chunk of a call: row t is token `base + t` of the sequence's tokens, or held if that is negative.
+struct Where {
+    Sequence sequence;
+    int slot, base;
+    __device__ bool is_token(int t) const { return base + t >= 0 && base + t < sequence.count; }
+    __device__ bool is_held(int t) const { return base + t < 0; }
+};
+
+// The offset of lane l's row for four matrices of a box: 8 rows by 8 columns from `row` and chunk `chunk`, then 8 rows
+// down (DOWN_FIRST) or 8 columns to the right, then the other way.
+template <bool DOWN_FIRST>
+__device__ inline u32 matrices_at(int row, int chunk) {
+    const int lane = threadIdx.x % WARP, one = lane / 8 % 2, two = lane / 16;
+    return chunk_at(row + lane % 8 + 8 * (DOWN_FIRST ? one : two), chunk + (DOWN_FIRST ? two : one));
+}
+
+// Starts the copy of contiguous bytes of shared memory to global memory.
+__device__ inline void store_bytes(void* target, const void* source, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(shared_address(source)),
+                 "r"(bytes)
+                 : "memory");
+}
+
+// Two warps have the rows of q, the other two those of k: a lane has 16 bytes of every fourth row.
+constexpr int APART = THREADS / 2 / LANES, STEPS = ROWS / APART;
+
+__device__ inline void load_rows(const Args& a, const Where& w, int key_head, bool is_key, Chunk (&rows)[STEPS]) {
+    const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES % APART;
+    const i64 batch = is_key ? a.k_batch : a.q_batch, apart = is_key ? a.k_token : a.q_token;
+    const char* base = is_key ? a.k : a.q;
+    base += 2 * (w.sequence.batch * batch + key_head * (is_key ? a.k_head : a.q_head)) + lane * CHUNK;
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+        const int t = first + i * APART;
+        rows[i] = Chunk{};
+        if (w.is_token(t)) rows[i] = load_constant(base + 2 * (w.sequence.first + w.base + t) * apart);
+    }
+}
+
+// Normalizes rows, and writes them to their boxes; held keys come from the cache.
+__device__ inline void put_rows(const Args& a, const Where& w, char* units, int s, int key_head, bool is_key,
+                                const Chunk (&rows)[STEPS]) {
+    const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES % APART;
+    char* boxes = units + is_key * UNIT + lane / 8 * BOX;
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+        const int t = first + i * APART;
+        Chunk row = a.normalize ? unit_row<T>(rows[i]) : rows[i];
+        if (is_key && w.is_held(t))
+            row = *reinterpret_cast<const Chunk*>(
+                a.held_keys + ((i64(s) * a.key_heads + key_head) * ROWS + t) * (2 * SIZE) + lane * CHUNK);
+        *reinterpret_cast<Chunk*>(boxes + chunk_at(t, lane % 8)) = row;
+    }
+}
+
+// By a warp: the sums of g, exp of what is left of them at the chunk's end, and beta, of a value head.
+__device__ inline void load_numbers(const Args& a, const Where& w, Numbers& numbers, int s, int head) {
+    const int lane = threadIdx.x % WARP;
+    const i64 place = (i64(w.sequence.batch) * a.tokens + w.sequence.first + w.base) * a.heads + head;
+    const i64 item = i64(s) * a.heads + head;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int t = lane + i * WARP;
+        const bool is_token = w.is_token(t);
+        const i64 at = place + i64(t) * a.heads;
+        // A held row's sum, else its g.
+        numbers.sums[t] = is_token       ? read_number(a.g, at, a.g_dtype)
+                          : w.is_held(t) ? a.held_sums[item * ROWS + t]
+                                         : 0.0f;
+        numbers.beta[t] = is_token ? read_number(a.beta, at, a.beta_dtype) : 0.0f;
+    }
+    __syncwarp();
+    if (lane == 0) {
+        float total = 0.0f;
+#pragma unroll 1
+        for (int t = 0; t < ROWS; t += 4) {
+            float4& four = *reinterpret_cast<float4*>(numbers.sums + t);
+            float g[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) g[i] = total = w.is_held(t + i) ? g[i] : total + g[i];
+            four = make_float4(g[0], g[1], g[2], g[3]);
+        }
+    }
+    __syncwarp();
+    float* out = reinterpret_cast<float*>(a.items + (i64(w.slot) * a.heads + head) * ITEM + AT_DECAY);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int t = lane + i * WARP;
+        const float sum = numbers.sums[t];
+        numbers.fade[t] = exp_fast(numbers.sums[ROWS - 1] - sum);
+        out[t] = exp_fast(sum);
+        out[ROWS + t] = sum;
+    }
+}
+
+// This warp's rows t of k and q times rows s of k: writes A of each head to shared memory, and P to `words` as a left
+// operand. Tiles above the diagonal are left out.
+__device__ inline void multiply_keys(const Where& w, const Numbers* numbers, u32 units, char* systems, int warp, int count,
+                                     u32 (&words)[HEADS][4][4]) {
+    const int row = 16 * warp, lane = threadIdx.x % WARP;
+    u32 queries[SIZE / 16][4], keys[SIZE / 16][4];
+#pragma unroll
+    for (int step = 0; step < SIZE / 16; ++step) {
+        const u32 at = units + step / 4 * BOX + matrices_at<true>(row, step % 4 * 2);
+        load_matrices(queries[step], at);
+        load_matrices(keys[step], at + UNIT);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        if (j <= warp) {
+            float kk[2][4] = {}, qk[2][4] = {};
+#pragma unroll
+            for (int step = 0; step < SIZE / 16; ++step) {
+                u32 right[4];
+                load_matrices(right, units + UNIT + step / 4 * BOX + matrices_at<false>(16 * j, step % 4 * 2));
+#pragma unroll
+                for (int n = 0; n < 2; ++n) {
+                    add_product<T>(kk[n], keys[step], right[2 * n], right[2 * n + 1]);
+                    add_product<T>(qk[n], queries[step], right[2 * n], right[2 * n + 1]);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < HEADS; ++i)
+                if (i < count)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const int t = row + lane / 4 + 8 * half;
+                        const float sum = numbers[i].sums[t], beta = numbers[i].beta[t];
+                        float* place = reinterpret_cast<float*>(systems + i * SYSTEM) + t / 2 % 2 * HALF_ROW + t / 4 * 2 + t % 2;
+#pragma unroll
+                        for (int n = 0; n < 2; ++n) {
+                            float p[2];
+#pragma unroll
+                            for (int e = 0; e < 2; ++e) {
+                                const int s = 16 * j + 8 * n + lane % 4 * 2 + e;
+                                const float between = exp_fast(sum - numbers[i].sums[s]);
+                                place[s * STRIDE] =
+                                    s < t && !w.is_held(t) ? beta * (between * kk[n][2 * half + e]) : 0.0f;
+                                p[e] = s <= t ? between * qk[n][2 * half + e] : 0.0f;
+                            }
+                            words[i][j][2 * n + half] = T::pack(p);
+                        }
+                    }
+        }
+    }
+}
+
+// By a warp: solves for T, whose first `rows` rows are held, and writes it to `tail`, and over A as columns, with and
+// without fade. Both pointers may be null.
+__device__ inline void solve(const Numbers& numbers, char* place, const float* held, int rows, float* tail) {
+    const float* system = reinterpret_cast<const float*>(place);
+    const int lane = threadIdx.x % WARP, h = lane / 16, c = lane % 16;
+    // Position p of a lane is row t = 4 (p / 2) + 2 h + p % 2.
+    float x[4][ROWS / 2];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const int column = c + 16 * j;
+        const float beta = numbers.beta[column];
+#pragma unroll
+        for (int p = 0; p < ROWS / 2; ++p) {
+            const int t = p / 2 * 4 + h * 2 + p % 2;
+            x[j][p] = p / 8 == j && t == column ? beta : 0.0f;
+        }
+    }
+    // Their betas are zeros.
+    if (held != nullptr)
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+            for (int p = 8 * j; p < ROWS / 2; ++p) {
+                const int t = p / 2 * 4 + h * 2 + p % 2, column = c + 16 * j;
+                if (t < rows && column <= t) x[j][p] = held[t * ROWS + column];
+            }
+#pragma unroll
+    for (int s = 0; s < ROWS - 1; ++s) {
+        const int owner = s / 2 % 2, at = s / 4 * 2 + s % 2;
+        float solved[4];
+#pragma unroll
+        for (int j = 0; j <= s / 16; ++j) solved[j] = __shfl_sync(ALL, x[j][at], owner * 16 + c);
+        const float* factors = system + s * STRIDE + h * HALF_ROW;
+        // Positions from s / 4 * 2 on have the rows that are left, and up to three that are not: their factors are 0.
+#pragma unroll
+        for (int p = s / 8 * 4; p < ROWS / 2; p += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(factors + p);
+            const float factor[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (p + i >= s / 4 * 2)
+#pragma unroll
+                    for (int j = 0; j <= s / 16; ++j) x[j][p + i] = fmaf(-factor[i], solved[j], x[j][p + i]);
+        }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const int column = c + 16 * j;
+        // Rows above are zeros that no product reads.
+#pragma unroll
+        for (int p = 8 * j; p < ROWS / 2; p += 2) {
+            const int t = p / 2 * 4 + h * 2;
+            const float2 fade = *reinterpret_cast<const float2*>(numbers.fade + t);
+            const float faded[2] = {fade.x * x[j][p], fade.y * x[j][p + 1]};
+            char* word = place + chunk_at(column, t / 8) + t % 8 * 2;
+            *reinterpret_cast<u32*>(word) = T::pack(x[j] + p);
+            *reinterpret_cast<u32*>(word + BOX) = T::pack(faded);
+            if (tail != nullptr) {
+                tail[t * ROWS + column] = x[j][p];
+                tail[(t + 1) * ROWS + column] = x[j][p + 1];
+            }
+        }
+    }
+}
+
+// Writes 16 columns of this warp's rows to a box.
+__device__ inline void put(char* box, int row, int chunk, const float (&d)[2][4]) {
+    const u32 words[4] = {T::pack(d[0]), T::pack(d[0] + 2), T::pack(d[1]), T::pack(d[1] + 2)};
+    store_matrices<false>(box + matrices_at<true>(row, chunk), words);
+}
+
+// M of this warp's rows: P[t, s] T[s, c] is 0 but for c <= s <= t.
+__device__ inline void mix(char* box, const u32 (&words)[4][4], u32 columns, int warp) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        float d[2][4] = {};
+#pragma unroll
+        for (int step = j; step < 4; ++step)
+            if (step <= warp) {
+                u32 right[4];
+                load_matrices(right, columns + matrices_at<false>(16 * j, 2 * step));
+                add_product<T>(d[0], words[step], right[0], right[1]);
+                add_product<T>(d[1], words[step], right[2], right[3]);
+            }
+        put(box, 16 * warp, 2 * j, d);
+    }
+}
+
+// W of this warp's rows s, of all heads: T[t, s] is 0 but for s <= t.
+__device__ inline void weigh_keys(char* systems, const u32 (&left)[HEADS][4][4], u32 keys, int warp) {
+#pragma unroll 1
+    for (int j = 0; j < SIZE / 16; ++j) {
+        float d[HEADS][2][4] = {};
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+            if (step >= warp) {
+                u32 right[4];
+                load_transposed(right, keys + j / 4 * BOX + matrices_at<true>(16 * step, j % 4 * 2));
+#pragma unroll
+                for (int i = 0; i < HEADS; ++i)
+#pragma unroll
+                    for (int n = 0; n < 2; ++n)
+                        add_product<T>(d[i][n], left[i][step], right[2 * n], right[2 * n + 1]);
+            }
+#pragma unroll
+        for (int i = 0; i < HEADS; ++i) put(systems + i * SYSTEM + j / 4 * BOX, 16 * warp, j % 4 * 2, d[i]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 3) prepare(const Args a) {
+    extern __shared__ __align__(1024) char shared[];
+    __shared__ Numbers numbers[HEADS];
+    char *units = shared, *systems = shared + UNITS;
+    const int group = a.heads / a.key_heads, pairs = (group + HEADS - 1) / HEADS;
+    const int slot = blockIdx.x, key_head = blockIdx.y / pairs, pair = blockIdx.y % pairs * HEADS;
+    const int count = min(group - pair, HEADS), head = key_head * group + pair;
+    const int warp = warp_index();
+    const int s = sequence_of(a, slot);
+    const Sequence sequence = sequence_at(a, s);
+    const int index = slot - sequence.slot;
+    if (index < 0 || index >= sequence.chunks()) return;
+    const Where w{sequence, slot, index * ROWS - sequence.opened};
+    // The head that a warp solves for: blocks take different warps, so that all schedulers have some.
+    const int own = warp - slot % 2 * HEADS;
+    const bool solves = own >= 0 && own < count, stores = threadIdx.x == 0;
+
+    const bool is_key = warp >= 2;
+    Chunk rows[STEPS];
+    load_rows(a, w, key_head, is_key, rows);
+    if (solves) load_numbers(a, w, numbers[own], s, head + own);
+    put_rows(a, w, units, s, key_head, is_key, rows);
+    fence_copies();
+    __syncthreads();
+    if (stores && pair == 0) {
+        store_bytes(a.units + (i64(slot) * a.key_heads + key_head) * UNITS, units, UNITS);
+        commit_stores();
+    }
+    const u32 keys = shared_address(units) + UNIT, columns = shared_address(systems);
+    u32 words[HEADS][4][4];
+    multiply_keys(w, numbers, shared_address(units), systems, warp, count, words);
+    __syncthreads();
+    if (solves) {
+        const i64 place = (i64(s) * a.heads + head + own) * (ROWS * ROWS);
+        const float* held = a.held_inverse != nullptr && w.base < 0 ? a.held_inverse + place : nullptr;
+        float* tail = a.tail != nullptr && index + 1 == sequence.chunks() ? a.tail + place : nullptr;
+        solve(numbers[own], systems + own * SYSTEM, held, -w.base, tail);
+    }
+    // M takes the place of q.
+    if (stores) stores_read<0>();
+    __syncthreads();
+    u32 left[HEADS][4][4];
+#pragma unroll
+    for (int i = 0; i < HEADS; ++i) {
+        if (i < count) mix(units + i * BOX, words[i], columns + i * SYSTEM, warp);
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+            load_matrices(left[i][step], columns + i * SYSTEM + BOX + matrices_at<true>(16 * warp, 2 * step));
+    }
+    __syncthreads();
+    weigh_keys(systems, left, keys, warp);
+    fence_copies();
+    __syncthreads();
+    if (stores) {
+        char* out = a.items + (i64(slot) * a.heads + head) * ITEM;
+        for (int i = 0; i < count; ++i) {
+            store_bytes(out + i * ITEM, units + i * BOX, BOX);
+            store_bytes(out + i * ITEM + AT_W, systems + i * SYSTEM, UNIT);
+        }
+        commit_stores();
+        stores_read<0>();
+    }
+}

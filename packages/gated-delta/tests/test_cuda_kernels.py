@@ -1,0 +1,100 @@
+"""Bugs planted in kernels of ``cuda-sm90`` show on a GPU, where decode has the bits of prefill."""
+
+from importlib.resources import files
+
+import pytest
+import torch
+
+from rl_kernels.core.calls import forget
+from rl_kernels.core.cuda import launch
+from rl_kernels.core.operator import Call
+from rl_kernels.core.testing.planted import Bug
+from rl_kernels.gated_delta import DeltaCache, gated_delta_rule
+from rl_kernels.gated_delta.backends.cuda_sm90 import decode
+from rl_kernels.gated_delta.op import OPERATOR
+
+BUGS = (
+    Bug("the newest key left out", "if (at.warp == t / STEP) {", "if (at.warp == t / STEP + 1) {"),
+    Bug("the token's own score left out", "row <= t ? __fmul_rn(between", "row < t ? __fmul_rn(between"),
+    Bug("a term of the inverse left out", "row >= column && row < t", "row > column && row < t"),
+    Bug(
+        "residuals of the next row",
+        "row = piece * STEP + 2 * at.j + r % 2",
+        "row = piece * STEP + 2 * at.j + 1 - r % 2",
+    ),
+    Bug("a column for the next", "n % 2 ? 0x7632 : 0x5410", "n % 2 ? 0x5410 : 0x7632"),
+    Bug(
+        "the diagonal of the faded inverse left out",
+        "column + n <= row ? __fmul_rn(fading",
+        "column + n < row ? __fmul_rn(fading",
+    ),
+    Bug("a state that does not decay", "x = __fmul_rn(grown, x);", "x = __fmul_rn(1.0f, x);"),
+    Bug("a token counted twice", "p.shift) - 1)) + 1;", "p.shift) - 1)) + 2;"),
+    Bug("the last block is the one before", "gridDim.x * gridDim.y - 1", "gridDim.x * gridDim.y - 2"),
+    Bug("the key of the next row", "[t * LANES + threadIdx.x] = ", "[(t + 1) % ROWS * LANES + threadIdx.x] = "),
+)
+SOURCES = {
+    file.name: file.read_text(encoding="utf-8")
+    for file in files(decode.PACKAGE).iterdir()
+    if file.name.endswith((".cu", ".cuh"))
+}
+FILE = "decode_sm90.cu"
+
+
+def differing(dtype: torch.dtype, schedule: decode.Schedule, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Count the numbers of rows and of the cache that decode and prefill have different."""
+    monkeypatch.setattr(decode, "schedule_of", lambda *_: schedule)
+    forget()
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k = (torch.randn(2, 132, 2, 128, device="cuda", generator=generator).to(dtype) for _ in range(2))
+    v = torch.randn(2, 132, 4, 128, device="cuda", generator=generator).to(dtype)
+    g, beta = (torch.rand(2, 132, 4, device="cuda", generator=generator) for _ in range(2))
+    operands = q, k, v, -0.2 * g, beta
+    caches = [DeltaCache.empty(2, 2, 4, 128, 128, dtype=dtype, device="cuda") for _ in range(2)]
+    whole = gated_delta_rule(*operands, cache=caches[0], backend="cuda-sm90")
+    rows = [gated_delta_rule(*[x[:, :50] for x in operands], cache=caches[1], backend="cuda-sm90")]
+    for t in range(50, 132):
+        token = [x[:, t : t + 1] for x in operands]
+        rows.append(gated_delta_rule(*token, cache=caches[1], validate=False, backend="cuda-sm90"))
+    lower = torch.ones(4, 4, device="cuda", dtype=torch.bool).tril()
+    pairs = [(whole, torch.cat(rows, 1)), (caches[0].lengths, caches[1].lengths), (caches[0].state, caches[1].state)]
+    for name in ("keys", "residuals", "decays"):
+        pairs.append(tuple(getattr(cache, name)[:, :, :4] for cache in caches))
+    pairs.append(tuple(torch.where(lower, cache.inverse[:, :, :4, :4], 0.0) for cache in caches))
+    return sum(int((x != y).sum()) for x, y in pairs)
+
+
+@pytest.fixture
+def hopper():
+    """Skip where there is no Hopper GPU."""
+    q = torch.zeros(1, 1, 2, 128, dtype=torch.bfloat16, device="cuda")
+    reason = OPERATOR.backend("cuda-sm90").why_not(Call.of(q, Hk=2, Hv=2, Dk=128, Dv=128))
+    if reason is not None:
+        pytest.skip(reason)
+    yield
+    forget()
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_bug_changes_one_place(bug):
+    assert SOURCES[FILE].count(bug.old) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("schedule", decode.SCHEDULES, ids=lambda schedule: f"{schedule.parts} parts")
+def test_decode_has_the_bits_of_prefill(schedule, dtype, monkeypatch):
+    assert differing(dtype, schedule, monkeypatch) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_planted_bugs_show(bug, make_kernels, cubins, monkeypatch):
+    texts = {name: text.replace(bug.old, bug.new) if name == FILE else text for name, text in SOURCES.items()}
+    make_kernels("planted_delta", **{name.replace(".", "__"): text for name, text in texts.items()})
+    monkeypatch.setattr(decode, "PACKAGE", "planted_delta")
+    monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(launch, "_modules", {})
+    assert differing(torch.bfloat16, decode.MANY, monkeypatch)
