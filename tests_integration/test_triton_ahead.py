@@ -18,8 +18,10 @@ from rl_kernels.core.testing.triton_launches import TritonLaunch, TritonRecorder
 
 ROOT = Path(__file__).resolve().parents[1]
 BACKENDS = {
-    file.parents[2].name: file.parent for file in ROOT.glob("packages/*/src/rl_kernels/*/backends/triton/ahead.py")
+    ".".join(file.parent.relative_to(ROOT).parts[4:]).replace(".backends.triton", ""): file.parent
+    for file in ROOT.glob("packages/*/src/rl_kernels/*/backends/triton/**/ahead.py")
 }
+"""Folders by the name of the package, with the name of the folder for a second operator: ``gated_delta.conv``."""
 SHARED = ROOT / "shared/core/src/rl_kernels/core/triton_lib"
 PEERS = {"peers.py", "peer_kernels.py"}
 """Sums over GPUs of one node: no operator's backend."""
@@ -48,8 +50,13 @@ def pretended(arch: str) -> Iterator[TritonRecorder]:
             yield recorder
 
 
+def module_of(operator: str) -> str:
+    package, _, folder = operator.partition(".")
+    return f"rl_kernels.{package}.backends.triton" + (f".{folder}" if folder else "")
+
+
 def run(operator: str) -> None:
-    calls = importlib.import_module(f"rl_kernels.{operator}.backends.triton.ahead").calls
+    calls = importlib.import_module(f"{module_of(operator)}.ahead").calls
     for dtype in DTYPES:
         for call in calls(dtype):
             call()
@@ -58,7 +65,7 @@ def run(operator: str) -> None:
 def test_every_triton_backend_has_calls() -> None:
     operators = [registry.kernel_registry.load(name) for name in registry.kernel_registry.names()]
     modules = {each.backend("triton").module for each in operators if any(b.name == "triton" for b in each.backends)}
-    assert modules == {f"rl_kernels.{name}.backends.triton.backend" for name in BACKENDS}
+    assert modules == {f"{module_of(name)}.backend" for name in BACKENDS}
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90", "gfx942"])
@@ -67,7 +74,7 @@ def test_every_kernel_is_compiled(operator: str, arch: str) -> None:
     with pretended(arch) as recorder:
         run(operator)
     found = {each.name for each in recorder.launches}
-    wanted = {*launched(BACKENDS[operator]), *launched(BACKENDS[operator].parents[1] / "triton_lib")}
+    wanted = {*launched(BACKENDS[operator]), *launched(_package(operator) / "triton_lib")}
     assert wanted <= found
     # Nothing but the kernels of core is launched besides.
     of_core = {name for file in SHARED.glob("*.py") if file.name not in PEERS for name in _kernels_of(file)}
@@ -120,6 +127,11 @@ def test_every_tile_of_attention_is_compiled(arch: str) -> None:
             wanted.add(("of_keys", keys.rows, keys.warps, keys.stages))
     tiles = [each for each in recorder.launches if each.name in {name for name, *_ in wanted}]
     assert wanted == {(each.name, *options(each, "ROWS")) for each in tiles}
+
+
+def _package(operator: str) -> Path:
+    (folder,) = ROOT.glob(f"packages/*/src/rl_kernels/{operator.partition('.')[0]}")
+    return folder
 
 
 def _kernels_of(file: Path) -> Iterator[str]:

@@ -28,7 +28,7 @@ NATIVE = (
 TRITON = (
     Bug("search too short", "(further < sequences) & (begin", "(further < sequences - 1) & (begin"),
     Bug("chunks of the row", "position -= (first // CHUNK + 1) * CHUNK", "position -= first"),
-    Bug("sums of the next chunk too", "term = tl.where(position < end, dz, 0.0)", "term = dz"),
+    Bug("gradient from three tokens on lost", "dz1, dz2, dz3 = dz, dz1, dz2", "dz1, dz2, dz3 = dz, dz1, zero"),
     Bug("last inputs of the chunk", "length - PAST + number, d", "begin - PAST + number, d"),
     Bug("gradients of two states", "DSTATE + (s.to(tl.int64) * PAST + PAST", "DSTATE + (s.to(tl.int64) * 0 + PAST"),
     Bug("slope of the sigmoid lost", "product(sigmoid, fma(z, one - sigmoid, one))", "sigmoid"),

@@ -48,11 +48,11 @@ PLANTED = (
                 "slope = product(sigmoid, fma(gate, one - sigmoid, one))",
                 "slope = sigmoid",
             ),
-            Bug("gradient of the norm not gated", "return product(grad, tl.div_rn(gate, parts))", "return grad"),
+            Bug("gradient of the norm not gated", "return product(grad, product(gate, sigmoid))", "return grad"),
             Bug(
                 "gate's gradient without the weight",
-                "grad, weighted(x, WEIGHT, d, inside, offset), GATE",
-                "grad, x, GATE",
+                "grad, weighted(x, WEIGHT, d, inside, offset), gate",
+                "grad, x, gate",
             ),
         ),
         (

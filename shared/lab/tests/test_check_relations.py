@@ -3,6 +3,7 @@
 import itertools
 import re
 import sys
+import warnings
 from collections import namedtuple
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from rl_kernels.core.testing import Case, IllegalCall, Spec
 from rl_kernels.lab.check.candidate import Candidate
 from rl_kernels.lab.check.cell import Cell, Setting
 from rl_kernels.lab.check.relations import RELATIONS, check_relation
+from rl_kernels.lab.check.relations.integration import syncs_raise
 from rl_kernels.lab.check.result import Check, Skip
 from rl_kernels.lab.check.rows import RowLayout
 
@@ -303,3 +305,19 @@ def test_a_call_that_a_backend_refuses_beforehand_is_a_skip_and_no_pass():
         (record,) = records(refusing, relation)
         assert isinstance(record, Skip)
         assert record.reason.endswith("too small")
+
+
+def test_the_mode_that_raises_at_syncs_ends_with_its_block(monkeypatch):
+    modes = [0]
+
+    def set_mode(mode):
+        modes.append(mode)
+        warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=2)
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1], raising=False)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode, raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ZeroDivisionError), syncs_raise():
+            raise ZeroDivisionError
+    assert modes == [0, "error", 0]

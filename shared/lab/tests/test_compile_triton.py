@@ -27,6 +27,21 @@ def scaled(x, out, factor, BLOCK: tl.constexpr):
     tl.store(out + at, tl.load(x + at) * factor)
 """
 
+SHIFTED = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def shifted(x, out, count, BLOCK: tl.constexpr, OWN: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    before = tl.zeros([BLOCK], tl.float32)
+    older = tl.zeros([BLOCK], tl.float32) if OWN else before
+    for i in range(count):
+        tl.store(out + i * BLOCK + at, older)
+        before, older = tl.load(x + i * BLOCK + at), before
+"""
+
 
 def operator(name, *backends):
     return Operator(name, "toy_pkg", "a toy", ("N",), frozenset({"N"}), {}, {}, backends, lambda x: Call.of(x))
@@ -180,3 +195,18 @@ def test_a_kernel_is_compiled_for_a_gpu_that_is_not_there(make_kernels, monkeypa
         read = [knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
         said = subprocess.run(read, check=True, capture_output=True, text=True).stdout
         assert one.registers == int(re.search(r"REG:(\d+)", said)[1])
+
+
+@pytest.mark.skipif(find_spec("triton") is None or INTERPRETED, reason="needs Triton, and that it compiles")
+def test_a_loop_that_loses_a_value_is_refused(make_kernels, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    make_kernels("toy_shifted", shifted__py=SHIFTED)
+    from toy_shifted.shifted import shifted  # type: ignore[import-not-found]
+
+    x = torch.empty(256, device="meta")
+    with ahead.compiling(TARGETS["sm_89"]) as found:
+        with pytest.raises(Exception, match=r"shifted\.py:\d+: Triton takes older for constant in this loop"):
+            shifted[(1,)](x, x, 2, BLOCK=256, OWN=False, num_warps=2)
+        assert not found
+        shifted[(1,)](x, x, 2, BLOCK=256, OWN=True, num_warps=2)
+    assert [kernel.kernel for kernel in found] == ["shifted"]

@@ -11,6 +11,7 @@ INTERPRETED = tl.constexpr(_INTERPRETED)
 
 if not _INTERPRETED:
     from triton.language.extra import libdevice
+    from triton.language.target_info import cuda_capability_geq
 
 
 @triton.jit
@@ -35,3 +36,19 @@ def sigmoid_parts(x):
         return 1.0 + tl.exp(-x)
     else:
         return 1.0 + libdevice.exp(-x)
+
+
+PAIR = tl.constexpr(
+    "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }"
+)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """Return FP32 numbers rounded to a dtype, as FP32: two at a time if BF16, which is much faster than one by one."""
+    if INTERPRETED:
+        return x.to(dtype).to(tl.float32)
+    elif dtype == tl.bfloat16 and cuda_capability_geq(8):
+        return tl.inline_asm_elementwise(PAIR, "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2)
+    else:
+        return x.to(dtype).to(tl.float32)

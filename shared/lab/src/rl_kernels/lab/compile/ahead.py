@@ -20,6 +20,7 @@ import torch
 from rl_kernels.core import operator
 from rl_kernels.core.triton_lib import launch, schedule
 from rl_kernels.core.triton_lib.targets import NVIDIA, Target
+from rl_kernels.lab.compile import carried
 
 SIZED, REGISTERS, FRAME = 4, 0x2F, 0x11
 """Codes in section .nv.info of a cubin: format of entries (symbol, value), and the entries of registers and stack."""
@@ -57,7 +58,10 @@ class Used:
 
 @contextmanager
 def compiling(target: Target) -> Iterator[list[Used]]:
-    """Compile kernels that are launched on tensors of device ``meta``; each new kernel is appended to the list."""
+    """Compile kernels that are launched on tensors of device ``meta``; each new kernel is appended to the list.
+
+    A launch raises ``carried.LostValue`` in the exception of Triton's compiler if a loop would lose a value.
+    """
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -77,6 +81,7 @@ def compiling(target: Target) -> Iterator[list[Used]]:
         stack.enter_context(patch.object(launch, "direct", True))
         stack.enter_context(patch.object(JITFunction, "run", run))
         stack.enter_context(patch.object(driver, "_active", _Driver(target)))
+        stack.enter_context(carried.refusing())
         yield kernels
 
 

@@ -32,6 +32,8 @@ MOST_ROWS = 16
 PER_WARP = 512
 """Numbers of a tile for each warp of its program."""
 MOST_WARPS = 16
+GATED_FEWER = 2
+"""Backward with a gate takes one of so many warps for tiles of several rows: the fastest of a few on an H200."""
 FEW_STEPS = 32
 """Largest number of steps that does not fill a GPU: each program then takes one tile, and the chain adds tiles."""
 STAGES = 3
@@ -132,6 +134,8 @@ def _backward(
     grad, grad_sum, x, weight, stats, centered, offset = saved
     count, size = x.shape
     width, rows, step, warps = tile(size)
+    if gate is not None and rows > 1:
+        warps = max(warps // GATED_FEWER, 1)
     per_program = rows if ceil_div(count, step) <= FEW_STEPS else step
     programs, stages = ceil_div(count, per_program), _stages(width * rows, x, grad, grad_sum, gate)
     numbers = (count, offset, size, width, rows, per_program, centered, stages)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rl_kernels.core.triton_lib.arithmetic import fma, product, sigmoid_parts
+from rl_kernels.core.triton_lib.arithmetic import fma, product, rounded, sigmoid_parts
 
 REST = tl.constexpr(16)
 """Parts that ``chain`` loads at once where fewer than AHEAD are left; a multiple of INNER."""
@@ -44,26 +44,24 @@ def weighted(x, WEIGHT, d, inside, offset):
 
 
 @triton.jit
-def gated(x, GATE, X, WEIGHT, place, mask, CAST_FIRST: tl.constexpr):
-    """Return rows times ``silu(GATE)``; with CAST_FIRST they are rounded before, if the weight has the dtype of X."""
+def gated(x, gate, X, WEIGHT, CAST_FIRST: tl.constexpr):
+    """Return rows times ``silu(gate)``; with CAST_FIRST they are rounded before, if the weight has the dtype of X."""
     if WEIGHT is not None:
         is_alike: tl.constexpr = WEIGHT.dtype == X.dtype
         if CAST_FIRST and is_alike:
-            x = x.to(X.dtype.element_ty).to(tl.float32)
-    gate = tl.load(GATE + place, mask=mask, other=0.0).to(tl.float32)
+            x = rounded(x, X.dtype.element_ty)
+    gate = gate.to(tl.float32)
     return product(x, tl.div_rn(gate, sigmoid_parts(gate)))
 
 
 @triton.jit
-def through_gate(grad, norm, GATE, DGATE, place, mask):
+def through_gate(grad, norm, gate, DGATE, place, mask):
     """Write the gradient of the gate, for the gradient of the result; return the gradient of the norm."""
-    gate = tl.load(GATE + place, mask=mask, other=0.0).to(tl.float32)
-    parts = sigmoid_parts(gate)
     one = tl.full(gate.shape, 1.0, tl.float32)
-    sigmoid = tl.div_rn(one, parts)
+    sigmoid = tl.div_rn(one, sigmoid_parts(gate))
     slope = product(sigmoid, fma(gate, one - sigmoid, one))
     tl.store(DGATE + place, product(product(grad, norm), slope).to(DGATE.dtype.element_ty), mask=mask)
-    return product(grad, tl.div_rn(gate, parts))
+    return product(grad, product(gate, sigmoid))
 
 
 @triton.jit(do_not_specialize=("count",))
@@ -79,6 +77,9 @@ def forward(
     place = rows.to(tl.int64)[:, None] * D + d[None, :]
     mask = there[:, None] & inside[None, :]
     x = tl.load(X + place, mask=mask, other=0.0).to(tl.float32)
+    if GATE is not None:
+        # Beside the rows: a load stays behind the stores before it, and its latency would come on top of theirs.
+        gate = tl.load(GATE + place, mask=mask, other=0.0)
     if RESIDUAL is not None:
         total = (x + tl.load(RESIDUAL + place, mask=mask, other=0.0).to(tl.float32)).to(SUM.dtype.element_ty)
         tl.store(SUM + place, total, mask=mask)
@@ -92,12 +93,12 @@ def forward(
     tl.store(STATS + count + rows, mean, mask=there)
     x = product(x, spread(inverse, x))
     if CAST_FIRST:
-        x = x.to(X.dtype.element_ty).to(tl.float32)
+        x = rounded(x, X.dtype.element_ty) if GATE is not None else x.to(X.dtype.element_ty).to(tl.float32)
     x = weighted(x, WEIGHT, d, inside, offset)
     if BIAS is not None:
         x = x + columns(BIAS, d, inside, x)
     if GATE is not None:
-        x = gated(x, GATE, X, WEIGHT, place, mask, CAST_FIRST)
+        x = gated(x, gate, X, WEIGHT, CAST_FIRST)
     tl.store(Y + place, x.to(Y.dtype.element_ty), mask=mask)
 
 
@@ -122,6 +123,8 @@ def backward(
         mask = there[:, None] & inside[None, :]
         x = tl.load(X + place, mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(GRAD + place, mask=mask, other=0.0).to(tl.float32)
+        if GATE is not None:
+            gate = tl.load(GATE + place, mask=mask, other=0.0).to(tl.float32)
         if GRAD_SUM is not None:
             of_sum = tl.load(GRAD_SUM + place, mask=mask, other=0.0).to(tl.float32)
         inverse = spread(tl.load(STATS + rows, mask=there, other=0.0), x)
@@ -129,7 +132,7 @@ def backward(
             x = x - spread(tl.load(STATS + count + rows, mask=there, other=0.0), x)
         x = product(x, inverse)
         if GATE is not None:
-            grad = through_gate(grad, weighted(x, WEIGHT, d, inside, offset), GATE, DGATE, place, mask)
+            grad = through_gate(grad, weighted(x, WEIGHT, d, inside, offset), gate, DGATE, place, mask)
         pull = weighted(grad, WEIGHT, d, inside, offset)
         shared = mean_of(product(pull, x), D)
         dx = fma(-x, spread(shared, x), pull)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -203,17 +205,30 @@ def _no_sync(cell: Cell) -> Iterator[Record]:
     run = cell.run(inputs)
     upstream = cell.upstream(run)
     run.results(upstream)
-    before = torch.cuda.get_sync_debug_mode()
     torch.cuda.synchronize(cell.setting.device)
-    torch.cuda.set_sync_debug_mode("error")
     try:
-        _call_unvalidated(cell, inputs, upstream)
+        with syncs_raise():
+            _call_unvalidated(cell, inputs, upstream)
         comparison = PASSED
     except Misbehaved as error:
         comparison = Comparison(False, message=str(error), traceback=error.traceback)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
     yield cell.record("torch", "no host sync", (), "exact", comparison)
+
+
+@contextmanager
+def syncs_raise() -> Iterator[None]:
+    """Let PyTorch raise where it waits for a GPU.
+
+    To set this mode warns, after it is set: as an error, the warning would leave it set for whatever comes next.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 def _graph(cell: Cell) -> Iterator[Record]:

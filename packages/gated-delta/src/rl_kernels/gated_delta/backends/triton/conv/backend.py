@@ -19,11 +19,11 @@ from rl_kernels.gated_delta.constants import CHUNK
 from rl_kernels.gated_delta.conv_inputs import COUNT, TAPS, ConvInputs
 
 MOST_ROWS = 4
-"""Largest number of tokens that forward computes at once."""
-PROGRAM, WARPS = 256, 1
-"""Channels and warps of a program; with the numbers beside them the fastest of a few on an H200."""
-STAGES = 4
-"""Tokens of backward that are in flight at once."""
+"""Largest number of tokens of a step of forward."""
+PROGRAM, PROGRAM_BACKWARD = 256, 128
+"""Channels of a program, which is one warp; with the numbers beside them the fastest of a few on an H200."""
+STAGES, STAGES_BACKWARD = 3, 2
+"""Steps of forward and backward, of at most 4 tokens each, that are in flight at once."""
 COLUMNS, AHEAD = 64, 16
 """Channels of a program that adds parts, and the parts that it loads at once."""
 
@@ -57,8 +57,8 @@ def forward(*args: Any) -> Launches:
     columns = min(PROGRAM, max(next_power_of_2(size), 16))
     rows = min(MOST_ROWS, next_power_of_2(max(tokens, 1)))
     copied, state_shape = _copied(call), call.state_shape
-    constants = (*_strides(call.x, 0 in copied), size, CHUNK, rows, columns, call.silu)
-    convolve = Launch(kernels.forward, (count, ceil_div(size, columns)), (*numbers, *constants), num_warps=WARPS)
+    constants = (*_strides(call.x, 0 in copied), size, CHUNK, rows, columns, call.silu, STAGES)
+    convolve = Launch(kernels.forward, (count, ceil_div(size, columns)), (*numbers, *constants), num_warps=1)
 
     def launch(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         operands = list(args[: COUNT - 1])
@@ -79,11 +79,11 @@ def backward(*args: Any) -> Launches:
     """Return (dx ``[B, T, D]``, dweight ``[D, 4]`` and dbias ``[D]`` or empty, dstate ``[sequences, 3, D]``)."""
     call, (grad, grad_state, needs_weight, needs_bias) = ConvInputs(*args[:COUNT]), args[COUNT:]
     (batch, tokens, size), (count, numbers) = call.x.shape, _slots(call)
-    columns = min(PROGRAM, max(next_power_of_2(size), 16))
+    columns = min(PROGRAM_BACKWARD, max(next_power_of_2(size), 16))
     copied, state_shape = _copied(call, grad, grad_state), call.state_shape
     strides = (*_strides(call.x, 0 in copied), *_strides(grad, COUNT - 1 in copied))
-    constants = (*strides, size, CHUNK, columns, call.silu, STAGES)
-    gradients = Launch(kernels.backward, (count, ceil_div(size, columns)), (*numbers, *constants), num_warps=WARPS)
+    constants = (*strides, size, CHUNK, columns, call.silu, STAGES_BACKWARD)
+    gradients = Launch(kernels.backward, (count, ceil_div(size, columns)), (*numbers, *constants), num_warps=1)
     add = Launch(kernels.chain, (ceil_div(size, COLUMNS), TAPS + 1), (count, size, COLUMNS, AHEAD), num_warps=2)
 
     def launch(*args: Any) -> tuple[torch.Tensor, ...]:

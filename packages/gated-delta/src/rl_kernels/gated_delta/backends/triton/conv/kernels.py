@@ -50,7 +50,7 @@ def place(slot, CU_SEQLENS, START, tokens, slots, sequences, steps, CHUNK: tl.co
 
 @triton.jit
 def inputs(X, STATE, s, first, length, position, d, stride, D: tl.constexpr):
-    """Return the inputs at positions ``[R, 1]`` in channels ``[1, C]`` as FP32: of X, of the state before, or 0."""
+    """Return the inputs at a position, or at positions ``[R, 1]``, in channels ``[1, C]``: of X, of the state, or 0."""
     inside = d < D
     here = (position >= 0) & (position < length)
     x = tl.load(X + (first + position).to(tl.int64) * stride + d, mask=here & inside, other=0.0).to(tl.float32)
@@ -80,23 +80,29 @@ def bias_of(BIAS, d, D: tl.constexpr):
 def forward(
     X, WEIGHT, BIAS, STATE, CU_SEQLENS, START, Y, LAST, tokens, slots, sequences, steps, x_row, x_token,
     D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SILU: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the outputs of a slot, ROWS at a time, and with the last chunk the last inputs. Grid: slots, channels."""
+    """Write the outputs of a slot, ROWS in a step, and with the last chunk the last inputs. Grid: slots, channels."""
     row, s, first, length, begin = place(tl.program_id(0), CU_SEQLENS, START, tokens, slots, sequences, steps, CHUNK)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = d < D
     x, y = X + row.to(tl.int64) * x_row, Y + row.to(tl.int64) * tokens * D
+    w0, w1, w2, w3 = tap(WEIGHT, d, 0, D), tap(WEIGHT, d, 1, D), tap(WEIGHT, d, 2, D), tap(WEIGHT, d, 3, D)
     bias = bias_of(BIAS, d, D)
-    for i in range(begin, tl.minimum(begin + CHUNK, length), ROWS):
-        position = i + tl.arange(0, ROWS)[:, None]
-        z = tl.broadcast_to(bias, (ROWS, COLUMNS))
-        for number in tl.static_range(TAPS):
-            value = inputs(x, STATE, s, first, length, position - (PAST - number), d, x_token, D)
-            z = fma(value, tl.broadcast_to(tap(WEIGHT, d, number, D), (ROWS, COLUMNS)), z)
-        if SILU:
-            z = tl.div_rn(z, sigmoid_parts(z))
-        z = tl.where(position >= 0, z, 0.0)
-        mask = (first + position >= 0) & (position < length) & (d < D)
-        tl.store(y + (first + position).to(tl.int64) * D + d, z.to(Y.dtype.element_ty), mask=mask)
+    x0 = inputs(x, STATE, s, first, length, begin - 3, d, x_token, D)
+    x1 = inputs(x, STATE, s, first, length, begin - 2, d, x_token, D)
+    x2 = inputs(x, STATE, s, first, length, begin - 1, d, x_token, D)
+    for group in tl.range(0, tl.cdiv(tl.minimum(CHUNK, length - begin), ROWS), num_stages=STAGES):
+        for i in tl.static_range(ROWS):
+            position = begin + group * ROWS + i
+            x3 = inputs(x, STATE, s, first, length, position, d, x_token, D)
+            z = fma(x3, w3, fma(x2, w2, fma(x1, w1, fma(x0, w0, bias))))
+            if SILU:
+                z = tl.div_rn(z, sigmoid_parts(z))
+            z = tl.where(position >= 0, z, 0.0)
+            mask = (first + position >= 0) & (position < length) & inside
+            tl.store(y + (first + position).to(tl.int64) * D + d, z.to(Y.dtype.element_ty), mask=mask)
+            x0, x1, x2 = x1, x2, x3
     if LAST is not None:
         newest = tl.maximum(length - 1, 0)
         if (begin <= newest) & (newest < begin + CHUNK) & (begin >= 0):
@@ -118,6 +124,17 @@ def upstream(GRAD, z, first, length, position, d, stride, D: tl.constexpr, SILU:
     return tl.where(mask, grad, 0.0)
 
 
+@triton.jit
+def pulled(GRAD_LAST, dz, dz1, dz2, dz3, w0, w1, w2, w3, s, length, position, d, D: tl.constexpr):
+    """Return the gradient of the input at a position, for those of its own sum and of the three after it."""
+    dx = fma(w3, dz, fma(w2, dz1, fma(w1, dz2, product(w0, dz3))))
+    if GRAD_LAST is not None:
+        number = position - length + PAST
+        place = GRAD_LAST + (s.to(tl.int64) * PAST + number) * D + d
+        dx += tl.load(place, mask=(number >= 0) & (number < PAST) & (d < D), other=0.0).to(tl.float32)
+    return dx
+
+
 @triton.jit(do_not_specialize=("tokens", "slots", "sequences", "steps"))
 def backward(
     X, WEIGHT, BIAS, STATE, CU_SEQLENS, START, GRAD, GRAD_LAST, DX, DSTATE, PARTS,
@@ -127,6 +144,8 @@ def backward(
     """Write dx of a slot, dstate with the first chunk, and terms of dweight and dbias. Grid: slots, channels.
 
     Positions descend, from three behind the chunk: the gradient of an input needs those of the three tokens after it.
+    A step takes TAPS of them, so that all it hands on is computed in it: a value handed on twice would keep Triton from
+    loading ahead, and one that stays what it or another name was before the loop is taken for a constant.
     """
     slot = tl.program_id(0)
     row, s, first, length, begin = place(slot, CU_SEQLENS, START, tokens, slots, sequences, steps, CHUNK)
@@ -139,35 +158,38 @@ def backward(
     sum0, sum1, sum2, sum3, sum_bias = zero, zero, zero, zero, zero
     dz1, dz2, dz3 = zero, zero, zero
     end = tl.minimum(begin + CHUNK, length)
-    lowest = begin
-    if DSTATE is not None:
-        lowest = tl.where(begin == 0, -PAST, begin)
-    newest = end + PAST - 1
-    for i in tl.range(0, newest + 1 - lowest, num_stages=STAGES):
-        position = newest - i
-        # Read anew: handed on from token to token they would keep Triton from loading ahead. L1 has all but the first.
-        x0 = inputs(x, STATE, s, first, length, position - 3, d, x_token, D)
-        x1 = inputs(x, STATE, s, first, length, position - 2, d, x_token, D)
-        x2 = inputs(x, STATE, s, first, length, position - 1, d, x_token, D)
-        x3 = inputs(x, STATE, s, first, length, position, d, x_token, D)
+    groups = tl.cdiv(tl.maximum(end - begin, 0), TAPS)
+    behind = begin + groups * TAPS
+    x1 = inputs(x, STATE, s, first, length, behind, d, x_token, D)
+    x2 = inputs(x, STATE, s, first, length, behind + 1, d, x_token, D)
+    x3 = inputs(x, STATE, s, first, length, behind + 2, d, x_token, D)
+    for i in tl.static_range(PAST):
+        position = behind + PAST - 1 - i
+        x0 = inputs(x, STATE, s, first, length, position - PAST, d, x_token, D)
         z = fma(x3, w3, fma(x2, w2, fma(x1, w1, fma(x0, w0, bias))))
-        dz = upstream(grads, z, first, length, position, d, grad_token, D, SILU)
-        dx = fma(w3, dz, fma(w2, dz1, fma(w1, dz2, product(w0, dz3))))
-        if GRAD_LAST is not None:
-            number = position - length + PAST
-            of_last = GRAD_LAST + (s.to(tl.int64) * PAST + number) * D + d
-            dx += tl.load(of_last, mask=(number >= 0) & (number < PAST) & inside, other=0.0).to(tl.float32)
-        at = (row.to(tl.int64) * tokens + first + position) * D + d
-        mask = (first + position >= 0) & (position >= begin) & (position < end) & inside
-        tl.store(DX + at, tl.where(position >= 0, dx, 0.0).to(DX.dtype.element_ty), mask=mask)
-        if DSTATE is not None:
-            of_state = DSTATE + (s.to(tl.int64) * PAST + PAST + position) * D + d
-            tl.store(of_state, dx.to(DSTATE.dtype.element_ty), mask=(position < 0) & (begin == 0) & inside)
-        if PARTS is not None:
-            term = tl.where(position < end, dz, 0.0)
-            sum0, sum1, sum2, sum3 = fma(term, x0, sum0), fma(term, x1, sum1), fma(term, x2, sum2), fma(term, x3, sum3)
-            sum_bias += term
-        dz1, dz2, dz3 = dz, dz1, dz2
+        dz1, dz2, dz3 = upstream(grads, z, first, length, position, d, grad_token, D, SILU), dz1, dz2
+        x1, x2, x3 = x0, x1, x2
+    for group in tl.range(0, groups, num_stages=STAGES):
+        for i in tl.static_range(TAPS):
+            position = behind - 1 - group * TAPS - i
+            x0 = inputs(x, STATE, s, first, length, position - PAST, d, x_token, D)
+            z = fma(x3, w3, fma(x2, w2, fma(x1, w1, fma(x0, w0, bias))))
+            dz = upstream(grads, z, first, length, position, d, grad_token, D, SILU)
+            dx = pulled(GRAD_LAST, dz, dz1, dz2, dz3, w0, w1, w2, w3, s, length, position, d, D)
+            at = (row.to(tl.int64) * tokens + first + position) * D + d
+            mask = (first + position >= 0) & (position < end) & inside
+            tl.store(DX + at, tl.where(position >= 0, dx, 0.0).to(DX.dtype.element_ty), mask=mask)
+            if PARTS is not None:
+                sum0, sum1, sum2, sum3 = fma(dz, x0, sum0), fma(dz, x1, sum1), fma(dz, x2, sum2), fma(dz, x3, sum3)
+                sum_bias += dz
+            dz1, dz2, dz3 = dz, dz1, dz2
+            x1, x2, x3 = x0, x1, x2
+    if DSTATE is not None:
+        for i in tl.static_range(PAST):
+            dx = pulled(GRAD_LAST, zero, dz1, dz2, dz3, w0, w1, w2, w3, s, length, -1 - i, d, D)
+            of_state = DSTATE + (s.to(tl.int64) * PAST + PAST - 1 - i) * D + d
+            tl.store(of_state, dx.to(DSTATE.dtype.element_ty), mask=inside & (begin == 0))
+            dz1, dz2, dz3 = zero, dz1, dz2
     if PARTS is not None:
         part = PARTS + slot.to(tl.int64) * (TAPS + 1) * D + d
         tl.store(part, sum0, mask=inside)
