@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from rl_kernels.models import audit, invariant, sequence_logp
+from rl_kernels.models import audit, invariant
 
 transformers = pytest.importorskip("transformers")
 HEADS = {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
@@ -115,12 +115,6 @@ def test_gradients_do_not_depend_on_the_batch_and_are_those_of_the_model(hybrid,
     assert sum(name.endswith(("A_log", "dt_bias", "conv1d.weight")) for name in names) == 3
     for value, other in zip([*rows, *whole], [*plain[0], *plain[1]], strict=True):
         assert (value - other).norm() <= 1e-3 * other.norm() + 1e-6
-
-
-def last_logps(model, sequences, mask):
-    """Return the log-probabilities of the tokens of left-padded sequences, from one pass without a cache."""
-    with torch.no_grad():
-        return sequence_logp(model, sequences, mask)
 
 
 @pytest.mark.parametrize("way", ["dynamic", "static", "chunks", "beams"])
@@ -267,6 +261,19 @@ def test_adapters_and_copies(hybrid, prompts, surroundings):
         peft.get_peft_model(model, peft.LoraConfig(r=128, target_modules=["conv1d"]))
 
 
+@torch.no_grad()
+def test_weights_that_accelerate_offloads(hybrid, prompts):
+    """The layer reads the weight of its convolution, whose hook would load it in a call."""
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = hybrid(), prompts[0][None]
+    with invariant(model, strict=True):
+        expected = model(ids).logits
+    accelerate.cpu_offload(model, "cpu")
+    assert model.model.layers[0].linear_attn.conv1d.weight.is_meta
+    with invariant(model, strict=True):
+        assert torch.equal(model(ids).logits, expected)
+
+
 def test_under_torch_compile(hybrid, prompts):
     """The whole model in one graph, its backward pass, and decoding with a static cache."""
     model, ids = hybrid().train(), torch.stack((prompts[0], prompts[2][:70]))
@@ -279,6 +286,7 @@ def test_under_torch_compile(hybrid, prompts):
     with invariant(model, strict=True):
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         assert all(map(torch.equal, gradients(compiled), gradients(model)))
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
         with torch.no_grad():
             cache = transformers.StaticCache(config=model.config, max_cache_len=70)
             parts = [model(ids[:, :66], past_key_values=cache).logits]
