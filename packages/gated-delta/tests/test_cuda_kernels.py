@@ -10,7 +10,7 @@ from rl_kernels.core.cuda import launch
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing.planted import Bug
 from rl_kernels.gated_delta import DeltaCache, gated_delta_rule
-from rl_kernels.gated_delta.backends.cuda_sm90 import decode
+from rl_kernels.gated_delta.backends.cuda_sm90 import decode, prefill
 from rl_kernels.gated_delta.op import OPERATOR
 
 BUGS = (
@@ -32,6 +32,22 @@ BUGS = (
     Bug("a token counted twice", "p.shift) - 1)) + 1;", "p.shift) - 1)) + 2;"),
     Bug("the last block is the one before", "gridDim.x * gridDim.y - 1", "gridDim.x * gridDim.y - 2"),
     Bug("the key of the next row", "[t * LANES + threadIdx.x] = ", "[(t + 1) % ROWS * LANES + threadIdx.x] = "),
+)
+PREPARE, SCAN, COLUMNS = "prepare_sm90.cu", "scan_sm90.cu", "columns.cuh"
+PREFILL_BUGS = (
+    (PREPARE, Bug("a row sees itself", "s < t && !w.is_held(t)", "s <= t && !w.is_held(t)")),
+    (PREPARE, Bug("a token's own score left out", "p[e] = s <= t ?", "p[e] = s < t ?")),
+    (PREPARE, Bug("a term of the inverse left out", "column > row + 1", "column >= row + 1")),
+    (PREPARE, Bug("beta left out", "beta * (between * kk", "1.0f * (between * kk")),
+    (PREPARE, Bug("an earlier row left out", "c + 16 * j <= s ?", "c + 16 * j < s ?")),
+    (PREPARE, Bug("decay to the end left out", "factor.x * two.x", "1.0f * two.x")),
+    (PREPARE, Bug("a held row is solved again", "!= nullptr ? -w.base : 0", "!= nullptr ? -w.base - 1 : 0")),
+    (PREPARE, Bug("held sums left out", "w.is_held(t + i) ? g[i] : total + g[i]", "total + g[i]")),
+    (SCAN, Bug("a state that does not decay", "c.scale(decay[ROWS - 1]);", "c.scale(1.0f);")),
+    (SCAN, Bug("a held residual is computed again", "if (t < from)", "if (t + 1 < from)")),
+    (SCAN, Bug("an output that does not decay", "o[i] *= decay[", "o[i] *= 1.0f + 0.0f * decay[")),
+    (SCAN, Bug("an open chunk in the state", "is_cached && used >= ROWS && used", "is_cached && used")),
+    (COLUMNS, Bug("part of a chunk before", "2 * warp + lane / 8 % 2", "2 * warp + (lane / 8 + 1) % 2")),
 )
 SOURCES = {
     file.name: file.read_text(encoding="utf-8")
@@ -80,6 +96,11 @@ def test_a_bug_changes_one_place(bug):
     assert sum(SOURCES[name].count(bug.old) for name in FILES) == 1
 
 
+@pytest.mark.parametrize(("file", "bug"), PREFILL_BUGS, ids=lambda x: getattr(x, "name", None))
+def test_a_bug_of_prefill_changes_one_place(file, bug):
+    assert SOURCES[file].count(bug.old) == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -95,6 +116,18 @@ def test_planted_bugs_show(bug, make_kernels, cubins, monkeypatch):
     texts = {name: text.replace(bug.old, bug.new) if name in FILES else text for name, text in SOURCES.items()}
     make_kernels("planted_delta", **{name.replace(".", "__"): text for name, text in texts.items()})
     monkeypatch.setattr(decode, "PACKAGE", "planted_delta")
+    monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(launch, "_modules", {})
+    assert differing(torch.bfloat16, decode.MANY, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("file", "bug"), PREFILL_BUGS, ids=lambda x: getattr(x, "name", None))
+def test_planted_bugs_of_prefill_show(file, bug, make_kernels, cubins, monkeypatch):
+    texts = {name: text.replace(bug.old, bug.new) if name == file else text for name, text in SOURCES.items()}
+    make_kernels("planted_delta", **{name.replace(".", "__"): text for name, text in texts.items()})
+    monkeypatch.setattr(prefill, "PACKAGE", "planted_delta")
     monkeypatch.setattr(launch, "_kernels", {})
     monkeypatch.setattr(launch, "_modules", {})
     assert differing(torch.bfloat16, decode.MANY, monkeypatch)

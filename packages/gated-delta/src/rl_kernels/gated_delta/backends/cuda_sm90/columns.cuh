@@ -130,28 +130,29 @@ struct Columns {
     // The row of word i of rows 16 n on, and the next one.
     __device__ int row_of(int n, int i) const { return 16 * n + i / 2 * 8 + lane % 4 * 2; }
 
-    // Writes words of 64 rows to a box, and stores rows [from, to) of this warp's columns; row 0 goes to `out`, rows are
-    // `apart` bytes apart.
-    __device__ void store_rows(char* box, const u32 (*words)[4], char* out, i64 apart, int from, int to) const {
+    // Writes words of 64 rows to a box, and reads this warp's columns of rows l / 2 + 16 i.
+    __device__ void transpose(char* box, const u32 (*words)[4], Chunk (&rows)[4]) const {
         __syncwarp();
 #pragma unroll
         for (int n = 0; n < ROWS / 16; ++n) store_matrices<true>(box_at(box, n), words[n]);
         __syncwarp();
-        out += 2 * (part * WIDTH + 16 * warp) + lane % 2 * CHUNK;
 #pragma unroll
-        for (int i = 0; i < ROWS; i += WARP / 2) {
-            const int row = i + lane / 2;
-            if (row >= from && row < to)
-                *reinterpret_cast<Chunk*>(out + row * apart) =
-                    *reinterpret_cast<const Chunk*>(box + chunk_at(row, 2 * warp + lane % 2));
+        for (int i = 0; i < 4; ++i)
+            rows[i] = *reinterpret_cast<const Chunk*>(box + chunk_at(lane / 2 + 16 * i, 2 * warp + lane % 2));
+    }
+    // Stores rows [from, to); row 0 goes to `out`, rows are `apart` bytes apart.
+    __device__ void store(const Chunk (&rows)[4], char* out, i64 apart, int from, int to) const {
+        out += lane / 2 * apart + 2 * (part * WIDTH + 16 * warp) + lane % 2 * CHUNK;
+#pragma unroll
+        for (int i = 0; i < 4; ++i, out += 16 * apart) {
+            const int row = lane / 2 + 16 * i;
+            if (row >= from && row < to) *reinterpret_cast<Chunk*>(out) = rows[i];
         }
     }
-    // Stores all rows of a chunk or state as rows of 128 numbers.
-    __device__ void store_tile(char* box, const u32 (*words)[4], char* out) const {
-        store_rows(box, words, out, 2 * SIZE, 0, ROWS);
-    }
+    // Stores all rows of a chunk, or half of a state, as rows of 128 numbers.
+    __device__ void store(const Chunk (&rows)[4], char* out) const { store(rows, out, 2 * SIZE, 0, ROWS); }
 
-    // Gives a stage back, once this warp has read it.
+    // Gives a stage back, once this warp has read it. Before stores to global memory, for which the fence would wait.
     __device__ void give_back(Barrier& empty) const {
         fence_copies();
         __syncwarp();

@@ -11,7 +11,8 @@
 // Products are chains of 16 terms a step, ascending from 0. Rows without a token are zeros; those that a cache holds
 // have its keys, sums, and rows of T.
 //
-// A warp solves T of a head: lane (h, c) holds rows t with bit 1 equal to h, of columns c, c + 16, c + 32 and c + 48.
+// A warp solves T of a head, 16 rows after the other: lane (h, c) holds the rows t whose bit 1 is h, of columns c, c + 16,
+// c + 32 and c + 48. Loops are not unrolled where that would only save branches: code that runs once waits for itself.
 #include <rl_kernels/boxes.cuh>
 #include <rl_kernels/warp_mma.cuh>
 
@@ -26,11 +27,12 @@ using T = FP16;
 #endif
 
 constexpr int THREADS = 128, HEADS = 2;
-// A as floats: of each s, the rows t of both halves of a warp. Rows of both halves, and those of four s apart by 2, are
-// in different banks.
+// Row r of a system has A[t, r] of t > r, at the place of t, and T[r, c] of c <= r once it is known; later W is in its
+// place. In a row are numbers whose bit 1 is 0, then the others. Those of both halves, and of rows apart by 2, are in
+// different banks.
 constexpr int HALF_ROW = 36, STRIDE = HALF_ROW + ROWS / 2, SYSTEM = ROWS * STRIDE * 4;
-// Later T and exp(G_63 - G) T by columns, rounded, in the same place, then W.
-static_assert(SYSTEM >= 2 * BOX, "two boxes");
+static_assert(SYSTEM >= UNIT, "W");
+__device__ inline int place_of(int number) { return number / 2 % 2 * HALF_ROW + number / 4 * 2 + number % 2; }
 struct alignas(16) Numbers {
     float sums[ROWS], fade[ROWS], beta[ROWS];
 };
@@ -70,35 +72,33 @@ __device__ inline void store_bytes(void* target, const void* source, int bytes) 
                  : "memory");
 }
 
-// Two warps have the rows of q, the other two those of k: a lane has 16 bytes of every fourth row.
-constexpr int APART = THREADS / 2 / LANES, STEPS = ROWS / APART;
+// Two warps have the rows of q, the other two those of k: a lane has 16 bytes of every fourth row. Starts their copies to
+// the boxes; held keys come from the cache.
+constexpr int APART = THREADS / 2 / LANES;
 
-__device__ inline void load_rows(const Args& a, const Where& w, int key_head, bool is_key, Chunk (&rows)[STEPS]) {
+__device__ inline void load_rows(const Args& a, const Where& w, char* boxes, int s, int key_head, bool is_key) {
     const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES % APART;
     const i64 batch = is_key ? a.k_batch : a.q_batch, apart = is_key ? a.k_token : a.q_token;
-    const char* base = is_key ? a.k : a.q;
-    base += 2 * (w.sequence.batch * batch + key_head * (is_key ? a.k_head : a.q_head)) + lane * CHUNK;
-#pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
-        const int t = first + i * APART;
-        rows[i] = Chunk{};
-        if (w.is_token(t)) rows[i] = load_constant(base + 2 * (w.sequence.first + w.base + t) * apart);
+    const char* rows = (is_key ? a.k : a.q) + lane * CHUNK +
+                       2 * (w.sequence.batch * batch + key_head * (is_key ? a.k_head : a.q_head));
+    const char* held = a.held_keys + (i64(s) * a.key_heads + key_head) * UNIT + lane * CHUNK;
+#pragma unroll 4
+    for (int t = first; t < ROWS; t += APART) {
+        const bool is_held = is_key && w.is_held(t);
+        const char* row = is_held ? held + t * (2 * SIZE) : rows + 2 * (w.sequence.first + w.base + t) * apart;
+        copy_chunk(boxes + lane / 8 * BOX + chunk_at(t, lane % 8), row, !is_held && !w.is_token(t));
     }
+    commit_copies();
 }
 
-// Normalizes rows, and writes them to their boxes; held keys come from the cache.
-__device__ inline void put_rows(const Args& a, const Where& w, char* units, int s, int key_head, bool is_key,
-                                const Chunk (&rows)[STEPS]) {
+// Normalizes the rows that this thread has copied.
+__device__ inline void normalize_rows(const Where& w, char* boxes, bool is_key) {
     const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES % APART;
-    char* boxes = units + is_key * UNIT + lane / 8 * BOX;
-#pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
-        const int t = first + i * APART;
-        Chunk row = a.normalize ? unit_row<T>(rows[i]) : rows[i];
-        if (is_key && w.is_held(t))
-            row = *reinterpret_cast<const Chunk*>(
-                a.held_keys + ((i64(s) * a.key_heads + key_head) * ROWS + t) * (2 * SIZE) + lane * CHUNK);
-        *reinterpret_cast<Chunk*>(boxes + chunk_at(t, lane % 8)) = row;
+#pragma unroll 4
+    for (int t = first; t < ROWS; t += APART) {
+        Chunk& row = *reinterpret_cast<Chunk*>(boxes + lane / 8 * BOX + chunk_at(t, lane % 8));
+        const Chunk unit = unit_row<T>(row);
+        if (!is_key || !w.is_held(t)) row = unit;
     }
 }
 
@@ -154,110 +154,120 @@ __device__ inline void multiply_keys(const Where& w, const Numbers* numbers, u32
         load_matrices(queries[step], at);
         load_matrices(keys[step], at + UNIT);
     }
+#pragma unroll 1
+    for (int j = 0; j <= warp; ++j) {
+        float kk[2][4] = {}, qk[2][4] = {};
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        if (j <= warp) {
-            float kk[2][4] = {}, qk[2][4] = {};
+        for (int step = 0; step < SIZE / 16; ++step) {
+            u32 right[4];
+            load_matrices(right, units + UNIT + step / 4 * BOX + matrices_at<false>(16 * j, step % 4 * 2));
 #pragma unroll
-            for (int step = 0; step < SIZE / 16; ++step) {
-                u32 right[4];
-                load_matrices(right, units + UNIT + step / 4 * BOX + matrices_at<false>(16 * j, step % 4 * 2));
-#pragma unroll
-                for (int n = 0; n < 2; ++n) {
-                    add_product<T>(kk[n], keys[step], right[2 * n], right[2 * n + 1]);
-                    add_product<T>(qk[n], queries[step], right[2 * n], right[2 * n + 1]);
-                }
+            for (int n = 0; n < 2; ++n) {
+                add_product<T>(kk[n], keys[step], right[2 * n], right[2 * n + 1]);
+                add_product<T>(qk[n], queries[step], right[2 * n], right[2 * n + 1]);
             }
-#pragma unroll
-            for (int i = 0; i < HEADS; ++i)
-                if (i < count)
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        const int t = row + lane / 4 + 8 * half;
-                        const float sum = numbers[i].sums[t], beta = numbers[i].beta[t];
-                        float* place = reinterpret_cast<float*>(systems + i * SYSTEM) + t / 2 % 2 * HALF_ROW + t / 4 * 2 + t % 2;
-#pragma unroll
-                        for (int n = 0; n < 2; ++n) {
-                            float p[2];
-#pragma unroll
-                            for (int e = 0; e < 2; ++e) {
-                                const int s = 16 * j + 8 * n + lane % 4 * 2 + e;
-                                const float between = exp_fast(sum - numbers[i].sums[s]);
-                                place[s * STRIDE] =
-                                    s < t && !w.is_held(t) ? beta * (between * kk[n][2 * half + e]) : 0.0f;
-                                p[e] = s <= t ? between * qk[n][2 * half + e] : 0.0f;
-                            }
-                            words[i][j][2 * n + half] = T::pack(p);
-                        }
-                    }
         }
+#pragma unroll
+        for (int i = 0; i < HEADS; ++i)
+            if (i < count)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int t = row + lane / 4 + 8 * half;
+                    const float sum = numbers[i].sums[t], beta = numbers[i].beta[t];
+                    float* place = reinterpret_cast<float*>(systems + i * SYSTEM) + place_of(t);
+#pragma unroll
+                    for (int n = 0; n < 2; ++n) {
+                        float p[2];
+#pragma unroll
+                        for (int e = 0; e < 2; ++e) {
+                            const int s = 16 * j + 8 * n + lane % 4 * 2 + e;
+                            const float between = exp_fast(sum - numbers[i].sums[s]);
+                            place[s * STRIDE] =
+                                s < t && !w.is_held(t) ? beta * (between * kk[n][2 * half + e]) : 0.0f;
+                            p[e] = s <= t ? between * qk[n][2 * half + e] : 0.0f;
+                        }
+                        const u32 word = T::pack(p);
+                        // Registers have no index.
+#pragma unroll
+                        for (int at = 0; at < 4; ++at)
+                            if (at == j) words[i][at][2 * n + half] = word;
+                    }
+                }
     }
 }
 
-// By a warp: solves for T, whose first `rows` rows are held, and writes it to `tail`, and over A as columns, with and
-// without fade. Both pointers may be null.
-__device__ inline void solve(const Numbers& numbers, char* place, const float* held, int rows, float* tail) {
-    const float* system = reinterpret_cast<const float*>(place);
+// By a warp: solves for T, whose first `held_rows` rows are those of `held`.
+__device__ inline void solve(const Numbers& numbers, float* system, const float* held, int held_rows) {
     const int lane = threadIdx.x % WARP, h = lane / 16, c = lane % 16;
-    // Position p of a lane is row t = 4 (p / 2) + 2 h + p % 2.
-    float x[4][ROWS / 2];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        const int column = c + 16 * j;
-        const float beta = numbers.beta[column];
-#pragma unroll
-        for (int p = 0; p < ROWS / 2; ++p) {
-            const int t = p / 2 * 4 + h * 2 + p % 2;
-            x[j][p] = p / 8 == j && t == column ? beta : 0.0f;
-        }
-    }
-    // Their betas are zeros.
-    if (held != nullptr)
+    float* columns = system + place_of(c);
+#pragma unroll 1
+    for (int block = 0; block < ROWS; block += 16) {
+        // x[j][i] is row t = block + row_of(i) of column c + 16 j.
+        const auto row_of = [=](int i) { return i / 2 * 4 + h * 2 + i % 2; };
+        const float beta = numbers.beta[block + c];
+        float x[4][8];
 #pragma unroll
         for (int j = 0; j < 4; ++j)
 #pragma unroll
-            for (int p = 8 * j; p < ROWS / 2; ++p) {
-                const int t = p / 2 * 4 + h * 2 + p % 2, column = c + 16 * j;
-                if (t < rows && column <= t) x[j][p] = held[t * ROWS + column];
-            }
+            for (int i = 0; i < 8; ++i) x[j][i] = 16 * j == block && row_of(i) == c ? beta : 0.0f;
+        if (block < held_rows)
 #pragma unroll
-    for (int s = 0; s < ROWS - 1; ++s) {
-        const int owner = s / 2 % 2, at = s / 4 * 2 + s % 2;
-        float solved[4];
+            for (int j = 0; j < 4; ++j)
 #pragma unroll
-        for (int j = 0; j <= s / 16; ++j) solved[j] = __shfl_sync(ALL, x[j][at], owner * 16 + c);
-        const float* factors = system + s * STRIDE + h * HALF_ROW;
-        // Positions from s / 4 * 2 on have the rows that are left, and up to three that are not: their factors are 0.
+                for (int i = 0; i < 8; ++i) {
+                    const int t = block + row_of(i), column = c + 16 * j;
+                    if (t < held_rows && column <= t) x[j][i] = held[t * ROWS + column];
+                }
+        const float* factors = system + h * HALF_ROW + block / 2;
+        const auto subtract = [&](int s, int first, int groups, const float (&solved)[4]) {
+            float4 four[2];
 #pragma unroll
-        for (int p = s / 8 * 4; p < ROWS / 2; p += 4) {
-            const float4 four = *reinterpret_cast<const float4*>(factors + p);
-            const float factor[4] = {four.x, four.y, four.z, four.w};
+            for (int i = first / 4; i < 2; ++i) four[i] = *reinterpret_cast<const float4*>(factors + s * STRIDE + 4 * i);
+            const float factor[8] = {four[0].x, four[0].y, four[0].z, four[0].w,
+                                     four[1].x, four[1].y, four[1].z, four[1].w};
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (p + i >= s / 4 * 2)
+            for (int i = first; i < 8; ++i)
 #pragma unroll
-                    for (int j = 0; j <= s / 16; ++j) x[j][p + i] = fmaf(-factor[i], solved[j], x[j][p + i]);
+                for (int j = 0; j < groups; ++j) x[j][i] = fmaf(-factor[i], solved[j], x[j][i]);
+        };
+        // Rows of the blocks before.
+#pragma unroll 2
+        for (int s = 0; s < block; ++s) {
+            float solved[4];
+#pragma unroll
+            for (int j = 0; j < 3; ++j) solved[j] = c + 16 * j <= s ? columns[s * STRIDE + 8 * j] : 0.0f;
+            subtract(s, 0, 3, solved);
         }
-    }
-    __syncwarp();
+        // Rows of this block. Of the first rows of four, some are not below s: their factors are 0.
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        const int column = c + 16 * j;
-        // Rows above are zeros that no product reads.
+        for (int s = 0; s < 15; ++s) {
+            float solved[4];
 #pragma unroll
-        for (int p = 8 * j; p < ROWS / 2; p += 2) {
-            const int t = p / 2 * 4 + h * 2;
-            const float2 fade = *reinterpret_cast<const float2*>(numbers.fade + t);
-            const float faded[2] = {fade.x * x[j][p], fade.y * x[j][p + 1]};
-            char* word = place + chunk_at(column, t / 8) + t % 8 * 2;
-            *reinterpret_cast<u32*>(word) = T::pack(x[j] + p);
-            *reinterpret_cast<u32*>(word + BOX) = T::pack(faded);
-            if (tail != nullptr) {
-                tail[t * ROWS + column] = x[j][p];
-                tail[(t + 1) * ROWS + column] = x[j][p + 1];
-            }
+            for (int j = 0; j < 4; ++j) solved[j] = __shfl_sync(ALL, x[j][s / 4 * 2 + s % 2], s / 2 % 2 * 16 + c);
+            subtract(block + s, s / 4 * 2, 4, solved);
         }
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int t = block + row_of(i);
+                if (c + 16 * j <= t) columns[t * STRIDE + 8 * j] = x[j][i];
+            }
+        __syncwarp();
     }
+}
+
+// T[row, column] and T[row + 1, column]; zeros above the diagonal if IS_DIAGONAL, else there are none.
+template <bool IS_DIAGONAL>
+__device__ inline float2 solved_at(const float* system, int row, int column) {
+    const float* at = system + row * STRIDE + place_of(column);
+    float2 two = make_float2(at[0], at[STRIDE]);
+    if (IS_DIAGONAL) {
+        if (column > row) two.x = 0.0f;
+        if (column > row + 1) two.y = 0.0f;
+    }
+    return two;
 }
 
 // Writes 16 columns of this warp's rows to a box.
@@ -267,19 +277,49 @@ __device__ inline void put(char* box, int row, int chunk, const float (&d)[2][4]
 }
 
 // M of this warp's rows: P[t, s] T[s, c] is 0 but for c <= s <= t.
-__device__ inline void mix(char* box, const u32 (&words)[4][4], u32 columns, int warp) {
-#pragma unroll
+__device__ inline void mix(char* box, const u32 (&words)[4][4], const float* system, int warp) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll 1
     for (int j = 0; j < 4; ++j) {
         float d[2][4] = {};
 #pragma unroll
-        for (int step = j; step < 4; ++step)
-            if (step <= warp) {
+        for (int step = 0; step < 4; ++step)
+            if (step >= j && step <= warp) {
                 u32 right[4];
-                load_matrices(right, columns + matrices_at<false>(16 * j, 2 * step));
+#pragma unroll
+                for (int n = 0; n < 4; ++n) {
+                    const int s = 16 * step + n % 2 * 8 + lane % 4 * 2, column = 16 * j + n / 2 * 8 + lane / 4;
+                    const float2 two = solved_at<true>(system, s, column);
+                    const float pair[2] = {two.x, two.y};
+                    right[n] = T::pack(pair);
+                }
                 add_product<T>(d[0], words[step], right[0], right[1]);
                 add_product<T>(d[1], words[step], right[2], right[3]);
             }
         put(box, 16 * warp, 2 * j, d);
+    }
+}
+
+// The left operand of W: exp(G_63 - G_t) T[t, s] of this warp's rows s.
+__device__ inline void fade(const Numbers& numbers, const float* system, int warp, u32 (&left)[4][4]) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            const int t = 16 * step + n / 2 * 8 + lane % 4 * 2, s = 16 * warp + n % 2 * 8 + lane / 4;
+            const float2 two = solved_at<true>(system, t, s), factor = *reinterpret_cast<const float2*>(numbers.fade + t);
+            const float pair[2] = {factor.x * two.x, factor.y * two.y};
+            left[step][n] = T::pack(pair);
+        }
+}
+
+// Writes the rows of T of a chunk.
+__device__ inline void store_inverse(const float* system, float* out) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < ROWS * ROWS; i += THREADS) {
+        const int row = i / ROWS, column = i % ROWS;
+        out[i] = column <= row ? system[row * STRIDE + place_of(column)] : 0.0f;
     }
 }
 
@@ -322,39 +362,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) prepare(const Args a) {
     const bool solves = own >= 0 && own < count, stores = threadIdx.x == 0;
 
     const bool is_key = warp >= 2;
-    Chunk rows[STEPS];
-    load_rows(a, w, key_head, is_key, rows);
+    char* boxes = units + is_key * UNIT;
+    load_rows(a, w, boxes, s, key_head, is_key);
     if (solves) load_numbers(a, w, numbers[own], s, head + own);
-    put_rows(a, w, units, s, key_head, is_key, rows);
+    copies_done<0>();
+    if (a.normalize) normalize_rows(w, boxes, is_key);
     fence_copies();
     __syncthreads();
     if (stores && pair == 0) {
         store_bytes(a.units + (i64(slot) * a.key_heads + key_head) * UNITS, units, UNITS);
         commit_stores();
     }
-    const u32 keys = shared_address(units) + UNIT, columns = shared_address(systems);
     u32 words[HEADS][4][4];
     multiply_keys(w, numbers, shared_address(units), systems, warp, count, words);
     __syncthreads();
+    const i64 place = (i64(s) * a.heads + head) * (ROWS * ROWS);
     if (solves) {
-        const i64 place = (i64(s) * a.heads + head + own) * (ROWS * ROWS);
-        const float* held = a.held_inverse != nullptr && w.base < 0 ? a.held_inverse + place : nullptr;
-        float* tail = a.tail != nullptr && index + 1 == sequence.chunks() ? a.tail + place : nullptr;
-        solve(numbers[own], systems + own * SYSTEM, held, -w.base, tail);
+        const int held_rows = a.held_inverse != nullptr ? -w.base : 0;
+        solve(numbers[own], reinterpret_cast<float*>(systems + own * SYSTEM), a.held_inverse + place + own * ROWS * ROWS,
+              held_rows);
     }
-    // M takes the place of q.
+    // M takes the place of q, and W that of T.
     if (stores) stores_read<0>();
     __syncthreads();
     u32 left[HEADS][4][4];
 #pragma unroll
     for (int i = 0; i < HEADS; ++i) {
-        if (i < count) mix(units + i * BOX, words[i], columns + i * SYSTEM, warp);
-#pragma unroll
-        for (int step = 0; step < 4; ++step)
-            load_matrices(left[i][step], columns + i * SYSTEM + BOX + matrices_at<true>(16 * warp, 2 * step));
+        const float* system = reinterpret_cast<const float*>(systems + i * SYSTEM);
+        if (i < count) {
+            mix(units + i * BOX, words[i], system, warp);
+            if (a.tail != nullptr && index + 1 == sequence.chunks()) store_inverse(system, a.tail + place + i * ROWS * ROWS);
+        }
+        fade(numbers[i], system, warp, left[i]);
     }
     __syncthreads();
-    weigh_keys(systems, left, keys, warp);
+    weigh_keys(systems, left, shared_address(units) + UNIT, warp);
     fence_copies();
     __syncthreads();
     if (stores) {

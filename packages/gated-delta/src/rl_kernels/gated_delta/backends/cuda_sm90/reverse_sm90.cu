@@ -101,15 +101,19 @@ __device__ inline void consume(const Args& a, const Job& job, int group) {
         commit_products();
         hold(c.state);
 
-        char* dstates = a.dstates + job.item(chunk) * (2 * SIZE * SIZE);
-        c.store_tile(box, factor, dstates);
-        c.store_tile(box, factor + ROWS / 16, dstates + 2 * SIZE * ROWS);
-        c.store_tile(box, x, a.dresiduals + job.item(chunk) * (2 * SIZE * ROWS));
-        const i64 row = i64(job.sequence.batch) * a.tokens + job.sequence.first + token;
-        c.store_rows(box, x, a.dv + row * apart + job.head * (2 * SIZE), apart, 0, to);
+        Chunk upper[4], lower[4], values[4];
+        c.transpose(box, factor, upper);
+        c.transpose(box, factor + ROWS / 16, lower);
+        c.transpose(box, x, values);
         products_done<0>();
         hold(c.state), keep(y), keep(decayed);
         c.give_back(job.ring.empty[at.stage]);
+        char* dstates = a.dstates + job.item(chunk) * (2 * SIZE * SIZE);
+        c.store(upper, dstates);
+        c.store(lower, dstates + 2 * SIZE * ROWS);
+        c.store(values, a.dresiduals + job.item(chunk) * (2 * SIZE * ROWS));
+        const i64 row = i64(job.sequence.batch) * a.tokens + job.sequence.first + token;
+        c.store(values, a.dv + row * apart + job.head * (2 * SIZE), apart, 0, to);
         c.round<T>(factor);
     }
     if (a.initial != nullptr) c.store(a.initial, job.sequence_item());

@@ -85,14 +85,16 @@ __device__ inline void hold_chunk(const Args& a, const Job& job, const char* sta
     for (int i = thread; i < ROWS * ROWS * 4 / CHUNK; i += WARPGROUP) inverse[i] = tail[i];
 }
 
-// Stores the output of a chunk.
-__device__ inline void store_output(const Args& a, const Job& job, const Columns& c, int chunk, char* box,
-                                    const Rows& out) {
+// Stores the output of a chunk, and gives its stage back.
+__device__ inline void finish(const Args& a, const Job& job, const Columns& c, int chunk, int stage, int group,
+                              const Rows& out) {
+    Chunk rows[4];
+    c.transpose(job.stages + stage * STAGE + AT_V + group * BOX, out, rows);
+    c.give_back(job.ring.empty[stage]);
     const int token = job.token(chunk);
     const i64 apart = i64(a.heads) * (2 * SIZE);
     const i64 row = i64(job.sequence.batch) * a.tokens + job.sequence.first + token;
-    c.store_rows(box, out, a.out + row * apart + job.head * (2 * SIZE), apart, max(-token, 0),
-                 min(job.sequence.count - token, ROWS));
+    c.store(rows, a.out + row * apart + job.head * (2 * SIZE), apart, max(-token, 0), min(job.sequence.count - token, ROWS));
 }
 
 __device__ inline void consume(const Args& a, const Job& job, int group) {
@@ -119,16 +121,15 @@ __device__ inline void consume(const Args& a, const Job& job, int group) {
         commit_products();
         hold(y);
         if (!REPLAYS) {
-            if (chunk > 0) {
-                store_output(a, job, c, chunk - 1, job.stages + before.stage * STAGE + AT_V + group * BOX, out);
-                c.give_back(job.ring.empty[before.stage]);
-                before.advance();
-            }
             hold(o);
             fence_products();
             issue<T, K_MAJOR, ROWS, false>(o, factor, stage);
             commit_products();
             hold(o);
+            if (chunk > 0) {
+                finish(a, job, c, chunk - 1, before.stage, group, out);
+                before.advance();
+            }
         }
         products_done<REPLAYS ? 0 : 1>();
         hold(y);
@@ -142,13 +143,17 @@ __device__ inline void consume(const Args& a, const Job& job, int group) {
 
         if (REPLAYS) {
             keep(factor);
-            char* states = a.states + job.item(chunk) * (2 * SIZE * SIZE);
-            c.store_tile(v, factor, states);
-            c.store_tile(v, factor + ROWS / 16, states + 2 * SIZE * ROWS);
-            c.store_tile(v, x, a.residuals + job.item(chunk) * (2 * SIZE * ROWS));
+            Chunk upper[4], lower[4], rows[4];
+            c.transpose(v, factor, upper);
+            c.transpose(v, factor + ROWS / 16, lower);
+            c.transpose(v, x, rows);
             products_done<0>();
             hold(c.state), keep(x);
             c.give_back(job.ring.empty[at.stage]);
+            char* states = a.states + job.item(chunk) * (2 * SIZE * SIZE);
+            c.store(upper, states);
+            c.store(lower, states + 2 * SIZE * ROWS);
+            c.store(rows, a.residuals + job.item(chunk) * (2 * SIZE * ROWS));
             c.round<T>(factor);
             continue;
         }
@@ -162,7 +167,9 @@ __device__ inline void consume(const Args& a, const Job& job, int group) {
         commit_products();
         hold(o);
         if (is_cached && used <= ROWS) {
-            c.store_rows(v, x, held, 2 * SIZE, 0, used);
+            Chunk rows[4];
+            c.transpose(v, x, rows);
+            c.store(rows, held, 2 * SIZE, 0, used);
             if (c.part == 0) hold_chunk(a, job, stage);
         }
         products_done<1>();
@@ -178,8 +185,7 @@ __device__ inline void consume(const Args& a, const Job& job, int group) {
         // A cache's open chunk is not part of its state.
         if (is_cached && used >= ROWS && used < 2 * ROWS) c.store(a.state, item);
     }
-    if (!REPLAYS && job.chunks)
-        store_output(a, job, c, job.chunks - 1, job.stages + before.stage * STAGE + AT_V + group * BOX, out);
+    if (!REPLAYS && job.chunks) finish(a, job, c, job.chunks - 1, before.stage, group, out);
     if (a.state != nullptr && !is_cached) c.store(a.state, item);
 }
 
