@@ -40,6 +40,7 @@ BACKENDS = {
     "grpo_loss": BOTH[1:],
     "experts": BOTH,
     "route": BOTH,
+    "gated_delta_rule": BOTH[1:],
 }
 OPERATORS = {"det_linear": "det_gemm", "route": "experts"}
 """Operators of the functions that have another name."""
@@ -64,6 +65,7 @@ def calls() -> dict[str, Call]:
     from rl_kernels.attention import det_attention
     from rl_kernels.det_gemm import det_linear
     from rl_kernels.fused_logp import fused_logp
+    from rl_kernels.gated_delta import gated_delta_rule
     from rl_kernels.grpo_loss import grpo_loss
     from rl_kernels.linear_logp import linear_logp
     from rl_kernels.moe import experts, route
@@ -78,7 +80,7 @@ def calls() -> dict[str, Call]:
     logp, mask = torch.zeros(8, 16, requires_grad=True), torch.ones(8, 16, dtype=torch.bool)
     rewards = torch.arange(8.0)
     gate_up, down, routes = drawn(2, 256, 256), drawn(2, 256, 128), torch.arange(128).view(64, 2) % 2
-    weights, router = drawn(64, 2), drawn(8, 256)
+    weights, router, gates = drawn(64, 2), drawn(8, 256), drawn(1, 64, 2)
 
     def loss(backend: str) -> torch.Tensor:
         old = logp.detach()
@@ -93,6 +95,7 @@ def calls() -> dict[str, Call]:
         "grpo_loss": loss,
         "experts": lambda backend: experts(x, gate_up, down, routes, weights, validate=False, backend=backend),
         "route": lambda backend: route(x, router, 2, backend=backend).weights,
+        "gated_delta_rule": lambda backend: gated_delta_rule(k, k, k, -gates, gates, backend=backend),
     }
 
 

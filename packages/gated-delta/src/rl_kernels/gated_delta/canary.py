@@ -26,7 +26,7 @@ def results(dtype: torch.dtype, device: torch.device, backend: str) -> Iterator[
     cache = DeltaCache.from_recurrent(states, KEY_HEADS, dtype=dtype)
     before = bounds - torch.arange(3, device=device)
     gated_delta_rule(*(x[:, kept] for x in (q, k, v, g, beta)), cache=cache, cu_seqlens=before, backend=backend)
-    yield gated_delta_rule(*(x[0, lasts, None] for x in (q, k, v, g, beta)), cache=cache, backend=backend)
+    yield from gated_delta_rule(*(x[0, lasts, None] for x in (q, k, v, g, beta)), cache=cache, backend=backend)
 
 
 def gradients(dtype: torch.dtype, device: torch.device, backend: str) -> Iterator[torch.Tensor]:

@@ -51,7 +51,7 @@ class Chunks(NamedTuple):
         beta: ``[M, Hv, 64]``.
         decays: ``[M, Hv, 64]``: sums of g from the first row of the chunk.
         between: ``[M, Hv, 64, 64]``: decays from row s to row t >= s, else 0.
-        below: ``[M, Hv, 64, 64]``: decayed products of keys t and s < t, else 0; not rounded.
+        below: ``[M, Hv, 64, 64]``: decayed products of keys t and s <= t, else 0; not rounded.
         inverse: ``[M, Hv, 64, 64]``: T, the inverse of ``1 + diag(beta) below`` times ``diag(beta)``; not rounded.
         scores: ``[M, Hv, 64, 64]``: P, decayed products of query t and key s <= t, else 0.
         mixing: ``[M, Hv, 64, 64]``: M, the scores times the inverse.
@@ -82,21 +82,20 @@ def chunks_of(inputs: Inputs, places: Places, cache: DeltaCache | None = None) -
     q, k = (places.rows_of(x, computed).repeat_interleave(inputs.group, 1) for x in (q, k))
     v, g, beta = (places.rows_of(x, computed) for x in (inputs.v, inputs.g, inputs.beta))
     row = torch.arange(CHUNK, device=q.device)
-    is_held = (row < places.opened[:, None])[:, None]
+    is_held, is_past = (row < places.opened[:, None])[:, None], row <= row[:, None]
     held_decays, start = torch.zeros_like(g), torch.diag_embed(beta)
     if cache is not None:
         keys, held_decays, held = (x[places.sequences] for x in (cache.keys, cache.decays, cache.inverse))
         k = torch.where(is_held[..., None], keys.repeat_interleave(inputs.group, 1).to(computed), k)
-        start = torch.where(is_held[..., None] & (row <= row[:, None]), held, start)
+        start = torch.where(is_held[..., None] & is_past, held, start)
     decays = torch.zeros_like(g)
     for t in range(CHUNK):
         later = decays[..., t - 1] + g[..., t] if t else g[..., t]
         decays[..., t] = torch.where(is_held[..., t], held_decays[..., t], later)
-    is_past = row <= row[:, None]
     between = torch.where(is_past, decays[..., None] - decays[..., None, :], -torch.inf).exp()
-    below = torch.where(row < row[:, None], between * multiply(k, k.mT), 0.0)
     # An infinite product must not become NaN where it is not used.
-    scores = rounded(torch.where(is_past, between * multiply(q, k.mT), 0.0), dtype)
+    below, scores = (torch.where(is_past, between * multiply(x, k.mT), 0.0) for x in (k, q))
+    scores = rounded(scores, dtype)
     inverse = solved(start, torch.where(is_held[..., None], 0.0, beta[..., None] * below))
     mixing = rounded(multiply(scores, rounded(inverse, dtype)), dtype)
     faded = rounded((decays[..., -1:] - decays).exp()[..., None] * inverse, dtype)
@@ -105,7 +104,7 @@ def chunks_of(inputs: Inputs, places: Places, cache: DeltaCache | None = None) -
 
 
 def solved(start: torch.Tensor, system: torch.Tensor) -> torch.Tensor:
-    """Return the inverse of 1 plus a strictly lower triangular system ``[..., 64, 64]``, times the start.
+    """Return the inverse of 1 plus the system ``[..., 64, 64]`` below its diagonal, times the start.
 
     The terms of a number are subtracted in ascending order, each rounded product by itself.
     """

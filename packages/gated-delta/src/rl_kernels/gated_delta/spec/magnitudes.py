@@ -40,7 +40,7 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
 
 
 def deviations(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> Results:
-    """Return standard deviations of the results, from factors and pseudo values that are rounded."""
+    """Return standard deviations of the results, from factors that are rounded."""
     return {name: value.sqrt() for name, value in _sums(call, upstream, 2).items()}
 
 

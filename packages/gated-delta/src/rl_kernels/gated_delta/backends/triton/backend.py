@@ -1,8 +1,8 @@
 """gated_delta_rule in Triton: the launches of prefill and decode; ``backward`` has those of the backward pass.
 
 The reduction order is the contract of this backend; ``tiles``, ``scan``, ``decode``, ``reverse`` and ``differentiate``
-state it. Prefill, a chunk of any length with a cache, and packed sequences take three launches: sums of decays,
-products and inverses of all chunks, and the pass over chunks. One token of each sequence takes two launches: what
+state it. Prefill, a chunk of any length with a cache, and packed sequences take four launches: sums of decays,
+normalized rows, products of all chunks, and the pass over chunks. One token of each sequence takes two launches: what
 does not depend on columns of the state, and its row.
 """
 
@@ -32,7 +32,7 @@ NO_CACHE = (None,) * 6
 def forward(*arguments: Any) -> Launches:
     """Return the output ``[B, T, Hv, Dv]``, and the states after the last tokens, empty unless they are asked for."""
     inputs, with_state = Inputs(*arguments[:COUNT]), arguments[COUNT]
-    plan = Plan(inputs, is_cached=False)
+    plan = Plan(inputs)
     shape = inputs.state_shape
 
     def launch(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,21 +78,20 @@ def _one_token(inputs: Inputs) -> Launches:
     key_heads, heads, size, value_size = sizes
     tile = tile_of_decode(q.dtype, size, value_size)
     numbers = (*q_strides, *k_strides, *sizes[:3], inputs.normalize_qk)
-    weigh = Launch(decode.weigh, (key_heads, batch), numbers, num_warps=4)
+    weigh = Launch(decode.weigh, (heads, batch), numbers, num_warps=4)
     grid = (value_size // tile.width, heads, batch)
     step = Launch(decode.decode, grid, (*v_strides, *sizes, tile.width), num_warps=tile.warps, num_stages=tile.stages)
 
     def launch(*args: Any) -> torch.Tensor:
         q, k, v, g, beta = with_copies(args[:5], copied)
-        state, keys, values, decays, inverse, lengths = args[COUNT:]
+        state, keys, residuals, decays, inverse, lengths = args[COUNT:]
         out = v.new_empty(v.shape)
         if out.numel():
-            unit_q, weights = q.new_empty((batch, key_heads, size)), v.new_empty((batch, heads, 2, CHUNK))
-            counts = lengths.new_empty((batch, key_heads))
-            shared = (unit_q, weights, counts)
+            unit_q, mixing = q.new_empty((batch, key_heads, size)), v.new_empty((batch, heads, CHUNK))
+            shared = (unit_q, mixing, torch.empty_like(lengths))
             with device_of(q):
                 weigh(q, k, g, beta, keys, decays, inverse, lengths, *shared)
-                step(v, beta, out, state, keys, values, decays, inverse, lengths, *shared, args[8])
+                step(v, out, state, keys, residuals, decays, inverse, lengths, *shared, args[8])
         return out
 
     return launch

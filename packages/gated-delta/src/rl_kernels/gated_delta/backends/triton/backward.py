@@ -1,7 +1,7 @@
 """The launches of the backward pass.
 
-The chunks are computed again: products and inverses, the states at their starts, and the pseudo values. Then a pass
-over chunks in descending order, and three launches for all chunks at once: gates, queries and keys.
+The chunks are computed again: products and inverses, the states at their starts, and the residuals. Then a pass over
+chunks in descending order, and three launches for all chunks at once: systems, queries and keys.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rl_kernels.core.operator import tiles_change_no_bit
 from rl_kernels.core.triton_lib.launch import Launch
 from rl_kernels.gated_delta.backends.triton import differentiate, reverse
 from rl_kernels.gated_delta.backends.triton.plan import Plan, with_copies
-from rl_kernels.gated_delta.backends.triton.schedule import part_of_sums, tile_of_differentiate, tile_of_scan
+from rl_kernels.gated_delta.backends.triton.schedule import tile_of_differentiate, tile_of_scan
 from rl_kernels.gated_delta.constants import CHUNK
 from rl_kernels.gated_delta.inputs import COUNT, Inputs
 
@@ -35,8 +35,8 @@ class Backward:
         q_strides, k_strides, v_strides = plan.strides
         fast = tiles_change_no_bit(inputs.q.device)
         tile = tile_of_scan(inputs.q.dtype, size, value_size, fast)
-        part = part_of_sums(inputs.q.dtype, value_size)
-        width, warps, stages = tile_of_differentiate(size, value_size, fast)
+        width, warps, stages = tile_of_differentiate(inputs.q.dtype, size, value_size, fast)
+        self.parts = value_size // tile.width
 
         def of_chunks(kernel: Any, heads: int, *numbers: Any) -> Launch:
             numbers = (*plan.places, *numbers)
@@ -44,10 +44,11 @@ class Backward:
 
         self.replay = plan.over_chunks(reverse.replay, tile, *v_strides)
         self.reverse = plan.over_chunks(reverse.reverse, tile)
-        self.gates = of_chunks(differentiate.gates, heads, *v_strides, *sizes, part)
+        self.systems = of_chunks(differentiate.systems, heads, *sizes, width)
         normalize = inputs.normalize_qk
         self.queries = of_chunks(differentiate.queries, key_heads, *q_strides, *sizes, width, normalize)
-        self.keys = of_chunks(differentiate.keys, key_heads, *k_strides, *sizes, width, normalize)
+        numbers = (*sizes, width, self.parts * size, normalize)
+        self.keys = of_chunks(differentiate.keys, key_heads, *k_strides, *numbers)
 
     def run(
         self,
@@ -58,28 +59,33 @@ class Backward:
         initial: torch.Tensor | None,
     ) -> None:
         """Launch, and write ``results``, the gradients of q, k, v, g and beta, and that of the initial state."""
-        q, k, v, _, beta = inputs[:5]
+        plan, (q, k, v, g, beta) = self.plan, inputs[:5]
         dq, dk, dv, dg, dbeta = results
-        slots, (_, heads, size, value_size) = self.plan.slots, self.plan.sizes
+        slots, (_, heads, size, value_size) = plan.slots, plan.sizes
         places, scale = (inputs.cu_seqlens, inputs.start), inputs.scale
-        unit_q, unit_k, sums, below, scores, inverse = self.plan.chunks_of(inputs, (None,) * 3, (*places, None))
+        unit_q, unit_k, sums, mixing, weights, inverse = plan.empty_chunks(q)
+        plan.sum_decays(g, sums, None, *places, None)
+        plan.normalize(q, k, unit_q, unit_k, None, *places, None)
+        plan.prepare(unit_q, unit_k, beta, sums, mixing, weights, inverse, None, *places, None)
         states, dstates = (q.new_empty((slots, heads, size, value_size)) for _ in range(2))
-        u, dx = (v.new_empty((slots, heads, CHUNK, value_size)) for _ in range(2))
-        self.replay(unit_k, v, beta, sums, below, inverse, inputs.initial_state, states, u, *places)
-        passed = (unit_q, unit_k, beta, sums, below, scores, inverse, grad, grad_state)
-        self.reverse(*passed, dstates, dx, dv, initial, *places, scale)
-        dqk, dkk = (torch.empty_like(scores) for _ in range(2))
-        rows = (unit_q, unit_k, v, sums, below, scores, states, dstates, u, dx, grad, dv)
-        self.gates(*rows, dqk, dkk, dg, dbeta, *places, scale)
-        self.queries(q, unit_k, sums, states, grad, dqk, dq, *places, scale)
-        self.keys(k, unit_q, unit_k, sums, states, dstates, u, dv, dqk, dkk, dk, *places)
+        residuals = v.new_empty((slots, heads, CHUNK, value_size))
+        kept = q.new_empty((slots, heads, self.parts, size), dtype=torch.float32)
+        self.replay(unit_k, v, sums, weights, inputs.initial_state, states, residuals, *places)
+        passed = (unit_q, unit_k, sums, mixing, weights, states, grad, grad_state)
+        self.reverse(*passed, dstates, kept, dv, initial, *places, scale)
+        dqk, dkk, dfaded = torch.empty_like(mixing), torch.empty_like(mixing), torch.empty_like(weights)
+        products = (dqk, dkk, dfaded)
+        self.systems(unit_q, unit_k, beta, sums, inverse, dstates, residuals, grad, *products, dbeta, *places, scale)
+        moved = torch.empty_like(sums)
+        self.queries(q, unit_q, unit_k, sums, states, grad, dqk, moved, dq, *places, scale)
+        self.keys(k, unit_q, unit_k, sums, states, dv, *products, moved, kept, dk, dg, *places)
 
 
 @prepared
 def backward(*arguments: Any) -> Launches:
     """Return the gradients of q, k, v, g, beta, and of the initial state, empty unless it is asked for."""
     inputs, needs_state = Inputs(*arguments[:COUNT]), arguments[COUNT + 2]
-    plan, shape = Plan(inputs, is_cached=False), inputs.state_shape
+    plan, shape = Plan(inputs, for_gradients=True), inputs.state_shape
     launches = None if plan.is_empty else Backward(inputs, plan)
 
     def launch(*args: Any) -> tuple[torch.Tensor, ...]:

@@ -1,6 +1,9 @@
-"""The kernels of the backward pass that need no other chunk: gradients of gates, queries and keys, all chunks at once.
+"""The kernels of the backward pass that need no other chunk: ``systems``, ``queries`` and ``keys``, all chunks at once.
 
-Sums over Dv take parts of WIDTH columns in ascending order, those over value heads that share a key ascend too.
+``systems`` goes back through M, W and T of a value head. The others add up the gradients of a key head, its value heads
+in ascending order. All take columns of Dv in parts of WIDTH, in ascending order. G_t is added to
+what query t and key t have on the left side of a product, and subtracted from what key t has on the right side. So its
+gradient is ``q_t dq_t`` plus ``k_t`` times the first part of its gradient, less that of the second.
 """
 
 from __future__ import annotations
@@ -9,10 +12,11 @@ import triton
 import triton.language as tl
 
 from rl_kernels.core.triton_lib.arithmetic import product
-from rl_kernels.gated_delta.backends.triton.prepare import SIZES
+from rl_kernels.gated_delta.backends.triton.prepare import SIZES, faded_inverse
 from rl_kernels.gated_delta.backends.triton.tiles import (
     CHUNK,
     EPS,
+    between,
     dot,
     minus,
     row_sum,
@@ -20,21 +24,10 @@ from rl_kernels.gated_delta.backends.triton.tiles import (
     scaled,
     sequence_at,
     sequence_of,
+    tile_at,
     times,
+    whole_tile,
 )
-
-
-@triton.jit
-def square_at(X, item):
-    """Return ``X[item]`` of ``X[items, 64, 64]``."""
-    row = tl.arange(0, CHUNK)
-    return tl.load(X + (item * CHUNK + row)[:, None] * CHUNK + row[None, :])
-
-
-@triton.jit
-def part_at(X, item, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return columns of ``X[item]`` of ``X[items, ROWS, COLUMNS]``."""
-    return tl.load(X + (item * ROWS + tl.arange(0, ROWS))[:, None] * COLUMNS + columns[None, :])
 
 
 @triton.jit
@@ -44,14 +37,14 @@ def dense_at(X, token, head, is_token, columns, HV: tl.constexpr, DV: tl.constex
 
 
 @triton.jit(do_not_specialize=SIZES)
-def gates(
-    UNIT_Q, UNIT_K, V, SUMS, BELOW, SCORES, STATES, DSTATES, U, DX, GRAD, DVALUES, DQK, DKK, DG, DBETA,
-    BOUNDS, STARTS, scale, tokens, chunks, sequences, halvings, v_batch, v_token, v_head,
+def systems(
+    UNIT_Q, UNIT_K, BETA, SUMS, INVERSE, DSTATES, RESIDUALS, GRAD, DQK, DKK, DFADED, DBETA,
+    BOUNDS, STARTS, scale, tokens, chunks, sequences, halvings,
     HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of g and beta, and of the products q k and k k of a chunk. Grid: slots, Hv.
+    """Write the gradients of beta, and of the products q k and k k of a chunk. Grid: slots, Hv.
 
-    ``DQK, DKK[slots, Hv, 64, 64]``: rounded; ``DG, DBETA[B, T, Hv]``.
+    ``DQK, DKK[slots, Hv, 64, 64]``; ``DFADED[slots, Hv, 64, Dk]``: the keys' gradient through W; all rounded.
     """
     slot, head = tl.program_id(0), tl.program_id(1)
     s = sequence_of(slot, BOUNDS, chunks, tokens, sequences, halvings)
@@ -59,56 +52,45 @@ def gates(
     chunk = slot - begin
     if (count <= 0) | (chunk * CHUNK >= count):
         return
-    row, d, item = tl.arange(0, CHUNK), tl.arange(0, D), slot.to(tl.int64) * HV + head
-    is_token = chunk * CHUNK + row < count
-    place = first + chunk * CHUNK + row
-    dtype = UNIT_Q.dtype.element_ty
-    token = batch.to(tl.int64) * tokens + place
-    key_item = slot.to(tl.int64) * HK + head // (HV // HK)
-    sums, last = tl.load(SUMS + item * CHUNK + row), tl.load(SUMS + item * CHUNK + CHUNK - 1)
-    grown, fading = tl.exp(sums), tl.exp(last - sums)
-    zeros = tl.zeros([CHUNK, WIDTH], tl.float32)
-    dscores, dbelow = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
-    dbeta, dgrown, leaving = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
-    kept = tl.zeros([D], tl.float32)
+    r, d = tl.arange(0, CHUNK), tl.arange(0, D)
+    row, c = r[:, None], r[None, :]
+    item, key_item = slot.to(tl.int64) * HV + head, slot.to(tl.int64) * HK + head // (HV // HK)
+    is_token = chunk * CHUNK + r < count
+    token = batch.to(tl.int64) * tokens + first + chunk * CHUNK + r
+    dtype = UNIT_K.dtype.element_ty
+    zeros = tl.zeros([CHUNK, CHUNK], tl.float32)
+    dmixing, dweights = zeros, tl.zeros([CHUNK, D], tl.float32)
     for part in range(0, DV // WIDTH):
-        c = part * WIDTH + tl.arange(0, WIDTH)
-        u, dx = part_at(U, item, c, CHUNK, DV), part_at(DX, item, c, CHUNK, DV)
-        grad = dense_at(GRAD, token, head, is_token, c, HV, DV)
-        dv = dense_at(DVALUES, token, head, is_token, c, HV, DV)
-        dscores = dot(grad, tl.trans(u), dscores)
-        dbelow = dot(dv, tl.trans(u), dbelow)
-        factor = part_at(STATES, item, c, D, DV)
-        queries_state = dot(part_at(UNIT_Q, key_item, d, CHUNK, D), factor, zeros)
-        k = part_at(UNIT_K, key_item, d, CHUNK, D)
-        keys_state = dot(k, factor, zeros)
-        from_queries = row_sum(product(grad.to(tl.float32), queries_state))
-        from_keys = row_sum(product(dv.to(tl.float32), keys_state))
-        dgrown += scaled(from_queries, scale) - from_keys
-        v = rows_at(V, batch, place, head, is_token, v_batch, v_token, v_head, c).to(tl.float32)
-        x = dot(square_at(BELOW, item), u, minus(v, grown[:, None], keys_state))
-        dbeta += row_sum(product(dx.to(tl.float32), x))
-        dfactor = part_at(DSTATES, item, c, D, DV)
-        faded = times(u.to(tl.float32), fading[:, None])
-        leaving += row_sum(product(dot(k, dfactor, zeros), faded))
-        kept += row_sum(product(factor.to(tl.float32), dfactor.to(tl.float32)))
+        columns = part * WIDTH + tl.arange(0, WIDTH)
+        x = tile_at(RESIDUALS, item, columns, CHUNK, DV)
+        dmixing = dot(dense_at(GRAD, token, head, is_token, columns, HV, DV), tl.trans(x), dmixing)
+        dweights = dot(x, tl.trans(tile_at(DSTATES, item, columns, D, DV)), dweights)
+    dweights = dweights.to(dtype)
+    sums = tl.load(SUMS + item * CHUNK + r)
+    fading = tl.exp(tl.load(SUMS + item * CHUNK + CHUNK - 1) - sums)
+    beta = tl.load(BETA + token * HV + head, mask=is_token, other=0.0).to(tl.float32)
+    unit_inverse = whole_tile(INVERSE, item, CHUNK, CHUNK)
+    inverse = times(unit_inverse, beta[None, :])
+    place = (item * CHUNK + row) * D + d[None, :]
+    dkeys = dot(faded_inverse(inverse, sums, dtype), dweights, tl.zeros([CHUNK, D], tl.float32))
+    tl.store(DFADED + place, dkeys.to(dtype))
 
-    is_past, is_before = row[:, None] >= row[None, :], row[:, None] > row[None, :]
-    between = tl.exp(tl.where(is_past, sums[:, None] - sums[None, :], 0.0))
-    dscores = tl.where(is_past, scaled(dscores, scale), 0.0)
-    # BELOW has the opposite sign.
-    dbelow = tl.where(is_before, dbelow, 0.0)
-    square = (item * CHUNK + row)[:, None] * CHUNK + row[None, :]
-    tl.store(DQK + square, times(dscores, between).to(dtype))
-    tl.store(DKK + square, (-times(dbelow, between)).to(dtype))
-    moved = product(dscores, square_at(SCORES, item).to(tl.float32))
-    moved += product(dbelow, square_at(BELOW, item).to(tl.float32))
-    moved = row_sum(moved) - row_sum(tl.trans(moved))
-    dsums = product(grown, dgrown) + moved - leaving
-    at_last = row_sum(leaving[None, :]) + times(row_sum(kept[None, :]), tl.exp(last))
-    dsums = tl.where(row == CHUNK - 1, dsums + at_last, dsums)
-    dg = row_sum(tl.where(row[:, None] <= row[None, :], dsums[None, :], 0.0))
-    tl.store(DG + token * HV + head, dg.to(DG.dtype.element_ty), mask=is_token)
+    inverse, unit_inverse = inverse.to(dtype), unit_inverse.to(dtype)
+    k = whole_tile(UNIT_K, key_item, CHUNK, D)
+    decays = between(sums)
+    scores = times(dot(whole_tile(UNIT_Q, key_item, CHUNK, D), tl.trans(k), zeros), decays)
+    scores = tl.where(row >= c, scores, 0.0).to(dtype)
+    dmixing = tl.where(row >= c, scaled(dmixing, scale), 0.0).to(dtype)
+    dinverse = dot(tl.trans(scores), dmixing, times(dot(k, tl.trans(dweights), zeros), fading[:, None]))
+    dinverse = tl.where(row >= c, dinverse, 0.0).to(dtype)
+    square = (item * CHUNK + row) * CHUNK + c
+    dscores = tl.where(row >= c, dot(dmixing, tl.trans(inverse), zeros), 0.0)
+    tl.store(DQK + square, times(dscores, decays).to(dtype))
+    pulled = dot(tl.trans(unit_inverse), dinverse, zeros)
+    dsystem = tl.where(row > c, times(dot(pulled.to(dtype), tl.trans(inverse), zeros), -decays), 0.0)
+    tl.store(DKK + square, times(dsystem, beta[:, None]).to(dtype))
+    products = dot(k, tl.trans(k), zeros)
+    dbeta = row_sum(tl.where(row == c, pulled, product(dsystem, products)))
     tl.store(DBETA + token * HV + head, dbeta.to(DBETA.dtype.element_ty), mask=is_token)
 
 
@@ -127,72 +109,105 @@ def put_through_norm(OUT, X, grad, batch, place, token, key_head, is_token, x_ba
     tl.store(out, grad.to(OUT.dtype.element_ty), mask=is_token[:, None])
 
 
+@triton.jit
+def through_state(
+    ROWS, STATES, factor, token, head, item, is_token,
+    HV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Return rows at tokens, times their factors, times the transposed state: ``[64, D]``."""
+    total = tl.zeros([CHUNK, D], tl.float32)
+    for part in range(0, DV // WIDTH):
+        columns = part * WIDTH + tl.arange(0, WIDTH)
+        x = dense_at(ROWS, token, head, is_token, columns, HV, DV)
+        left = times(x.to(tl.float32), factor[:, None]).to(x.dtype)
+        total = dot(left, tl.trans(tile_at(STATES, item, columns, D, DV)), total)
+    return total
+
+
+@triton.jit
+def sum_of(X, item, grad, D: tl.constexpr):
+    """Return the sum of each row of ``X[item]`` times its gradient."""
+    return row_sum(product(whole_tile(X, item, CHUNK, D).to(tl.float32), grad))
+
+
+@triton.jit
+def put_decays(DG, KEPT, moved, leaving, last, item, token, head, is_token, HV: tl.constexpr, SIZE: tl.constexpr):
+    """Write the gradient of g, sums of that of G from each row on; ``leaving`` is what the last row's G takes."""
+    r = tl.arange(0, CHUNK)
+    kept = row_sum(tl.load(KEPT + item * SIZE + tl.arange(0, SIZE))[None, :])
+    at_last = row_sum(leaving[None, :]) + times(kept, tl.exp(last))
+    moved = tl.where(r == CHUNK - 1, moved + at_last, moved)
+    dg = row_sum(tl.where(r[:, None] <= r[None, :], moved[None, :], 0.0))
+    tl.store(DG + token * HV + head, dg.to(DG.dtype.element_ty), mask=is_token)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def queries(
-    Q, UNIT_K, SUMS, STATES, GRAD, DQK, DQ, BOUNDS, STARTS, scale,
+    Q, UNIT_Q, UNIT_K, SUMS, STATES, GRAD, DQK, MOVED, DQ, BOUNDS, STARTS, scale,
     tokens, chunks, sequences, halvings, q_batch, q_token, q_head,
     HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of the queries of a chunk, ``DQ[B, T, Hk, D]``. Grid: slots, Hk."""
+    """Write the gradients of the queries of a chunk, ``DQ[B, T, Hk, D]``. Grid: slots, Hk.
+
+    ``MOVED[slots, Hv, 64]``, FP32: each query times its gradient.
+    """
     slot, key_head = tl.program_id(0), tl.program_id(1)
     s = sequence_of(slot, BOUNDS, chunks, tokens, sequences, halvings)
     batch, first, count, _, begin = sequence_at(s, BOUNDS, STARTS, None, tokens, chunks)
     chunk = slot - begin
     if (count <= 0) | (chunk * CHUNK >= count):
         return
-    row = tl.arange(0, CHUNK)
-    is_token, place = chunk * CHUNK + row < count, first + chunk * CHUNK + row
+    r, key_item = tl.arange(0, CHUNK), slot.to(tl.int64) * HK + key_head
+    is_token, place = chunk * CHUNK + r < count, first + chunk * CHUNK + r
     token = batch.to(tl.int64) * tokens + place
-    k = part_at(UNIT_K, slot.to(tl.int64) * HK + key_head, tl.arange(0, D), CHUNK, D)
     total = tl.zeros([CHUNK, D], tl.float32)
     for member in range(0, HV // HK):
         head = key_head * (HV // HK) + member
         item = slot.to(tl.int64) * HV + head
-        total = dot(square_at(DQK, item), k, total)
-        grown = scaled(tl.exp(tl.load(SUMS + item * CHUNK + row)), scale)
-        for part in range(0, DV // WIDTH):
-            c = part * WIDTH + tl.arange(0, WIDTH)
-            grad = dense_at(GRAD, token, head, is_token, c, HV, DV)
-            left = times(grad.to(tl.float32), grown[:, None]).to(grad.dtype)
-            total = dot(left, tl.trans(part_at(STATES, item, c, D, DV)), total)
+        grown = scaled(tl.exp(tl.load(SUMS + item * CHUNK + r)), scale)
+        dq = through_state(GRAD, STATES, grown, token, head, item, is_token, HV, D, DV, WIDTH)
+        dq = dot(whole_tile(DQK, item, CHUNK, CHUNK), whole_tile(UNIT_K, key_item, CHUNK, D), dq)
+        tl.store(MOVED + item * CHUNK + r, sum_of(UNIT_Q, key_item, dq, D))
+        total += dq
     put_through_norm(DQ, Q, total, batch, place, token, key_head, is_token, q_batch, q_token, q_head, HK, D, NORMALIZE)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def keys(
-    K, UNIT_Q, UNIT_K, SUMS, STATES, DSTATES, U, DVALUES, DQK, DKK, DK, BOUNDS, STARTS,
+    K, UNIT_Q, UNIT_K, SUMS, STATES, DVALUES, DQK, DKK, DFADED, MOVED, KEPT, DK, DG, BOUNDS, STARTS,
     tokens, chunks, sequences, halvings, k_batch, k_token, k_head,
-    HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of the keys of a chunk, ``DK[B, T, Hk, D]``. Grid: slots, Hk."""
+    """Write the gradients of the keys of a chunk, ``DK[B, T, Hk, D]``, and of g, ``DG[B, T, Hv]``. Grid: slots, Hk.
+
+    SIZE is the number of sums in KEPT of a chunk and value head.
+    """
     slot, key_head = tl.program_id(0), tl.program_id(1)
     s = sequence_of(slot, BOUNDS, chunks, tokens, sequences, halvings)
     batch, first, count, _, begin = sequence_at(s, BOUNDS, STARTS, None, tokens, chunks)
     chunk = slot - begin
     if (count <= 0) | (chunk * CHUNK >= count):
         return
-    row, key_item = tl.arange(0, CHUNK), slot.to(tl.int64) * HK + key_head
-    is_token, place = chunk * CHUNK + row < count, first + chunk * CHUNK + row
+    r, key_item = tl.arange(0, CHUNK), slot.to(tl.int64) * HK + key_head
+    is_token, place = chunk * CHUNK + r < count, first + chunk * CHUNK + r
     token = batch.to(tl.int64) * tokens + place
     total = tl.zeros([CHUNK, D], tl.float32)
     for member in range(0, HV // HK):
         head = key_head * (HV // HK) + member
         item = slot.to(tl.int64) * HV + head
-        k = part_at(UNIT_K, key_item, tl.arange(0, D), CHUNK, D)
-        dkk = square_at(DKK, item)
-        total = dot(tl.trans(dkk), k, dot(dkk, k, total))
-        q = part_at(UNIT_Q, key_item, tl.arange(0, D), CHUNK, D)
-        total = dot(tl.trans(square_at(DQK, item)), q, total)
-        sums, last = tl.load(SUMS + item * CHUNK + row), tl.load(SUMS + item * CHUNK + CHUNK - 1)
-        grown, fading = tl.exp(sums), tl.exp(last - sums)
-        for part in range(0, DV // WIDTH):
-            c = part * WIDTH + tl.arange(0, WIDTH)
-            dv = dense_at(DVALUES, token, head, is_token, c, HV, DV)
-            left = times(dv.to(tl.float32), -grown[:, None]).to(dv.dtype)
-            total = dot(left, tl.trans(part_at(STATES, item, c, D, DV)), total)
-            u = part_at(U, item, c, CHUNK, DV)
-            faded = times(u.to(tl.float32), fading[:, None]).to(u.dtype)
-            total = dot(faded, tl.trans(part_at(DSTATES, item, c, D, DV)), total)
+        sums = tl.load(SUMS + item * CHUNK + r)
+        dk = through_state(DVALUES, STATES, -tl.exp(sums), token, head, item, is_token, HV, D, DV, WIDTH)
+        dk = dot(whole_tile(DKK, item, CHUNK, CHUNK), whole_tile(UNIT_K, key_item, CHUNK, D), dk)
+        moved = tl.load(MOVED + item * CHUNK + r) + sum_of(UNIT_K, key_item, dk, D)
+        total += dk
+        dk = whole_tile(DFADED, item, CHUNK, D).to(tl.float32)
+        leaving = sum_of(UNIT_K, key_item, dk, D)
+        dk = dot(tl.trans(whole_tile(DKK, item, CHUNK, CHUNK)), whole_tile(UNIT_K, key_item, CHUNK, D), dk)
+        dk = dot(tl.trans(whole_tile(DQK, item, CHUNK, CHUNK)), whole_tile(UNIT_Q, key_item, CHUNK, D), dk)
+        moved -= sum_of(UNIT_K, key_item, dk, D)
+        total += dk
+        last = tl.load(SUMS + item * CHUNK + CHUNK - 1)
+        put_decays(DG, KEPT, moved, leaving, last, item, token, head, is_token, HV, SIZE)
     put_through_norm(DK, K, total, batch, place, token, key_head, is_token, k_batch, k_token, k_head, HK, D, NORMALIZE)

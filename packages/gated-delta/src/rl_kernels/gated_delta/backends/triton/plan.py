@@ -10,19 +10,19 @@ from rl_kernels.core.gpu import device_of
 from rl_kernels.core.operator import tiles_change_no_bit
 from rl_kernels.core.triton_lib.launch import Launch, ceil_div, next_power_of_2
 from rl_kernels.gated_delta.backends.triton import prepare, scan
-from rl_kernels.gated_delta.backends.triton.schedule import Tile, tile_of_scan, warps_of_prepare
-from rl_kernels.gated_delta.constants import BLOCK, CHUNK
+from rl_kernels.gated_delta.backends.triton.schedule import Tile, tile_of_scan, part_of_prepare
+from rl_kernels.gated_delta.constants import CHUNK
 from rl_kernels.gated_delta.inputs import COUNT, Inputs
 
 
 class Chunks(NamedTuple):
-    """What ``sum_decays`` and ``prepare`` write; their docstrings have the shapes."""
+    """What the kernels of ``prepare`` write; their docstrings have the shapes."""
 
     unit_q: torch.Tensor
     unit_k: torch.Tensor
     sums: torch.Tensor
-    below: torch.Tensor
-    scores: torch.Tensor
+    mixing: torch.Tensor
+    weights: torch.Tensor
     inverse: torch.Tensor
 
 
@@ -32,12 +32,14 @@ class Plan:
     Args:
         inputs: the arguments.
         is_cached: whether sequences go on from a cache.
+        for_gradients: whether ``backward`` runs it.
     """
 
-    def __init__(self, inputs: Inputs, *, is_cached: bool) -> None:
+    def __init__(self, inputs: Inputs, *, is_cached: bool = False, for_gradients: bool = False) -> None:
         q, _, v = inputs[:3]
         self.sequences, self.tokens = inputs.sequences, q.shape[1]
         self.sizes = q.shape[2], v.shape[2], q.shape[3], v.shape[3]
+        self.for_gradients = for_gradients
         self.copied = unreadable(inputs)
         key_heads, heads, size, value_size = self.sizes
         self.is_empty = not (self.sequences and q.shape[0] and self.tokens)
@@ -51,8 +53,10 @@ class Plan:
         self.sum_decays = Launch(
             prepare.sum_decays, (self.slots,), (*places, heads, next_power_of_2(heads)), num_warps=1
         )
-        numbers = (*places, *strides[:6], key_heads, heads, size, inputs.normalize_qk)
-        self.prepare = Launch(prepare.prepare, (self.slots, heads), numbers, num_warps=warps_of_prepare(size))
+        numbers = (*places, *strides[:6], key_heads, size, inputs.normalize_qk)
+        self.normalize = Launch(prepare.normalize, (self.slots, key_heads), numbers, num_warps=4)
+        numbers = (*places, key_heads, heads, size, part_of_prepare(q.dtype, size), for_gradients)
+        self.prepare = Launch(prepare.prepare, (self.slots, heads), numbers, num_warps=2, num_stages=2)
         self.places, self.strides = places, (strides[:3], strides[3:6], strides[6:])
         tile = tile_of_scan(q.dtype, size, value_size, tiles_change_no_bit(q.device))
         self.scan = self.over_chunks(scan.scan, tile, *strides[6:])
@@ -63,31 +67,33 @@ class Plan:
         numbers = (*self.places[:2], *numbers, *self.sizes, tile.width)
         return Launch(kernel, grid, numbers, num_warps=tile.warps, num_stages=tile.stages)
 
-    def chunks_of(self, inputs: Inputs, held: tuple[Any, ...], places: tuple[Any, ...]) -> Chunks:
-        """Launch what needs no state; ``held`` has keys, decays and the inverse of a cache, or None for each."""
-        q, k, _, g, beta = inputs[:5]
+    def empty_chunks(self, q: torch.Tensor) -> Chunks:
+        """Return tensors for what ``sum_decays``, ``normalize`` and ``prepare`` write."""
         key_heads, heads, size, _ = self.sizes
-        keys, decays, inverse = held
-        sums = q.new_empty((self.slots, heads, CHUNK), dtype=torch.float32)
-        unit_q, unit_k = (q.new_empty((self.slots, key_heads, CHUNK, size)) for _ in range(2))
-        below, scores = (q.new_empty((self.slots, heads, CHUNK, CHUNK)) for _ in range(2))
-        inverses = q.new_empty((self.slots, heads, CHUNK, BLOCK), dtype=torch.float32)
-        self.sum_decays(g, sums, decays, *places)
-        self.prepare(q, k, beta, sums, unit_q, unit_k, below, scores, inverses, keys, inverse, *places)
-        return Chunks(unit_q, unit_k, sums, below, scores, inverses)
+        return Chunks(
+            *(q.new_empty((self.slots, key_heads, CHUNK, size)) for _ in range(2)),
+            q.new_empty((self.slots, heads, CHUNK), dtype=torch.float32),
+            q.new_empty((self.slots, heads, CHUNK, CHUNK)),
+            q.new_empty((self.slots, heads, CHUNK, size)),
+            q.new_empty((self.slots, heads, CHUNK, CHUNK), dtype=torch.float32),
+        )
 
     def run(self, arguments: tuple[Any, ...], state: torch.Tensor | None, cache: tuple[Any, ...]) -> torch.Tensor:
         """Launch; ``cache`` has the tensors of a ``DeltaCache`` or None for each."""
         inputs = Inputs._make(with_copies(arguments[:COUNT], self.copied))
-        v, beta, initial = inputs.v, inputs.beta, inputs.initial_state
-        held_state, keys, values, decays, inverse, lengths = cache
+        q, k, v, g, beta, initial = inputs[:6]
+        held_state, keys, residuals, decays, inverse, lengths = cache
         places = (inputs.cu_seqlens, inputs.start, lengths)
         initial = initial if held_state is None else held_state
         out = v.new_empty(v.shape) if inputs.start is None else v.new_zeros(v.shape)
+        chunks = self.empty_chunks(q)
+        unit_q, unit_k, *rest = chunks
         with device_of(v):
-            unit_q, unit_k, *rest = self.chunks_of(inputs, (keys, decays, inverse), places)
-            held = (keys, values, decays, inverse)
-            self.scan(unit_q, unit_k, v, beta, *rest, initial, out, state, *held, *places, inputs.scale)
+            self.sum_decays(g, chunks.sums, decays, *places)
+            self.normalize(q, k, unit_q, unit_k, keys, *places)
+            self.prepare(unit_q, unit_k, beta, *rest, inverse, *places)
+            held = (keys, residuals, decays, inverse)
+            self.scan(unit_q, unit_k, v, *rest, initial, out, state, *held, *places, inputs.scale)
         return out
 
 

@@ -38,16 +38,12 @@ def tile_of_decode(dtype: torch.dtype, key_size: int, value_size: int) -> Tile:
     return Tile(min(width, value_size), 4)
 
 
-def warps_of_prepare(key_size: int) -> int:
-    """Choose the warps of ``prepare``."""
-    return 4 if key_size <= WIDEST else 8
+def part_of_prepare(dtype: torch.dtype, key_size: int) -> int:
+    """Choose the columns of keys and queries that ``prepare`` multiplies at once."""
+    return min(64 if dtype in HALF else 16, key_size)
 
 
-def part_of_sums(dtype: torch.dtype, value_size: int) -> int:
-    """Choose the columns of Dv whose sums ``gates`` adds at once, in a tree; this is part of the order of the sums."""
-    return min(32 if dtype in HALF else 16, value_size)
-
-
-def tile_of_differentiate(key_size: int, value_size: int, fast: bool) -> Tile:
-    """Choose the schedule of the kernels of ``differentiate``, with the columns that ``queries`` and ``keys`` take."""
-    return Tile(min(64 if fast and key_size <= WIDEST else 32, value_size), 8, 2 if fast else 1)
+def tile_of_differentiate(dtype: torch.dtype, key_size: int, value_size: int, fast: bool) -> Tile:
+    """Choose the schedule of the kernels of ``differentiate``, with the columns of Dv that they take at once."""
+    width = 64 if fast and key_size <= WIDEST else 32
+    return Tile(min(width if dtype in HALF else 16, value_size), 8, 2 if fast else 1)

@@ -13,9 +13,11 @@ import triton.language as tl
 from rl_kernels.core.triton_lib.arithmetic import INTERPRETED, fma, product
 from rl_kernels.gated_delta import constants
 
-HALVINGS = tl.constexpr(8)
-"""Steps that add up a row of the widest head, 256 numbers."""
-CHUNK, BLOCK, EPS = tl.constexpr(constants.CHUNK), tl.constexpr(constants.BLOCK), tl.constexpr(constants.EPS)
+HALVINGS = tl.constexpr(12)
+"""Steps that add up the longest row: 256 numbers of each of 16 columns of programs."""
+CHUNK, EPS = tl.constexpr(constants.CHUNK), tl.constexpr(constants.EPS)
+STEP = tl.constexpr(16)
+"""Terms that a tensor core adds in a step."""
 
 
 @triton.jit
@@ -23,8 +25,8 @@ def dot(a, b, acc):
     """Return ``acc + a @ b``; FP32 operands are multiplied in IEEE FP32, not TF32."""
     if INTERPRETED:
         # The interpreter multiplies by a library, in its own order, which FP64 hides; steps of 16 terms are rounded.
-        step = tl.arange(0, a.shape[1]) // BLOCK
-        for k in tl.static_range(a.shape[1] // BLOCK):
+        step = tl.arange(0, a.shape[1]) // STEP
+        for k in tl.static_range(a.shape[1] // STEP):
             left = tl.where((step == k)[None, :], a.to(tl.float64), 0.0)
             acc = tl.dot(left, b.to(tl.float64), acc.to(tl.float64), out_dtype=tl.float64).to(tl.float32)
         return acc
@@ -45,9 +47,22 @@ def scaled(x, scale):
 
 
 @triton.jit
+def plus(x, a, b):
+    """Return ``x + a b``, rounded once; a and b are broadcast."""
+    return fma(tl.broadcast_to(a, x.shape), tl.broadcast_to(b, x.shape), x)
+
+
+@triton.jit
 def minus(x, a, b):
     """Return ``x - a b``, rounded once; a and b are broadcast."""
-    return fma(tl.broadcast_to(-a, x.shape), tl.broadcast_to(b, x.shape), x)
+    return plus(x, -a, b)
+
+
+@triton.jit
+def between(sums):
+    """Return the decays ``exp(G_t - G_s)`` from row s of a chunk to row t >= s, else 1."""
+    r = tl.arange(0, CHUNK)
+    return tl.exp(tl.where(r[:, None] >= r[None, :], sums[:, None] - sums[None, :], 0.0))
 
 
 @triton.jit
@@ -60,6 +75,20 @@ def row_sum(x):
         if x.shape[1] > 1:
             x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), 2)
     return tl.reshape(x, [x.shape[0]])
+
+
+@triton.jit
+def row_of(x, index):
+    """Return row ``index`` of FP32 x. Its bits are added to integer zeros, which a compiler drops if it knows the row."""
+    is_row = tl.arange(0, x.shape[0])[:, None] == index
+    return tl.sum(tl.where(is_row, x.to(tl.int32, bitcast=True), 0), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def column_of(x, index):
+    """Return column ``index`` of FP32 x, as ``row_of`` does."""
+    is_column = tl.arange(0, x.shape[1])[None, :] == index
+    return tl.sum(tl.where(is_column, x.to(tl.int32, bitcast=True), 0), 1).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -102,6 +131,18 @@ def sequence_of(slot, BOUNDS, chunks, tokens, sequences, halvings):
             is_low = first // CHUNK + 2 * middle <= slot
             low, high = tl.where(is_low, middle, low), tl.where(is_low, high, middle - 1)
     return low
+
+
+@triton.jit
+def tile_at(X, item, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return columns of ``X[item]`` of ``X[items, ROWS, COLUMNS]``."""
+    return tl.load(X + (item * ROWS + tl.arange(0, ROWS))[:, None] * COLUMNS + columns[None, :])
+
+
+@triton.jit
+def whole_tile(X, item, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return ``X[item]`` of ``X[items, ROWS, COLUMNS]``."""
+    return tile_at(X, item, tl.arange(0, COLUMNS), ROWS, COLUMNS)
 
 
 @triton.jit
