@@ -174,7 +174,7 @@ def test_a_cache_is_forked_cropped_and_reset(hybrid, prompts):
             ValueError, match=r"lengths: expected .128. to .131., the tokens that the cache can go back"
         ):
             cache.crop(-4)
-        run(torch.stack((ids[70:72], ids[71:73])), fork)
+        assert torch.equal(run(torch.stack((ids[70:72], ids[71:73])), fork)[0], alone[70:72])
         static = transformers.StaticCache(config=model.config, max_cache_len=140)
         for _ in range(2):
             assert torch.equal(torch.cat([run(part[None], static)[0] for part in ids.split(66)]), alone)
