@@ -58,9 +58,9 @@ class DeltaCache(NamedTuple):
             dtype: dtype of q, k and v.
             device: device of the tensors; by default the current default device.
         """
-        state = torch.zeros(
-            (batch, value_heads, key_size, value_size), dtype=state_dtype(dtype), device=device or torch.empty(0).device
-        )
+        shape = batch, value_heads, key_size, value_size
+        device = torch.get_default_device() if device is None else device
+        state = torch.zeros(shape, dtype=state_dtype(dtype), device=device)
         return cls.from_recurrent(state, key_heads, dtype=dtype)
 
     @classmethod

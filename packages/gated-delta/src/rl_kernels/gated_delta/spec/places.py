@@ -75,5 +75,5 @@ def packed(sequences: Sequence[Tokens]) -> Inputs:
     """Return packed sequences."""
     rows = zip(*(x.rows for x in sequences), strict=True)
     call: Inputs = {name: torch.cat(parts)[None] for name, parts in zip(TOKENS, rows, strict=True)}
-    bounds = torch.tensor([0, *(x.length for x in sequences)]).cumsum(0)
-    return call | _states(sequences) | {"cu_seqlens": bounds.to(call["q"].device)}
+    bounds = torch.tensor([0, *(x.length for x in sequences)], device=call["q"].device).cumsum(0)
+    return call | _states(sequences) | {"cu_seqlens": bounds}
