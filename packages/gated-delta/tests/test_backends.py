@@ -14,20 +14,24 @@ NATIVE = (
     Bug("gradient of keys through the state left out", "multiply(chunks.faded, dweights, dk)", "dk"),
 )
 TRITON = (
+    Bug("beta left out of the inverse", "times(products, -beta[:, None])", "-products + 0.0 * beta[:, None]"),
     Bug(
-        "beta left out of the inverse",
-        "tl.reshape(times(below, beta[:, None])",
-        "tl.reshape((below + 0.0 * beta[:, None])",
+        "a block of rows left out of the inverse",
+        "x2 = add_rows(x2, x0, SYSTEM + 2 * STEP)",
+        "x2 = x2 + 0.0 * x0",
     ),
-    Bug("an earlier block left out", "x3 = dot(block_of(BELOW, 3, 2), u2, x3)", "x3 = x3 + 0.0 * u2"),
-    Bug("decay left out of the state", "state = times(state, tl.exp(last))", "state = state + 0.0 * last"),
-    Bug("a later block left out of gradients", "dot(tl.trans(block_of(below, 1, 0)), dv1, du)", "du + 0.0 * dv1"),
-    Bug("gradient of the decay at the end left out", "CHUNK - 1, dsums + at_last, dsums)", "CHUNK, at_last, dsums)"),
     Bug(
-        "gradient of keys through the state left out",
-        "total = dot(faded, tl.trans(part_at(DSTATES, item, c, D, DV)), total)",
-        "total = total + 0.0",
+        "decay left out of the state",
+        "scaled(state, tl.exp(tl.load(sums_at + CHUNK - 1)))",
+        "state + 0.0 * tl.load(sums_at)",
     ),
+    Bug(
+        "gradient of the state through residuals left out",
+        "dstate = dot(tl.trans(whole_tile(UNIT_K, key_item, CHUNK, D)), dkeys, dstate)",
+        "dstate = dstate + 0.0",
+    ),
+    Bug("gradient of the decay at the end left out", "CHUNK - 1, moved + at_last, moved)", "CHUNK, at_last, moved)"),
+    Bug("gradient of keys through the next state left out", "total += dk\n        last =", "last ="),
 )
 NATIVE_MODULES = tuple(f"{HERE}.{name}" for name in ("places", "chunks", "gradients", "backends.native"))
 TRITON_NAMES = ("tiles", "prepare", "scan", "decode", "reverse", "differentiate", "plan", "backward", "backend")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from rl_kernels.gated_delta import DeltaCache
 from rl_kernels.gated_delta.backends import native
 from rl_kernels.gated_delta.backends.cuda_sm90 import backend, prefill
 from rl_kernels.gated_delta.inputs import COUNT, Inputs
+from rl_kernels.gated_delta.op import _cuda_limits, describe
 
 MODULES = tuple(f"rl_kernels.gated_delta.backends.cuda_sm90.{name}" for name in ("prefill", "backend"))
 PROCESSORS, SIZE = 12, 128
@@ -26,13 +28,13 @@ BUGS = (
     Bug("an operand at an odd address is not copied", "and not x.data_ptr() % ALIGNED ", ""),
     Bug("types of g and beta swapped", "CODES[g.dtype], CODES[beta.dtype]", "CODES[beta.dtype], CODES[g.dtype]"),
     Bug("wide integers for narrow ones", "x.dtype == torch.int64", "x.dtype == torch.int32"),
-    Bug("padding is not cleared", "if inputs.start is None else v.new_zeros(inputs.v.shape)", ""),
+    Bug("padding is not cleared", "if inputs.start is None else v.new_zeros(v.shape)", ""),
     Bug("too few slots of packed sequences", "CHUNK + 2 * sequences if", "CHUNK + sequences if"),
     Bug("no slot for the open chunk", "(CHUNK - 1) * is_cached", "0 * is_cached"),
     Bug("keys are always normalized", "int(inputs.normalize_qk)", "1"),
     Bug("a cache's state is left out", "held_state if initial is None", "None if initial is None"),
     Bug("heads of a small group left out", "key_heads * -(-group // HEADS)", "key_heads * (group // HEADS)"),
-    Bug("half of the columns", "SIZE // WIDTH // parts", "1"),
+    Bug("half of the columns", "SIZE // WIDTH // self.parts", "1"),
     Bug("tokens are not counted", "plan.tokens - start if", "plan.tokens if"),
 )
 FAILURES = (AssertionError, RuntimeError, ValueError, IndexError, KeyError, AttributeError)
@@ -59,8 +61,7 @@ class StandIns:
         batch = 1 if bounds is not None else sequences
         group = heads // key_heads
         slots = self.slots(launch, bounds)
-        assert launch.grid == (launch.grid[0], key_heads * -(-group // 2), 1)
-        assert launch.grid[0] >= slots
+        assert launch.grid[0] >= slots * key_heads * -(-group // 2)
         assert launch.block == 128
         assert launch.shared >= 4 * 64 * 128 + 2 * 64 * 68 * 4
         assert launch["units"].numel() >= slots * key_heads * 32768
@@ -95,7 +96,7 @@ class StandIns:
             assert launch["chunks"] * 64 >= launch["tokens"] + max(held)
             return launch["sequences"] * launch["chunks"]
         begins = bounds.tolist()
-        spans = enumerate(zip(begins, begins[1:], strict=False))
+        spans = enumerate(pairwise(begins))
         return max(begin // 64 + 2 * s + -(-(held[s] + end - begin) // 64) for s, (begin, end) in spans if end > begin)
 
     def scan(self, launch: Launch) -> None:
@@ -127,7 +128,9 @@ class StandIns:
             launch["out"][row, start:] = out[row, start:]
 
 
-def operands(batch: int, tokens: int, key_heads: int, heads: int, dtype: torch.dtype, layout: str) -> list[torch.Tensor]:
+def operands(
+    batch: int, tokens: int, key_heads: int, heads: int, dtype: torch.dtype, layout: str
+) -> list[torch.Tensor]:
     """Return q, k, v, g and beta."""
     sizes = (key_heads * SIZE, key_heads * SIZE, heads * SIZE)
     odd = 1 if layout == "odd" else 0
@@ -209,3 +212,14 @@ def test_no_tokens() -> None:
 def test_planted_host_bug_fails(bug: Bug) -> None:
     with pytest.raises(FAILURES):
         check_all(partial(planted, MODULES, bug))
+
+
+@pytest.mark.parametrize(
+    ("size", "value_size", "dtype", "reason"),
+    [(128, 128, torch.float32, "BF16 and FP16"), (64, 128, torch.float16, "Dk = 64"), (128, 256, torch.bfloat16, "Dv")],
+)
+def test_other_sizes_and_dtypes_go_to_triton(size: int, value_size: int, dtype: torch.dtype, reason: str) -> None:
+    q, v = (torch.zeros(1, 1, 2, count, dtype=dtype) for count in (size, value_size))
+    found = _cuda_limits(describe(q, q, v))
+    assert found is not None
+    assert reason in found

@@ -83,9 +83,9 @@ __device__ inline void produce(const Job& job, const TensorMap& v_map, const cha
         job.ring.empty[at.stage].wait(at.parity ^ 1);
         full.arrive_expecting(UNITS + ITEM + PARTS * BOX);
         load_bytes(stage, units + (i64(job.sequence.slot + chunk) * job.key_heads + job.key_head) * UNITS, UNITS, full);
-        for (int part = 0; part < PARTS; ++part)
-            load_box(stage + AT_V + part * BOX, v_map, job.sequence.batch, job.sequence.first + job.token(chunk), job.head,
-                     (job.part + part) * WIDTH, full);
+        const int token = job.sequence.first + job.token(chunk);
+        for (int i = 0; i < PARTS; ++i)
+            load_box(stage + AT_V + i * BOX, v_map, job.sequence.batch, token, job.head, (job.part + i) * WIDTH, full);
         load_bytes(stage + AT_ITEM, items + job.item(chunk) * ITEM, ITEM, full);
     }
 }
@@ -131,7 +131,7 @@ struct Columns {
     __device__ int row_of(int n, int i) const { return 16 * n + i / 2 * 8 + lane % 4 * 2; }
 
     // Writes words of 64 rows to a box, and reads this warp's columns of rows l / 2 + 16 i.
-    __device__ void transpose(char* box, const u32 (*words)[4], Chunk (&rows)[4]) const {
+    __device__ void transpose(char* box, const u32 (*words)[4], Chunk* rows) const {
         __syncwarp();
 #pragma unroll
         for (int n = 0; n < ROWS / 16; ++n) store_matrices<true>(box_at(box, n), words[n]);
@@ -141,7 +141,7 @@ struct Columns {
             rows[i] = *reinterpret_cast<const Chunk*>(box + chunk_at(lane / 2 + 16 * i, 2 * warp + lane % 2));
     }
     // Stores rows [from, to); row 0 goes to `out`, rows are `apart` bytes apart.
-    __device__ void store(const Chunk (&rows)[4], char* out, i64 apart, int from, int to) const {
+    __device__ void store(const Chunk* rows, char* out, i64 apart, int from, int to) const {
         out += lane / 2 * apart + 2 * (part * WIDTH + 16 * warp) + lane % 2 * CHUNK;
 #pragma unroll
         for (int i = 0; i < 4; ++i, out += 16 * apart) {
@@ -150,11 +150,18 @@ struct Columns {
         }
     }
     // Stores all rows of a chunk, or half of a state, as rows of 128 numbers.
-    __device__ void store(const Chunk (&rows)[4], char* out) const { store(rows, out, 2 * SIZE, 0, ROWS); }
+    __device__ void store(const Chunk* rows, char* out) const { store(rows, out, 2 * SIZE, 0, ROWS); }
+    // Reads a state that was stored so.
+    __device__ void read(Chunk (&rows)[8], const char* states) const {
+        const char* at = states + lane / 2 * (2 * SIZE) + 2 * (part * WIDTH + 16 * warp) + lane % 2 * CHUNK;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) rows[i] = load_constant(at + 16 * i * (2 * SIZE));
+    }
 
-    // Gives a stage back, once this warp has read it. Before stores to global memory, for which the fence would wait.
-    __device__ void give_back(Barrier& empty) const {
-        fence_copies();
+    // Gives a stage back, after this warp has stored what it last read from it: reads whose numbers were used are done. A
+    // fence waits for all products in flight, so it is left to the case that not all lanes may have stored (STORED).
+    __device__ void give_back(Barrier& empty, bool stored) const {
+        if (!stored) fence_copies();
         __syncwarp();
         if (lane == 0) empty.arrive();
     }

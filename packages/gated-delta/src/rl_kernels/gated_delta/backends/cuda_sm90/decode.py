@@ -50,14 +50,14 @@ class Schedule(NamedTuple):
         return FIXED + CHUNK * (2 * SIZE // self.parts + ALIGNED)
 
 
-FEW, MANY = Schedule(4, 1, 1, 1), Schedule(1, 2, 3, 0)
-"""The schedules for at most one value head a multiprocessor, and for more."""
-SCHEDULES = FEW, MANY
+SCHEDULES = Schedule(4, 1, 1, 1), Schedule(2, 1, 1, 1), Schedule(1, 2, 3, 0)
+"""Of few value heads, of twice as many, and of more."""
 
 
 def schedule_of(heads: int, multiprocessors: int) -> Schedule:
-    """Choose the schedule by the value heads of all sequences."""
-    return FEW if heads <= multiprocessors else MANY
+    """Choose the schedule by the value heads of all sequences: parts for as many multiprocessors as there are."""
+    fitting = [schedule for schedule in SCHEDULES if schedule.parts * heads <= multiprocessors]
+    return fitting[0] if fitting else SCHEDULES[-1]
 
 
 def program(dtype: torch.dtype, schedule: Schedule) -> Program:

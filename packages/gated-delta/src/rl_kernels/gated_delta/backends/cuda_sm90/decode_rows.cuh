@@ -28,12 +28,12 @@ using Number = FP16;
 constexpr int STEP = 16, STEPS = SIZE / STEP, PIECES = ROWS / STEP;
 constexpr int COLUMNS = SIZE / PARTS, ACROSS = STEP * TILES, VECTOR = 2 * TILES, COLUMN_WARPS = COLUMNS / ACROSS;
 // The first PIECES warps copy rows and multiply keys, 16 each. Of other roles, the first warp: two form the inverse, the
-// first of which normalizes, and two round the inverse.
-constexpr int INVERSE_WARP = SPREAD ? PIECES : 0, ROUND_WARP = SPREAD ? PIECES : 2, COLUMN_WARP = SPREAD ? PIECES + 2 : 0;
-constexpr int WARPS = COLUMN_WARP + COLUMN_WARPS, THREADS = WARPS * WARP, PAIR = 2 * WARP, COPIERS = PIECES * WARP;
+// first of which normalizes.
+constexpr int INVERSE_WARP = SPREAD ? PIECES : 0, COLUMN_WARP = SPREAD ? PIECES + 2 : 0;
+constexpr int WARPS = COLUMN_WARP + COLUMN_WARPS, THREADS = WARPS * WARP, COPIERS = PIECES * WARP;
 static_assert(WARPS >= PIECES, "warps for each role");
-// Rows of shared memory, padded against bank conflicts: of keys and of the weights, of the inverse, of 16-bit copies of it.
-constexpr int KEY_ROW = SIZE * 2 + CHUNK, INVERSE_ROW = ROWS + 4, ROUNDED_ROW = ROWS * 2 + CHUNK;
+// Rows of shared memory, padded against bank conflicts: of keys and of the weights, of the inverse, of F.
+constexpr int KEY_ROW = SIZE * 2 + CHUNK, INVERSE_ROW = ROWS + 4, FADED_ROW = ROWS * 2 + CHUNK;
 // Of residuals.
 constexpr int COLUMN_ROW = COLUMNS * 2 + CHUNK;
 
@@ -43,8 +43,8 @@ struct Shared {
         alignas(16) float inverse[ROWS * INVERSE_ROW];
         alignas(16) char weights[ROWS * KEY_ROW];
     };
-    // The inverse, rounded, then F.
-    alignas(16) char rounded[ROWS * ROUNDED_ROW];
+    // F.
+    alignas(16) char faded[ROWS * FADED_ROW];
     alignas(16) char residuals[ROWS * COLUMN_ROW];
     // The normalized key and query.
     alignas(16) Chunk unit[2][LANES];
@@ -166,8 +166,8 @@ __device__ __forceinline__ void copy_to(u32 target, const void* source, bool fil
                  : "memory");
 }
 
-// By COPIERS threads: starts copies of the `count` first rows of keys, decays, the inverse, and the block's columns of
-// residuals. Those of later rows of a piece are filled with 0.
+// By COPIERS threads: starts copies of the `count` first rows of keys and decays, then of the inverse and of the block's
+// columns of residuals, whose later rows of a piece are filled with 0.
 __device__ __forceinline__ void copy_rows(const Tensors& of, int part, int count, Shared& s) {
     constexpr int OF_ROW = SIZE * 2 / CHUNK, APART = COPIERS / OF_ROW;
     static_assert(INVERSE_ROW * 4 == KEY_ROW && ROWS % APART == 0, "as many chunks in a row of either");
@@ -179,6 +179,7 @@ __device__ __forceinline__ void copy_rows(const Tensors& of, int part, int count
     for (int n = 0; n < ROWS / APART; ++n)
         if (first + n * APART < count) copy_to(target + n * APART * KEY_ROW, keys + n * COPIERS * CHUNK);
     if (thread * 4 < count) copy_chunk(s.sums + thread * 4, of.decays + thread * 4, false);
+    commit_copies();
     target += AT_INVERSE;
 #pragma unroll
     for (int n = 0; n < ROWS / APART; ++n)

@@ -88,29 +88,29 @@ __device__ __forceinline__ void multiply(const Args& p, const Place& at, Shared&
     if (threadIdx.x == 0) s.sums[t] = total;
     if (at.warp < PIECES && at.warp * STEP <= t) multiply_keys(at, t, total, number_of(token.beta, p.beta_type), s);
     if (SPREAD && at.has_columns) multiply_state(at, s, held, token.d);
-    if (SPREAD && at.warp / 2 == ROUND_WARP / 2) round_inverse(t, s);
 }
 
 // The token's row of the inverse, and its residuals.
-__device__ __forceinline__ void solve(const Args& p, const Place& at, Shared& s, Token& token) {
+__device__ __forceinline__ void solve(const Args& p, const Place& at, Shared& s, Token& token, Columns& columns) {
     const int column = threadIdx.x - INVERSE_WARP * WARP, t = token.t;
     if (column >= 0 && column < ROWS) {
         const float x = next_inverse(t, number_of(token.beta, p.beta_type), s);
         s.inverse[t * INVERSE_ROW + column] = x;
-        Number::write(s.rounded + t * ROUNDED_ROW + column * Number::SIZE, x);
         if (at.part == 0) Tensors(p).inverse[t * ROWS + column] = x;
     }
-    if (!SPREAD && at.warp / 2 == ROUND_WARP / 2) round_inverse(t, s);
+    if (SPREAD && at.warp < PIECES && at.warp * STEP <= t)
+#pragma unroll
+        for (int step = 0; step < PIECES; ++step) load_inverse(at, t, s, step, columns[step]);
     if (at.has_columns) begin_row(at, exp_fast(s.sums[t]), token.v, token.d, s.residuals + t * COLUMN_ROW + at.own());
 }
 
 // Writes the output, and the token's row of the cache.
-__device__ __forceinline__ void write(const Args& p, const Place& at, const Shared& s, Token& token) {
+__device__ __forceinline__ void write(const Args& p, const Place& at, const Shared& s, Token& token, Residuals& a) {
     const Tensors to(p);
     const int t = token.t;
     if (at.has_columns) {
         u32 result[TILES];
-        finish_row(at, t, p.scale, s, token.d, result);
+        finish_row(at, t, p.scale, s, a, token.d, result);
         if (at.j == 0) {
             const int first = at.column + VECTOR * at.i;
             store_words(to.out + first * Number::SIZE, result);
@@ -149,18 +149,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(const __gri
         __syncthreads();
         multiply_state(at, s, held, token.d);
     }
-    copies_done<0>();
+    copies_done<1>();
     __syncthreads();
     multiply(p, at, s, held, token);
+    copies_done<0>();
     __syncthreads();
     // All threads have read the length.
     u32 count = 0;
     if (threadIdx.x == 0) count = atomicAdd(reinterpret_cast<u32*>(p.lengths) + blockIdx.z, 1u << p.shift);
-    solve(p, at, s, token);
+    Columns columns;
+    solve(p, at, s, token, columns);
     __syncthreads();
-    if (at.warp < PIECES && at.warp * STEP <= token.t) mix(at, token.t, s);
+    if (at.warp < PIECES && at.warp * STEP <= token.t) mix(at, token.t, columns, s);
+    Residuals residuals;
+    if (SPREAD && at.has_columns)
+#pragma unroll
+        for (int piece = 0; piece < PIECES; ++piece) load_residuals(at, s, piece, residuals[piece]);
     __syncthreads();
-    write(p, at, s, token);
+    write(p, at, s, token, residuals);
     if (token.t == ROWS - 1) close(p, at, s, held);
     if (threadIdx.x == 0 && count >> p.shift == gridDim.x * gridDim.y - 1)
         p.lengths[blockIdx.z] = (count & ((1u << p.shift) - 1)) + 1;

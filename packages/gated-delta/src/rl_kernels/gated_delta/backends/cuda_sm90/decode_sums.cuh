@@ -93,39 +93,57 @@ __device__ __forceinline__ float next_inverse(int t, float beta, const Shared& s
     return sum;
 }
 
-// By PAIR threads: earlier rows of the inverse, rounded; rows after the token's are zeros.
-__device__ __forceinline__ void round_inverse(int t, Shared& s) {
-    constexpr int WORDS = ROWS / 2;
-    for (int i = threadIdx.x - ROUND_WARP * WARP; i < (t / STEP + 1) * STEP * WORDS; i += PAIR) {
-        const int row = i / WORDS, column = i % WORDS * 2;
-        float pair[2];
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-            pair[n] = row < t && column + n <= row ? s.inverse[row * INVERSE_ROW + column + n] : 0.0f;
-        if (row != t) *reinterpret_cast<u32*>(s.rounded + row * ROUNDED_ROW + column * 2) = Number::pack(pair);
-    }
-}
-
 // Address of a lane's row of four matrices that `load_transposed` makes operand a of: 16 columns from `column` on, of 16
 // rows from `row` on.
 __device__ __forceinline__ u32 transposed_at(const Place& at, const char* rows, int stride, int row, int column) {
     return shared_address(rows) + (row + at.lane % 8 + at.lane / 16 * 8) * stride + (column + at.lane / 8 % 2 * 8) * 2;
 }
 
-// By warp `piece`: 16 numbers of the token's row of M.
-__device__ __forceinline__ void mix(const Place& at, int t, Shared& s) {
+// 16 columns of the rounded inverse as operand a: their terms in PIECES steps of rows.
+using Columns = u32[PIECES][4];
+
+// By warp `piece`: one step of its 16 columns of earlier rows. Later rows are zeros.
+__device__ __forceinline__ void load_inverse(const Place& at, int t, const Shared& s, int step, u32 (&a)[4]) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+        const int column = at.warp * STEP + at.i + n % 2 * 8, row = step * STEP + 2 * at.j + n / 2 * 8;
+        float pair[2] = {};
+        if (row < t && row + 1 >= column) {
+            if (row >= column) pair[0] = s.inverse[row * INVERSE_ROW + column];
+            if (row + 1 < t) pair[1] = s.inverse[(row + 1) * INVERSE_ROW + column];
+        }
+        a[n] = Number::pack(pair);
+    }
+}
+
+// By warp `piece`: 16 numbers of the token's row of M. `a`: with SPREAD its columns.
+__device__ __forceinline__ void mix(const Place& at, int t, Columns& a, Shared& s) {
     const u32 scores = row_at(at, s.scores);
+    u32 newest[2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        const float x = s.inverse[t * INVERSE_ROW + at.warp * STEP + at.i + n * 8];
+        const float pair[2] = {t % 2 ? 0.0f : x, t % 2 ? x : 0.0f};
+        newest[n] = Number::pack(pair);
+    }
     float d[4] = {};
-    for (int step = at.warp; step * STEP <= t; ++step) {
-        u32 a[4], b[2];
-        load_transposed(a, transposed_at(at, s.rounded, ROUNDED_ROW, step * STEP, at.warp * STEP));
+#pragma unroll
+    for (int step = 0; step < PIECES; ++step) {
+        if (step < at.warp || step * STEP > t) continue;
+        u32 b[2];
+        if (!SPREAD) load_inverse(at, t, s, step, a[step]);
         load_terms(b, scores, step);
-        add_product<Number>(d, a, b[0], b[1]);
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+            if (step * STEP + 2 * at.j + n / 2 * 8 == t / 2 * 2) a[step][n] |= newest[n % 2];
+        add_product<Number>(d, a[step], b[0], b[1]);
     }
     if (at.j) return;
 #pragma unroll
     for (int n = 0; n < 2; ++n) Number::write(s.mixing + at.warp * STEP + at.i + 8 * n, d[2 * n]);
 }
+
+using Residuals = u32[PIECES][TILES][4];
 
 // The residuals of 16 rows as operand a, whose rows are columns of the state.
 __device__ __forceinline__ void load_residuals(const Place& at, const Shared& s, int piece, u32 (&a)[TILES][4]) {
@@ -161,18 +179,18 @@ __device__ __forceinline__ void begin_row(const Place& at, float grown, const u3
     if (at.j == 0) store_words(own, residual);
 }
 
-// Adds the mixed residuals to the sums of the output, and rounds it, of lanes with j = 0.
-__device__ __forceinline__ void finish_row(const Place& at, int t, float scale, const Shared& s, float (&d)[TILES][4],
-                                           u32 (&result)[TILES]) {
+// Adds the mixed residuals to the sums of the output, and rounds it, of lanes with j = 0. `a`: with SPREAD the residuals.
+__device__ __forceinline__ void finish_row(const Place& at, int t, float scale, const Shared& s, Residuals& a,
+                                           float (&d)[TILES][4], u32 (&result)[TILES]) {
     const u32 mixing = row_at(at, s.mixing);
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {
         if (piece * STEP > t) break;
-        u32 a[TILES][4], b[2];
-        load_residuals(at, s, piece, a);
+        u32 b[2];
+        if (!SPREAD) load_residuals(at, s, piece, a[piece]);
         load_terms(b, mixing, piece);
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) add_product<Number>(d[tile], a[tile], b[0], b[1]);
+        for (int tile = 0; tile < TILES; ++tile) add_product<Number>(d[tile], a[piece][tile], b[0], b[1]);
     }
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
@@ -190,7 +208,7 @@ __device__ __forceinline__ void fade(Shared& s) {
 #pragma unroll
         for (int n = 0; n < 2; ++n)
             pair[n] = column + n <= row ? __fmul_rn(fading, s.inverse[row * INVERSE_ROW + column + n]) : 0.0f;
-        *reinterpret_cast<u32*>(s.rounded + row * ROUNDED_ROW + column * 2) = Number::pack(pair);
+        *reinterpret_cast<u32*>(s.faded + row * FADED_ROW + column * 2) = Number::pack(pair);
     }
 }
 
@@ -203,7 +221,7 @@ __device__ __forceinline__ void weigh(const Place& at, Shared& s) {
 #pragma unroll 1
         for (int step = piece; step < PIECES; ++step) {
             u32 a[4], b[4];
-            load_transposed(a, transposed_at(at, s.rounded, ROUNDED_ROW, step * STEP, piece * STEP));
+            load_transposed(a, transposed_at(at, s.faded, FADED_ROW, step * STEP, piece * STEP));
             load_transposed(b, shared_address(s.keys) + (step * STEP + at.lane % 16) * KEY_ROW +
                                    (column + at.lane / 16 * 8) * 2);
             add_product<Number>(d[0], a, b[0], b[1]);

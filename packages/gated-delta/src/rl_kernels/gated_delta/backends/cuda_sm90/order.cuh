@@ -30,7 +30,8 @@ __device__ inline Chunk unit_row(Chunk chunk) {
     for (int i = 0; i < 4; ++i) T::unpack(chunk.word[i], x + 2 * i);
 #pragma unroll
     for (int i = 0; i < 8; ++i) square[i] = x[i] * x[i];
-    float sum = ((square[0] + square[1]) + (square[2] + square[3])) + ((square[4] + square[5]) + (square[6] + square[7]));
+    const float pair[4] = {square[0] + square[1], square[2] + square[3], square[4] + square[5], square[6] + square[7]};
+    float sum = (pair[0] + pair[1]) + (pair[2] + pair[3]);
 #pragma unroll
     for (int apart = LANES / 2; apart; apart /= 2) sum += __shfl_xor_sync(ALL, sum, apart);
     const float factor = inverse_root(sum + EPS);

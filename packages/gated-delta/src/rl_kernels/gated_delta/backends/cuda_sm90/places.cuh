@@ -6,7 +6,7 @@
 
 namespace rlk {
 
-// tokens: T; chunks: slots of a sequence of a batch; bounds, starts: int64 if wide, else int32. Any pointer may be null.
+// tokens: T; chunks: slots of a sequence of a batch; bounds, starts: int64 if wide, else int32. Pointers may be null.
 struct Places {
     const void* bounds;
     const void* starts;
@@ -51,7 +51,7 @@ __device__ inline int sequence_of(const Places& p, int slot) {
     return low;
 }
 
-// What `prepare` writes, and TMA copies as a whole. Tiles of 16-bit numbers are boxes of 64 rows of 128 bytes, swizzled.
+// What `prepare` writes, and TMA copies as a whole. Tiles of 16-bit numbers are swizzled boxes of 64 rows of 128 bytes.
 // Of a slot and key head: q, then k, two boxes each, for columns 0-63 and 64-127.
 constexpr int BOX = 64 * 128, UNIT = 2 * BOX, UNITS = 2 * UNIT;
 // Of a slot and value head: M, W (two boxes), exp(G), G.

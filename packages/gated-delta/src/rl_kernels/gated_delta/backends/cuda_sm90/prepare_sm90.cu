@@ -11,8 +11,9 @@
 // Products are chains of 16 terms a step, ascending from 0. Rows without a token are zeros; those that a cache holds
 // have its keys, sums, and rows of T.
 //
-// A warp solves T of a head, 16 rows after the other: lane (h, c) holds the rows t whose bit 1 is h, of columns c, c + 16,
-// c + 32 and c + 48. Loops are not unrolled where that would only save branches: code that runs once waits for itself.
+// A warp solves T of a head, 16 rows after the other: lane (h, c) holds the rows t whose bit 1 is h, of columns c,
+// c + 16, c + 32 and c + 48. Loops are not unrolled where that would only save branches: code that runs once waits for
+// itself.
 #include <rl_kernels/boxes.cuh>
 #include <rl_kernels/warp_mma.cuh>
 
@@ -37,14 +38,17 @@ struct alignas(16) Numbers {
     float sums[ROWS], fade[ROWS], beta[ROWS];
 };
 
-// Strides are in numbers. tail: [sequences, Hv, 64, 64], T of the last chunk of each sequence, for a cache; or null.
+// Strides are in numbers. tail: [sequences, Hv, 64, 64], T of the last chunk of each sequence, for a cache. For the
+// backward pass T of all chunks, inverses [slots, Hv, 64, 64], and rows of q and k, [slots, Hk, 64, 128]. All may be
+// null.
 struct Args : Places {
     const char *q, *k;
     const void *g, *beta;
     const char* held_keys;
     const float *held_sums, *held_inverse;
     char *units, *items;
-    float* tail;
+    float *tail, *inverses;
+    char *unit_q, *unit_k;
     i64 q_batch, q_token, q_head, k_batch, k_token, k_head;
     int key_heads, heads, normalize, g_dtype, beta_dtype, padding;
 };
@@ -67,13 +71,13 @@ __device__ inline u32 matrices_at(int row, int chunk) {
 
 // Starts the copy of contiguous bytes of shared memory to global memory.
 __device__ inline void store_bytes(void* target, const void* source, int bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(shared_address(source)),
-                 "r"(bytes)
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target),
+                 "r"(shared_address(source)), "r"(bytes)
                  : "memory");
 }
 
-// Two warps have the rows of q, the other two those of k: a lane has 16 bytes of every fourth row. Starts their copies to
-// the boxes; held keys come from the cache.
+// Two warps have the rows of q, the other two those of k: a lane has 16 bytes of every fourth row. Starts their copies
+// to the boxes; held keys come from the cache.
 constexpr int APART = THREADS / 2 / LANES;
 
 __device__ inline void load_rows(const Args& a, const Where& w, char* boxes, int s, int key_head, bool is_key) {
@@ -99,6 +103,16 @@ __device__ inline void normalize_rows(const Where& w, char* boxes, bool is_key) 
         Chunk& row = *reinterpret_cast<Chunk*>(boxes + lane / 8 * BOX + chunk_at(t, lane % 8));
         const Chunk unit = unit_row<T>(row);
         if (!is_key || !w.is_held(t)) row = unit;
+    }
+}
+
+// Writes the rows of the boxes of q or k.
+__device__ inline void store_units(const char* boxes, char* out) {
+#pragma unroll 4
+    for (int i = threadIdx.x; i < UNIT / CHUNK; i += THREADS) {
+        const int chunk = i % LANES;
+        reinterpret_cast<Chunk*>(out)[i] =
+            *reinterpret_cast<const Chunk*>(boxes + chunk / 8 * BOX + chunk_at(i / LANES, chunk % 8));
     }
 }
 
@@ -144,8 +158,8 @@ __device__ inline void load_numbers(const Args& a, const Where& w, Numbers& numb
 
 // This warp's rows t of k and q times rows s of k: writes A of each head to shared memory, and P to `words` as a left
 // operand. Tiles above the diagonal are left out.
-__device__ inline void multiply_keys(const Where& w, const Numbers* numbers, u32 units, char* systems, int warp, int count,
-                                     u32 (&words)[HEADS][4][4]) {
+__device__ inline void multiply_keys(const Where& w, const Numbers* numbers, u32 units, char* systems, int warp,
+                                     int count, u32 (&words)[HEADS][4][4]) {
     const int row = 16 * warp, lane = threadIdx.x % WARP;
     u32 queries[SIZE / 16][4], keys[SIZE / 16][4];
 #pragma unroll
@@ -222,7 +236,8 @@ __device__ inline void solve(const Numbers& numbers, float* system, const float*
         const auto subtract = [&](int s, int first, int groups, const float (&solved)[4]) {
             float4 four[2];
 #pragma unroll
-            for (int i = first / 4; i < 2; ++i) four[i] = *reinterpret_cast<const float4*>(factors + s * STRIDE + 4 * i);
+            for (int i = first / 4; i < 2; ++i)
+                four[i] = *reinterpret_cast<const float4*>(factors + s * STRIDE + 4 * i);
             const float factor[8] = {four[0].x, four[0].y, four[0].z, four[0].w,
                                      four[1].x, four[1].y, four[1].z, four[1].w};
 #pragma unroll
@@ -258,16 +273,10 @@ __device__ inline void solve(const Numbers& numbers, float* system, const float*
     }
 }
 
-// T[row, column] and T[row + 1, column]; zeros above the diagonal if IS_DIAGONAL, else there are none.
-template <bool IS_DIAGONAL>
+// T[row, column] and T[row + 1, column], zeros above the diagonal.
 __device__ inline float2 solved_at(const float* system, int row, int column) {
     const float* at = system + row * STRIDE + place_of(column);
-    float2 two = make_float2(at[0], at[STRIDE]);
-    if (IS_DIAGONAL) {
-        if (column > row) two.x = 0.0f;
-        if (column > row + 1) two.y = 0.0f;
-    }
-    return two;
+    return make_float2(column > row ? 0.0f : at[0], column > row + 1 ? 0.0f : at[STRIDE]);
 }
 
 // Writes 16 columns of this warp's rows to a box.
@@ -289,7 +298,7 @@ __device__ inline void mix(char* box, const u32 (&words)[4][4], const float* sys
 #pragma unroll
                 for (int n = 0; n < 4; ++n) {
                     const int s = 16 * step + n % 2 * 8 + lane % 4 * 2, column = 16 * j + n / 2 * 8 + lane / 4;
-                    const float2 two = solved_at<true>(system, s, column);
+                    const float2 two = solved_at(system, s, column);
                     const float pair[2] = {two.x, two.y};
                     right[n] = T::pack(pair);
                 }
@@ -308,7 +317,8 @@ __device__ inline void fade(const Numbers& numbers, const float* system, int war
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
             const int t = 16 * step + n / 2 * 8 + lane % 4 * 2, s = 16 * warp + n % 2 * 8 + lane / 4;
-            const float2 two = solved_at<true>(system, t, s), factor = *reinterpret_cast<const float2*>(numbers.fade + t);
+            const float2 two = solved_at(system, t, s);
+            const float2 factor = *reinterpret_cast<const float2*>(numbers.fade + t);
             const float pair[2] = {factor.x * two.x, factor.y * two.y};
             left[step][n] = T::pack(pair);
         }
@@ -349,7 +359,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) prepare(const Args a) {
     __shared__ Numbers numbers[HEADS];
     char *units = shared, *systems = shared + UNITS;
     const int group = a.heads / a.key_heads, pairs = (group + HEADS - 1) / HEADS;
-    const int slot = blockIdx.x, key_head = blockIdx.y / pairs, pair = blockIdx.y % pairs * HEADS;
+    // Blocks of a slot follow each other: their rows are neighbors in memory.
+    const int across = a.key_heads * pairs, slot = blockIdx.x / across, part = blockIdx.x % across;
+    const int key_head = part / pairs, pair = part % pairs * HEADS;
     const int count = min(group - pair, HEADS), head = key_head * group + pair;
     const int warp = warp_index();
     const int s = sequence_of(a, slot);
@@ -373,14 +385,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) prepare(const Args a) {
         store_bytes(a.units + (i64(slot) * a.key_heads + key_head) * UNITS, units, UNITS);
         commit_stores();
     }
+    if (a.unit_q != nullptr && pair == 0) {
+        const i64 unit = (i64(slot) * a.key_heads + key_head) * UNIT;
+        store_units(units, a.unit_q + unit);
+        store_units(units + UNIT, a.unit_k + unit);
+    }
     u32 words[HEADS][4][4];
     multiply_keys(w, numbers, shared_address(units), systems, warp, count, words);
     __syncthreads();
     const i64 place = (i64(s) * a.heads + head) * (ROWS * ROWS);
     if (solves) {
         const int held_rows = a.held_inverse != nullptr ? -w.base : 0;
-        solve(numbers[own], reinterpret_cast<float*>(systems + own * SYSTEM), a.held_inverse + place + own * ROWS * ROWS,
-              held_rows);
+        const float* held = a.held_inverse + place + own * ROWS * ROWS;
+        solve(numbers[own], reinterpret_cast<float*>(systems + own * SYSTEM), held, held_rows);
     }
     // M takes the place of q, and W that of T.
     if (stores) stores_read<0>();
@@ -391,7 +408,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) prepare(const Args a) {
         const float* system = reinterpret_cast<const float*>(systems + i * SYSTEM);
         if (i < count) {
             mix(units + i * BOX, words[i], system, warp);
-            if (a.tail != nullptr && index + 1 == sequence.chunks()) store_inverse(system, a.tail + place + i * ROWS * ROWS);
+            if (a.tail != nullptr && index + 1 == sequence.chunks())
+                store_inverse(system, a.tail + place + i * ROWS * ROWS);
+            if (a.inverses != nullptr)
+                store_inverse(system, a.inverses + (i64(slot) * a.heads + head + i) * (ROWS * ROWS));
         }
         fade(numbers[i], system, warp, left[i]);
     }

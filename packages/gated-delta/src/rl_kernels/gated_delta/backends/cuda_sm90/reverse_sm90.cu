@@ -1,10 +1,11 @@
-// The pass over the chunks of a sequence in descending order (sm_90a), for the backward pass. A consumer warpgroup holds
-// 64 value columns of the gradient dS' of the next state, transposed, as FP32 accumulators. For each chunk, with
+// The pass over the chunks of a sequence in descending order (sm_90a), for gradients. A consumer warpgroup holds 64
+// value columns of the gradient dS' of the next state, transposed, as FP32 accumulators. For each chunk, with
 // dO' = scale dO and a_t = exp(G_t):
 //
 //   dX^T = round(dS')^T W^T + round(dO')^T M     dS^T = a_63 dS'^T + round(a dO')^T q + round(-a dX)^T k
 //
-// It stores round(dS'), round(dX), and dX as the gradient of v. Blocks and stages: columns.cuh, with dO for v.
+// It stores round(dS'), dX as the gradient of v, and sums of the rounded state times round(dS'), one for each warp and
+// its 16 columns. Blocks and stages: columns.cuh, with dO for v.
 //
 // Order of the sums: 16 terms a step, ascending, in the order of the terms above.
 #include "columns.cuh"
@@ -18,12 +19,13 @@ using T = FP16;
 #endif
 
 // last, initial: [sequences, Hv, 128, 128], gradients of the last and of the initial states; either may be null. dv:
-// [B, T, Hv, 128]; dstates: [slots, Hv, 128, 128]; dresiduals: [slots, Hv, 64, 128].
+// [B, T, Hv, 128]; states, dstates: [slots, Hv, 128, 128]; kept: [slots, Hv, 8].
 struct Args : Places {
-    const char *units, *items;
+    const char *units, *items, *states;
     const float* last;
     float* initial;
-    char *dv, *dstates, *dresiduals;
+    char *dv, *dstates;
+    float* kept;
     int key_heads, heads;
     float scale;
     int padding;
@@ -49,6 +51,25 @@ __device__ inline void read_gradient(const Columns& c, char* box, const float* d
             decayed[n][i] = T::pack(pair);
         }
     }
+}
+
+// The sum of products of all numbers of two tiles of this warp.
+__device__ inline float dot(const Chunk (&x)[8], const Chunk (&y)[8]) {
+    float total[2] = {};
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            float a[2], b[2];
+            T::unpack(x[i].word[n], a);
+            T::unpack(y[i].word[n], b);
+            total[0] = fmaf(a[0], b[0], total[0]);
+            total[1] = fmaf(a[1], b[1], total[1]);
+        }
+    float sum = total[0] + total[1];
+#pragma unroll
+    for (int apart = WARP / 2; apart; apart /= 2) sum += __shfl_xor_sync(ALL, sum, apart);
+    return sum;
 }
 
 __device__ inline void consume(const Args& a, const Job& job, int group) {
@@ -101,25 +122,28 @@ __device__ inline void consume(const Args& a, const Job& job, int group) {
         commit_products();
         hold(c.state);
 
-        Chunk upper[4], lower[4], values[4];
-        c.transpose(box, factor, upper);
-        c.transpose(box, factor + ROWS / 16, lower);
+        Chunk state[8], dstate[8], values[4];
+        const i64 item = job.item(chunk);
+        c.read(state, a.states + item * (2 * SIZE * SIZE));
+        c.transpose(box, factor, dstate);
+        c.transpose(box, factor + ROWS / 16, dstate + 4);
         c.transpose(box, x, values);
+        const float kept = dot(state, dstate);
         products_done<0>();
         hold(c.state), keep(y), keep(decayed);
-        c.give_back(job.ring.empty[at.stage]);
-        char* dstates = a.dstates + job.item(chunk) * (2 * SIZE * SIZE);
-        c.store(upper, dstates);
-        c.store(lower, dstates + 2 * SIZE * ROWS);
-        c.store(values, a.dresiduals + job.item(chunk) * (2 * SIZE * ROWS));
+        if (c.lane == 0) a.kept[item * 8 + c.part * WARPS + c.warp] = kept;
+        c.store(dstate, a.dstates + item * (2 * SIZE * SIZE));
+        c.store(dstate + 4, a.dstates + item * (2 * SIZE * SIZE) + 2 * SIZE * ROWS);
         const i64 row = i64(job.sequence.batch) * a.tokens + job.sequence.first + token;
         c.store(values, a.dv + row * apart + job.head * (2 * SIZE), apart, 0, to);
+        c.give_back(job.ring.empty[at.stage], to == ROWS);
         c.round<T>(factor);
     }
     if (a.initial != nullptr) c.store(a.initial, job.sequence_item());
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) reverse(const __grid_constant__ TensorMap grad_map, const Args a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    reverse(const __grid_constant__ TensorMap grad_map, const Args a) {
     extern __shared__ char memory[];
     __shared__ Ring ring;
     ring.init();

@@ -1,12 +1,13 @@
-// The pass over the chunks of a sequence (sm_90a). A consumer warpgroup holds 64 value columns of the state of one head,
-// S^T [64 x 128], as FP32 accumulators. All products are transposed, so what depends on the state stays in registers:
-// accumulators of one product, rounded, are the left operand of the next (wgmma.cuh). For each chunk, with rows t, s:
+// The pass over the chunks of a sequence (sm_90a). A consumer warpgroup holds 64 value columns of the state of one
+// head, S^T [64 x 128], as FP32 accumulators. All products are transposed, so what depends on the state stays in
+// registers: accumulators of one product, rounded, are the left operand of the next (wgmma.cuh). For each chunk, with
+// rows t, s:
 //
 //   Y^T = round(S)^T k^T    x^T = round(v^T - exp(G_t) Y^T)    S^T = exp(G_63) S^T + x^T W         the chain of chunks
 //   R^T = round(S)^T q^T    o^T = scale (exp(G_t) R^T + x^T M^T)                                  beside it
 //
-// Blocks and stages: columns.cuh. With REPLAYS it stores round(S) and x of each chunk, which the backward pass reads, in
-// place of o.
+// Blocks and stages: columns.cuh. With REPLAYS it stores round(S) and x of each chunk, which the backward pass reads,
+// in place of o.
 //
 // Order of the sums: 16 terms a step, ascending, on top of exp(G_t) R and exp(G_63) S.
 #include "columns.cuh"
@@ -34,8 +35,8 @@ struct Args : Places {
 };
 
 // x from Y, rounded. Rows before `from` are the cache's, rows from `to` on are zeros.
-__device__ inline void subtract(const Columns& c, const float (&y)[ROWS / 2], char* v, const float* decay, const char* held,
-                                int from, int to, Rows& x) {
+__device__ inline void subtract(const Columns& c, const float (&y)[ROWS / 2], char* v, const float* decay,
+                                const char* held, int from, int to, Rows& x) {
 #pragma unroll
     for (int n = 0; n < ROWS / 16; ++n) {
         u32 words[4];
@@ -90,11 +91,12 @@ __device__ inline void finish(const Args& a, const Job& job, const Columns& c, i
                               const Rows& out) {
     Chunk rows[4];
     c.transpose(job.stages + stage * STAGE + AT_V + group * BOX, out, rows);
-    c.give_back(job.ring.empty[stage]);
     const int token = job.token(chunk);
     const i64 apart = i64(a.heads) * (2 * SIZE);
     const i64 row = i64(job.sequence.batch) * a.tokens + job.sequence.first + token;
-    c.store(rows, a.out + row * apart + job.head * (2 * SIZE), apart, max(-token, 0), min(job.sequence.count - token, ROWS));
+    const int begin = max(-token, 0), end = min(job.sequence.count - token, ROWS);
+    c.store(rows, a.out + row * apart + job.head * (2 * SIZE), apart, begin, end);
+    c.give_back(job.ring.empty[stage], end - begin == ROWS);
 }
 
 __device__ inline void consume(const Args& a, const Job& job, int group) {
@@ -149,11 +151,11 @@ __device__ inline void consume(const Args& a, const Job& job, int group) {
             c.transpose(v, x, rows);
             products_done<0>();
             hold(c.state), keep(x);
-            c.give_back(job.ring.empty[at.stage]);
             char* states = a.states + job.item(chunk) * (2 * SIZE * SIZE);
             c.store(upper, states);
             c.store(lower, states + 2 * SIZE * ROWS);
             c.store(rows, a.residuals + job.item(chunk) * (2 * SIZE * ROWS));
+            c.give_back(job.ring.empty[at.stage], true);
             c.round<T>(factor);
             continue;
         }

@@ -16,13 +16,13 @@ from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.triton_lib.launch import Launch
 from rl_kernels.gated_delta.backends.triton import decode
-from rl_kernels.gated_delta.backends.triton.backward import backward
+from rl_kernels.gated_delta.backends.triton.backward import backward, gradients
 from rl_kernels.gated_delta.backends.triton.plan import Plan, unreadable, with_copies
-from rl_kernels.gated_delta.backends.triton.schedule import tile_of_decode
+from rl_kernels.gated_delta.backends.triton.schedule import part_of_keys, tile_of_decode
 from rl_kernels.gated_delta.constants import CHUNK
 from rl_kernels.gated_delta.inputs import COUNT, Inputs
 
-__all__ = ["backward", "continued", "forward"]
+__all__ = ["backward", "continued", "forward", "gradients"]
 
 
 NO_CACHE = (None,) * 6
@@ -80,7 +80,8 @@ def _one_token(inputs: Inputs) -> Launches:
     numbers = (*q_strides, *k_strides, *sizes[:3], inputs.normalize_qk)
     weigh = Launch(decode.weigh, (heads, batch), numbers, num_warps=4)
     grid = (value_size // tile.width, heads, batch)
-    step = Launch(decode.decode, grid, (*v_strides, *sizes, tile.width), num_warps=tile.warps, num_stages=tile.stages)
+    numbers = (*v_strides, *sizes, tile.width, part_of_keys(q.dtype, size))
+    step = Launch(decode.decode, grid, numbers, num_warps=tile.warps, num_stages=tile.stages)
 
     def launch(*args: Any) -> torch.Tensor:
         q, k, v, g, beta = with_copies(args[:5], copied)

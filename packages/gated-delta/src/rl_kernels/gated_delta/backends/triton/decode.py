@@ -76,21 +76,23 @@ def weigh(
 
 
 @triton.jit
-def close(STATE, KEYS, SUMS, INVERSE, x, grown, columns, D: tl.constexpr, DV: tl.constexpr):
+def close(STATE, KEYS, SUMS, INVERSE, x, grown, columns, D: tl.constexpr, DV: tl.constexpr, PART: tl.constexpr):
     """Add the chunk to the state, from all its residuals."""
-    r, d = tl.arange(0, CHUNK), tl.arange(0, D)
-    place = STATE + d[:, None] * DV + columns[None, :]
+    r = tl.arange(0, CHUNK)
     inverse = tl.load(INVERSE + r[:, None] * CHUNK + r[None, :], mask=r[None, :] <= r[:, None], other=0.0)
-    keys = tl.load(KEYS + r[:, None] * D + d[None, :])
-    faded = tl.trans(faded_inverse(inverse, tl.load(SUMS + r), keys.dtype))
-    weights = dot(faded, keys, tl.zeros([CHUNK, D], tl.float32)).to(keys.dtype)
-    tl.store(place, dot(tl.trans(weights), x, scaled(tl.load(place), grown)))
+    faded = tl.trans(faded_inverse(inverse, tl.load(SUMS + r), x.dtype))
+    for part in range(0, D // PART):
+        d = part * PART + tl.arange(0, PART)
+        keys = tl.load(KEYS + r[:, None] * D + d[None, :])
+        weights = dot(faded, keys, tl.zeros([CHUNK, PART], tl.float32)).to(x.dtype)
+        place = STATE + d[:, None] * DV + columns[None, :]
+        tl.store(place, dot(tl.trans(weights), x, scaled(tl.load(place), grown)))
 
 
 @triton.jit
 def decode(
     V, OUT, STATE, KEYS, RESIDUALS, SUMS, INVERSE, LENGTHS, UNIT_Q, MIXING, COUNTS, scale, v_batch, v_head,
-    HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Write the output of one token, value head and WIDTH columns, and the cache. Grid: DV / WIDTH, Hv, sequences."""
     part, head, s = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -120,4 +122,4 @@ def decode(
     if (part == 0) & (head == 0):
         tl.store(LENGTHS + s, length + 1)
     if t == CHUNK - 1:
-        close(STATE, KEYS, SUMS, INVERSE + item * (CHUNK * CHUNK), held, grown, c, D, DV)
+        close(STATE, KEYS, SUMS, INVERSE + item * (CHUNK * CHUNK), held, grown, c, D, DV, PART)

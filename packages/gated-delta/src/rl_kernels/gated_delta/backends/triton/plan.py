@@ -10,7 +10,7 @@ from rl_kernels.core.gpu import device_of
 from rl_kernels.core.operator import tiles_change_no_bit
 from rl_kernels.core.triton_lib.launch import Launch, ceil_div, next_power_of_2
 from rl_kernels.gated_delta.backends.triton import prepare, scan
-from rl_kernels.gated_delta.backends.triton.schedule import Tile, tile_of_scan, part_of_prepare
+from rl_kernels.gated_delta.backends.triton.schedule import Tile, part_of_keys, tile_of_scan
 from rl_kernels.gated_delta.constants import CHUNK
 from rl_kernels.gated_delta.inputs import COUNT, Inputs
 
@@ -55,7 +55,7 @@ class Plan:
         )
         numbers = (*places, *strides[:6], key_heads, size, inputs.normalize_qk)
         self.normalize = Launch(prepare.normalize, (self.slots, key_heads), numbers, num_warps=4)
-        numbers = (*places, key_heads, heads, size, part_of_prepare(q.dtype, size), for_gradients)
+        numbers = (*places, key_heads, heads, size, part_of_keys(q.dtype, size), for_gradients)
         self.prepare = Launch(prepare.prepare, (self.slots, heads), numbers, num_warps=2, num_stages=2)
         self.places, self.strides = places, (strides[:3], strides[3:6], strides[6:])
         tile = tile_of_scan(q.dtype, size, value_size, tiles_change_no_bit(q.device))

@@ -111,26 +111,33 @@ def add_rows(x, block, SYSTEM):
 
 @triton.jit
 def solve(x0, x1, x2, x3, SYSTEM):
-    """Return ``T[64, 64]`` with ``(1 + A) T = x``, x in blocks of 16 rows; SYSTEM is the transpose of -A.
+    """Overwrite SYSTEM, the transpose of -A, with T, where ``(1 + A) T = x``, x in blocks of 16 rows.
 
     Each thread of two warps holds a column of T and reads all of A, so that no step needs a barrier. The block that is
-    solved is x0, then those that were solved follow behind x3.
+    solved is x0, then those that were solved follow behind x3. T goes through memory: the terms of a product of joined
+    blocks would be in another order.
     """
-    r = tl.arange(0, STEP)
+    r, c = tl.arange(0, STEP), tl.arange(0, CHUNK)
+    system = SYSTEM
     for block in range(0, CHUNK // STEP):
         for s in tl.static_range(STEP - 1):
-            later = plus(x0, tl.load(SYSTEM + s * CHUNK + r)[:, None], row_of(x0, s)[None, :])
+            later = plus(x0, tl.load(system + s * CHUNK + r)[:, None], row_of(x0, s)[None, :])
             x0 = tl.where(r[:, None] > s, later, x0)
         if block < 3:
-            x1 = add_rows(x1, x0, SYSTEM + STEP)
+            x1 = add_rows(x1, x0, system + STEP)
         if block < 2:
-            x2 = add_rows(x2, x0, SYSTEM + 2 * STEP)
+            x2 = add_rows(x2, x0, system + 2 * STEP)
         if block < 1:
-            x3 = add_rows(x3, x0, SYSTEM + 3 * STEP)
+            x3 = add_rows(x3, x0, system + 3 * STEP)
         x0, x1, x2, x3 = x1, x2, x3, x0
-        SYSTEM += STEP * CHUNK + STEP
-    blocks = tl.join(tl.join(x0, x2), tl.join(x1, x3))
-    return tl.reshape(tl.permute(blocks, [2, 3, 0, 1]), [CHUNK, CHUNK])
+        system += STEP * CHUNK + STEP
+    tl.debug_barrier()
+    place = SYSTEM + r[:, None] * CHUNK + c[None, :]
+    tl.store(place, x0)
+    tl.store(place + STEP * CHUNK, x1)
+    tl.store(place + 2 * STEP * CHUNK, x2)
+    tl.store(place + 3 * STEP * CHUNK, x3)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -160,7 +167,7 @@ def prepare(
     """Write what the pass over chunks reads of one chunk and value head. Grid: slots, Hv.
 
     ``MIXING[slots, Hv, 64, 64]``: M; ``WEIGHTS[slots, Hv, 64, D]``: W; both rounded. ``INVERSE[slots, Hv, 64, 64]``,
-    FP32: T with a cache, ``(1 + A)^-1`` for gradients, else undefined.
+    FP32: T, or ``(1 + A)^-1`` for gradients.
     """
     slot, head = tl.program_id(0), tl.program_id(1)
     s = sequence_of(slot, BOUNDS, chunks, tokens, sequences, halvings)
@@ -187,10 +194,8 @@ def prepare(
     diagonal = tl.full([CHUNK], 1.0, tl.float32) if FOR_GRADIENTS else beta
     x0, x1 = right_side(diagonal, HELD_INVERSE, held, 0), right_side(diagonal, HELD_INVERSE, held, 1)
     x2, x3 = right_side(diagonal, HELD_INVERSE, held, 2), right_side(diagonal, HELD_INVERSE, held, 3)
-    inverse = solve(x0, x1, x2, x3, INVERSE)
-    tl.debug_barrier()
-    if FOR_GRADIENTS or LENGTHS is not None:
-        tl.store(INVERSE + row * CHUNK + c, inverse)
+    solve(x0, x1, x2, x3, INVERSE)
+    inverse = tl.load(INVERSE + row * CHUNK + c)
     if FOR_GRADIENTS:
         inverse = times(inverse, beta[None, :])
     # Loaded again, or the decays would take registers meanwhile.

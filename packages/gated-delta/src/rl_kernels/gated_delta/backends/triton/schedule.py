@@ -38,8 +38,8 @@ def tile_of_decode(dtype: torch.dtype, key_size: int, value_size: int) -> Tile:
     return Tile(min(width, value_size), 4)
 
 
-def part_of_prepare(dtype: torch.dtype, key_size: int) -> int:
-    """Choose the columns of keys and queries that ``prepare`` multiplies at once."""
+def part_of_keys(dtype: torch.dtype, key_size: int) -> int:
+    """Choose the columns of keys that a product takes at once."""
     return min(64 if dtype in HALF else 16, key_size)
 
 
