@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import triton
 import triton.language as tl
 
 from rl_kernels.core.triton_lib.launch import INTERPRETED as _INTERPRETED
 
+_KNOWS_TARGET = not _INTERPRETED and find_spec("triton.language.target_info") is not None
 INTERPRETED = tl.constexpr(_INTERPRETED)
+KNOWS_TARGET = tl.constexpr(_KNOWS_TARGET)
+"""Whether a kernel can ask which GPU it is compiled for; in Triton 3.4 it cannot."""
 
 if not _INTERPRETED:
     from triton.language.extra import libdevice
+if _KNOWS_TARGET:
     from triton.language.target_info import cuda_capability_geq
 
 
@@ -46,7 +52,7 @@ PAIR = tl.constexpr(
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
     """Return FP32 numbers rounded to a dtype, as FP32: two at a time if BF16, which is much faster than one by one."""
-    if INTERPRETED:
+    if not KNOWS_TARGET:
         return x.to(dtype).to(tl.float32)
     elif dtype == tl.bfloat16 and cuda_capability_geq(8):
         return tl.inline_asm_elementwise(PAIR, "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2)
