@@ -80,8 +80,9 @@ def _one_token(inputs: Inputs) -> Launches:
     numbers = (*q_strides, *k_strides, *sizes[:3], inputs.normalize_qk)
     weigh = Launch(decode.weigh, (heads, batch), numbers, num_warps=4)
     grid = (value_size // tile.width, heads, batch)
-    numbers = (*v_strides, *sizes, tile.width, part_of_keys(q.dtype, size))
-    step = Launch(decode.decode, grid, numbers, num_warps=tile.warps, num_stages=tile.stages)
+    columns = (tile.width, part_of_keys(q.dtype, size))
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    step = Launch(decode.decode, grid, (*v_strides, *sizes, *columns), **options)
 
     def launch(*args: Any) -> torch.Tensor:
         q, k, v, g, beta = with_copies(args[:5], copied)

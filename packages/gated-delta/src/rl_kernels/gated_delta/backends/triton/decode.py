@@ -1,8 +1,8 @@
 """One token of each sequence with a cache: the row that ``scan`` would compute, from the state and the open chunk.
 
-``weigh`` computes what does not depend on columns of the state: the key, its sum of decays, its row of T, and its row of
-M. ``decode`` reads the state once, and writes it once in 64 tokens. Row 0 of a product of 16 rows is the key, row 1 the
-query; a row has the bits that it has among others. Rows that are not there yet are zeros, which change no bit.
+``weigh`` computes what does not depend on columns of the state: the key, its sum of decays, its row of T, and its row
+of M. ``decode`` reads the state once, and writes it once in 64 tokens. Row 0 of a product of 16 rows is the key, row 1
+the query; a row has the bits that it has among others. Rows that are not there yet are zeros, which change no bit.
 """
 
 from __future__ import annotations

@@ -70,8 +70,10 @@ class Plan:
     def empty_chunks(self, q: torch.Tensor) -> Chunks:
         """Return tensors for what ``sum_decays``, ``normalize`` and ``prepare`` write."""
         key_heads, heads, size, _ = self.sizes
+        unit_q = q.new_empty((self.slots, key_heads, CHUNK, size))
         return Chunks(
-            *(q.new_empty((self.slots, key_heads, CHUNK, size)) for _ in range(2)),
+            unit_q,
+            torch.empty_like(unit_q),
             q.new_empty((self.slots, heads, CHUNK), dtype=torch.float32),
             q.new_empty((self.slots, heads, CHUNK, CHUNK)),
             q.new_empty((self.slots, heads, CHUNK, size)),

@@ -61,9 +61,9 @@ def reverse(
 ):  # fmt: skip
     """Write the gradients of v and of the states after chunks. Grid: DV / WIDTH, Hv, sequences.
 
-    ``DVALUES[B, T, Hv, Dv]``; ``DSTATES[slots, Hv, Dk, Dv]``, rounded; ``KEPT[slots, Hv, Dv / WIDTH, Dk]``, FP32: sums of
-    the state before a chunk times the gradient of that after it. GRAD_STATE, and DINITIAL, which is that of the initial
-    state, may be None.
+    ``DVALUES[B, T, Hv, Dv]``; ``DSTATES[slots, Hv, Dk, Dv]``, rounded; ``KEPT[slots, Hv, Dv / WIDTH, Dk]``, FP32: sums
+    of the state before a chunk times the gradient of that after it. GRAD_STATE, and DINITIAL, which is that of the
+    initial state, may be None.
     """
     part, head, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, begin, count, _, slot = sequence_at(s, BOUNDS, STARTS, None, tokens, chunks)

@@ -1,7 +1,7 @@
 """The pass over the chunks of a sequence: a program holds WIDTH columns of one head's state in registers.
 
-Of each chunk four products: ``x = v - exp(G) (k S)``, ``o = exp(G) (q S) + M x``, ``S' = exp(G_63) S + W^T x``. Only k S
-and W^T x wait for the chunk before; loads depend on no product.
+Of each chunk four products: ``x = v - exp(G) (k S)``, ``o = exp(G) (q S) + M x``, ``S' = exp(G_63) S + W^T x``. Only
+k S and W^T x wait for the chunk before; loads depend on no product.
 """
 
 from __future__ import annotations

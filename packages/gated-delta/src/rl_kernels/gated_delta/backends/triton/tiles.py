@@ -22,7 +22,10 @@ STEP = tl.constexpr(16)
 
 @triton.jit
 def dot(a, b, acc):
-    """Return ``acc + a @ b``; FP32 operands are multiplied in IEEE FP32, not TF32."""
+    """Return ``acc + a @ b``; FP32 operands are multiplied in IEEE FP32, not TF32.
+
+    No operand may come from ``tl.join``: Triton would then permute the terms of the chain.
+    """
     if INTERPRETED:
         # The interpreter multiplies by a library, in its own order, which FP64 hides; steps of 16 terms are rounded.
         step = tl.arange(0, a.shape[1]) // STEP
@@ -79,7 +82,7 @@ def row_sum(x):
 
 @triton.jit
 def row_of(x, index):
-    """Return row ``index`` of FP32 x. Its bits are added to integer zeros, which a compiler drops if it knows the row."""
+    """Return row ``index`` of FP32 x: its bits plus integer zeros, which a compiler drops if it knows the row."""
     is_row = tl.arange(0, x.shape[0])[:, None] == index
     return tl.sum(tl.where(is_row, x.to(tl.int32, bitcast=True), 0), 0).to(tl.float32, bitcast=True)
 
