@@ -40,7 +40,7 @@ def tile_of_decode(dtype: torch.dtype, key_size: int, value_size: int) -> Tile:
 
 def part_of_keys(dtype: torch.dtype, key_size: int) -> int:
     """Choose the columns of keys that a product takes at once."""
-    return min(64 if dtype in HALF else 16, key_size)
+    return min(32 if dtype in HALF else 16, key_size)
 
 
 def tile_of_differentiate(dtype: torch.dtype, key_size: int, value_size: int, fast: bool) -> Tile:
