@@ -15,9 +15,14 @@ EXPERTS = SIZES | {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_
 EXPERTS |= {"moe_intermediate_size": 24, "head_dim": 16}
 """Sizes of a small Qwen3-MoE."""
 
+HYBRID: dict[str, Any] = SIZES | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+HYBRID |= {"num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 1, "linear_num_value_heads": 2}
+HYBRID |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+"""Sizes of a small Qwen3.5."""
+
 
 def trainer_in(
-    folder: Path, adapter: Any = None, sizes: dict[str, int] = SIZES, family: str = "Llama", **options: Any
+    folder: Path, adapter: Any = None, sizes: dict[str, Any] = SIZES, family: str = "Llama", **options: Any
 ) -> Any:
     """Return a trainer of a model of a family in a folder, with an adapter, and the options of ``GRPOConfig``."""
     import transformers

@@ -17,7 +17,7 @@ peft = pytest.importorskip("peft")
 # TRL and its libraries warn of what does not concern this.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-from small_trainer import EXPERTS  # noqa: E402
+from small_trainer import EXPERTS, HYBRID  # noqa: E402
 
 from rl_kernels.models.clients import trl as trl_client  # noqa: E402
 from rl_kernels.models.clients.trl import continuous, head, rollout  # noqa: E402
@@ -157,6 +157,28 @@ def test_a_mixture_of_experts_samples_what_it_trains(trainer_of: Made, options: 
     logged = [each["sampling/sampling_logp_difference/max"] for each in trainer.state.log_history if "loss" in each]
     assert logged == [0.0] * trainer.args.max_steps
     assert not torch.equal(experts, before)
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True, "beta": 0.0}], ids=["", "mixed"])
+def test_a_hybrid_samples_what_it_trains(trainer_of: Made, options: dict[str, Any], tmp_path: Path) -> None:
+    """And the parameters of its gates and of its convolution change; continuous batching is refused by name."""
+    trainer = trainer_of(tmp_path, None, HYBRID, "Qwen3_5Text", **SAMPLED | BATCHES)
+    with pytest.raises(ValueError, match=r"^use_transformers_continuous_batching: expected False for a hybrid"):
+        trl_client.use_in(trainer, invariant=True)
+    trainer = trainer_of(tmp_path, None, HYBRID, "Qwen3_5Text", **SAMPLED | options)
+    layer = trainer.model.model.layers[0].linear_attn
+    values = layer.A_log, layer.dt_bias, layer.conv1d.weight
+    before = [value.detach().clone() for value in values]
+    trl_client.use_in(trainer, invariant=True)
+    if options:
+        trainer.train()
+    else:
+        counts = _differing(trainer)
+        assert [differing for differing, _ in counts] == [0] * len(counts)
+        assert sum(tokens for _, tokens in counts) > 100
+    logged = [each["sampling/sampling_logp_difference/max"] for each in trainer.state.log_history if "loss" in each]
+    assert logged == [0.0] * trainer.args.max_steps
+    assert not any(map(torch.equal, values, before))
 
 
 @pytest.mark.parametrize("family", [(), (EXPERTS, "Qwen3Moe")], ids=["Llama", "Qwen3Moe"])

@@ -168,7 +168,6 @@ def test_another_attention_set_later_is_told(tiny, prompts):
 MIXED = {
     "Lfm2": ({"layer_types": ["conv", "full_attention"]}, "model.layers.0.conv.conv"),
     "FalconH1": ({}, "model.layers.0.mamba.conv1d"),
-    "Qwen3_5Text": ({"layer_types": ["linear_attention", "full_attention"]}, "model.layers.0.linear_attn.conv1d"),
     "MiniMax": ({"head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}, "model.layers.0.self_attn"),
 }
 """Hybrids, and a module of each whose output depends on the batch."""

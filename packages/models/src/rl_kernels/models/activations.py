@@ -77,6 +77,11 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
     return _apply_in_fp32(_sigmoid, x) if _is_on_cpu(x) else torch.sigmoid(x)
 
 
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """Return softplus of an FP32 tensor with the bits of an ``nn.Softplus`` under ``invariant``; without a gradient."""
+    return _softplus(x) if _is_on_cpu(x) else F.softplus(x)
+
+
 def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
     return x * _sigmoid(1.702 * x)
 

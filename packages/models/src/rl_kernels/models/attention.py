@@ -75,6 +75,8 @@ def attention_mask(
         # Qwen2-MoE makes this mask although no layer has a window; a layer that takes it raises.
         return torch.empty(0, dtype=torch.int32, device=device)
     first_keys = None if attention_mask is None else _first_keys(attention_mask)
+    if q_length == 1 and first_keys is not None:
+        _refuse_lone_padding(attention_mask, options.get("config"))
     # transformers passes this option for bidirectional masks only.
     if "allow_is_bidirectional_skip" in options:
         if first_keys is None or attention_mask is None:
@@ -132,6 +134,15 @@ def _first_keys(mask: torch.Tensor) -> torch.Tensor | None:
     if empty.any():
         first = torch.where(count > 0, first, length)
     return None if (counts == length).all() else first
+
+
+def _refuse_lone_padding(mask: Any, config: Any) -> None:
+    """Raise if single tokens of a hybrid are padding, which transformers does not tell its recurrent layers."""
+    is_hybrid = "linear_attention" in (getattr(config, "layer_types", None) or ())
+    if is_hybrid and not values_hidden(mask) and not mask[:, -1].all():
+        raise ValueError(
+            "attention_mask: expected no padding among tokens that come one at a time; pass several at once"
+        )
 
 
 def _probe_pattern(

@@ -15,7 +15,7 @@ from torch import nn
 
 from rl_kernels.core.dispatch import choose
 from rl_kernels.det_gemm.op import OPERATOR, describe
-from rl_kernels.models import mixtures, pretrained
+from rl_kernels.models import hybrids, mixtures, pretrained
 from rl_kernels.models.fused.swaps import rotary_module, rotary_swap
 from rl_kernels.models.layers import replacement
 from rl_kernels.models.marks import Mark, mark, marks_of
@@ -172,6 +172,8 @@ def invariant(model: nn.Module, *, strict: bool = False, routes: Sequence[torch.
       Its frequencies get the bits that the CPU computes, wherever the model was made.
     - Experts of a mixture of transformers run on ``experts``, and its router, recognized by its result for random rows,
       on ``route``: tokens choose the same experts in any batch. Noise in training raises.
+    - Gated DeltaNet layers of Qwen3-Next and Qwen3.5 run on ``causal_conv1d`` and ``gated_delta_rule``: prefill, pieces
+      and decode through transformers' caches give a token the same bits. Continuous batching does not run these models.
     - A model of transformers gets ``det_attention``, as the implementation ``rl_kernels_flash``: padding, packing,
       batch, KV cache, chunks and continuous batching change no bit. With padding on the left, pass ``position_ids``, as
       ``generate`` does. Dropout in attention raises.
@@ -248,6 +250,10 @@ def _subclasses(
             subclasses[name] = module, subclass
         elif reason := no_swap_reason or why_unknown(module):
             left[name] = reason
+    for name in list(left):
+        parent, _, child = name.rpartition(".")
+        if hybrids.is_part_of_delta_net(child, subclasses.get(parent, (None,))[0]):
+            del left[name]
     for name in [name for name, (module, _) in subclasses.items() if mixtures.is_router(module)]:
         block = name.rpartition(".")[0]
         if any(other.rpartition(".")[0] == block and mixtures.is_experts(modules[other]) for other in left):

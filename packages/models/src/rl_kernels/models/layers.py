@@ -12,7 +12,7 @@ from torch import nn
 from rl_kernels.core.validate import HALF_AND_FLOAT
 from rl_kernels.det_gemm.api import det_linear
 from rl_kernels.det_gemm.module import DetLinear
-from rl_kernels.models import mixtures
+from rl_kernels.models import hybrids, mixtures
 from rl_kernels.models.activations import activation, is_activation
 from rl_kernels.models.fused.embedding import OrderedEmbedding
 from rl_kernels.models.fused.swaps import gated
@@ -54,8 +54,8 @@ def replacement(module: nn.Module) -> Replacement:
     if isinstance(module, (DetLinear, LayerNorm, RMSNorm)):
         return NO_SWAP
     result = NO_SWAP
-    if (of_mixture := mixtures.part(module)) is not None:
-        result = of_mixture
+    if (known := mixtures.part(module) or hybrids.part(module)) is not None:
+        result = known
     elif isinstance(module, nn.Linear):
         result = _linear(module)
     elif is_foreign_linear(module):
@@ -110,18 +110,19 @@ def _norm(module: nn.Module) -> Replacement:
         return None, f"{type(module).__name__} is PyTorch's, over the batch or in an order of its own"
     eps = next((name for name in EPS if isinstance(getattr(module, name, None), float)), None)
     shapes = {name: value.ndim for name, value in module.named_parameters()}
-    # A forward with more arguments than self and rows, such as a gate, computes more than a norm.
-    takes_rows = len(inspect.signature(type(module).forward).parameters) == 2
-    if eps is None or not takes_rows or shapes not in ({}, {"weight": 1}):
+    # A forward with more arguments than self, rows and a gate computes more than a norm.
+    arguments = list(inspect.signature(type(module).forward).parameters)
+    is_gated = arguments[2:] == ["gate"]
+    if eps is None or not (is_gated or len(arguments) == 2) or shapes not in ({}, {"weight": 1}):
         return None, f"{type(module).__name__} is an unknown kind of norm"
-    form = _recognized(module, eps)
+    form = _recognized(module, eps, is_gated)
     if form is None:
         return None, f"{type(module).__name__} is an unknown kind of norm"
-    return row_wise(type(module), form, eps), ""
+    return (_gated if is_gated else row_wise)(type(module), form, eps), ""
 
 
-def _recognized(module: nn.Module, eps: str) -> Form | None:
-    """Return the form of a norm, recognized by its result for random rows and a random weight."""
+def _recognized(module: nn.Module, eps: str, is_gated: bool = False) -> Form | None:
+    """Return the form of a norm, recognized by its result for random rows, a random weight and a random gate."""
     generator = torch.Generator().manual_seed(0)
     weight = getattr(module, "weight", None)
     width = 256 if weight is None else weight.shape[0]
@@ -133,16 +134,21 @@ def _recognized(module: nn.Module, eps: str) -> Form | None:
     if weight is not None:
         scale = (0.5 + torch.rand(width, generator=generator, dtype=torch.float32, device="cpu")).bfloat16()
         twin.__dict__["_parameters"]["weight"] = nn.Parameter(scale, requires_grad=False)
+    gate = (
+        torch.randn(4, width, generator=generator, dtype=torch.float32, device="cpu").bfloat16() if is_gated else None
+    )
     try:
         with torch.no_grad():
-            expected = type(module).forward(twin, probe)
+            expected = type(module).forward(twin, probe, *([gate] if is_gated else []))
     except Exception:  # it takes more than rows, so it is another kind of norm
         return None
     if not isinstance(expected, torch.Tensor) or expected.shape != probe.shape:
         return None
-    results = {form: norm(probe, scale, None, getattr(module, eps), form, backend="native") for form in FORMS}
+    options: dict[str, Any] = {"backend": "native"} | ({"gate": gate} if is_gated else {})
+    forms = [form for form in FORMS if not (is_gated and form.centered)]
+    results = {form: norm(probe, scale, None, getattr(module, eps), form, **options) for form in forms}
     shares = {form: _matching_share(result, expected) for form, result in results.items()}
-    best = max(FORMS, key=shares.__getitem__)
+    best = max(forms, key=shares.__getitem__)
     return best if shares[best] >= AGREES else None
 
 
@@ -152,12 +158,13 @@ def norm(
     bias: torch.Tensor | None,
     eps: float,
     form: Form,
+    gate: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Return a norm of ``x[..., D]``."""
+    """Return a norm of ``x[..., D]``, without a mean times ``silu(gate)`` if there is a gate."""
     if form.centered:
         return layer_norm(x, weight, bias, eps=eps, backend=backend)
-    return rms_norm(x, weight, eps=eps, offset=form.offset, cast_first=form.cast_first, backend=backend)
+    return rms_norm(x, weight, gate=gate, eps=eps, offset=form.offset, cast_first=form.cast_first, backend=backend)
 
 
 def _matching_share(result: torch.Tensor, expected: torch.Tensor) -> float:
@@ -172,5 +179,14 @@ def row_wise(base: type[nn.Module], form: Form, eps: str) -> type[nn.Module]:
         if epsilon is None:
             epsilon = torch.finfo(x.dtype).eps
         return norm(x, getattr(self, "weight", None), getattr(self, "bias", None), epsilon, form)
+
+    return subclass(base, (form, eps), forward)
+
+
+def _gated(base: type[nn.Module], form: Form, eps: str) -> type[nn.Module]:
+    """Return the subclass of a gated norm that computes each row independently."""
+
+    def forward(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        return norm(hidden_states, self.weight, None, getattr(self, eps), form, gate)
 
     return subclass(base, (form, eps), forward)

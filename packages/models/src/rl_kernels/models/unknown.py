@@ -12,7 +12,11 @@ from rl_kernels.models.swap import original_of
 
 LIBRARIES = ("torch", "rl_kernels")
 """Packages whose modules are known by their class."""
-PRODUCTS = r"scaled_dot_product_attention|matmul|mm|bmm|addmm|baddbmm|einsum|softmax|log_softmax"
+PRODUCTS = (
+    r"scaled_dot_product_attention|matmul|mm|bmm|addmm|baddbmm|einsum|softmax|log_softmax|conv1d|"
+    r"causal_conv1d_\w+|\w*(?:chunk|recurrent)_\w*delta_rule"
+)
+"""Functions whose sums have an order that follows from the shape, or from where a sequence was cut."""
 ACTIVATIONS = r"silu|gelu|sigmoid|softplus|mish|elu|selu|celu|exp2"
 """Functions that round the last elements of a tensor differently on a CPU, as their modules do."""
 

@@ -20,9 +20,13 @@ def rounded_product(x, y, LIKE):
 @triton.jit
 def rotate_heads(
     X, OUT, c, s, c_, s_, x_head, out_head, d, inside,
-    HEADS: tl.constexpr, PART: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr,
+    HEADS: tl.constexpr, PART: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, ROOM: tl.constexpr,
+    BACK: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the heads of one token, PART at a time; c and s are for the first half, c_ and s_ for the second."""
+    """Rotate the heads of one token, PART at a time; c and s are for the first half, c_ and s_ for the second.
+
+    The REST numbers behind both halves are copied.
+    """
     for first in tl.static_range(0, HEADS, PART):
         heads = first + tl.arange(0, PART)
         mask = (heads < HEADS)[:, None] & inside[None, :]
@@ -41,6 +45,13 @@ def rotate_heads(
         place = heads.to(tl.int64)[:, None] * out_head + d[None, :]
         tl.store(OUT + place, y.to(OUT.dtype.element_ty), mask=mask)
         tl.store(OUT + place + HALF, z.to(OUT.dtype.element_ty), mask=mask)
+        if REST:
+            e = tl.arange(0, ROOM)
+            mask = (heads < HEADS)[:, None] & (e < REST)[None, :]
+            place = heads.to(tl.int64)[:, None] * x_head + (2 * HALF + e)[None, :]
+            rest = tl.load(X + place, mask=mask, other=0.0)
+            place = heads.to(tl.int64)[:, None] * out_head + (2 * HALF + e)[None, :]
+            tl.store(OUT + place, rest.to(OUT.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=("tokens",))
@@ -48,10 +59,12 @@ def rotate(
     Q, K, COS, SIN, Q_OUT, K_OUT, PLACES, tokens,
     q_batch, q_head, q_token, k_batch, k_head, k_token, cos_batch, cos_token,
     q_out_batch, q_out_head, q_out_token, k_out_batch, k_out_head, k_out_token,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
-    BACK: tl.constexpr, PLACED: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
+    ROOM: tl.constexpr, PART: tl.constexpr, BACK: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate queries and keys ``[B, H, T, 2 HALF]`` by ``COS, SIN[B, T, 2 HALF]``; BACK: gradients. Grid: tokens.
+    """Rotate the first 2 HALF numbers of ``Q, K[B, H, T, 2 HALF + REST]`` by ``COS, SIN[B, T, 2 HALF]``. Grid: tokens.
+
+    BACK: gradients.
 
     PLACED: by the rows ``PLACES[B T]`` of ``COS, SIN[P, 2 HALF]``.
     """
@@ -67,8 +80,8 @@ def rotate(
     c_, s_ = tl.load(COS + place, mask=inside).to(tl.float32), tl.load(SIN + place, mask=inside).to(tl.float32)
     q, q_out = Q + b * q_batch + t * q_token, Q_OUT + b * q_out_batch + t * q_out_token
     k, k_out = K + b * k_batch + t * k_token, K_OUT + b * k_out_batch + t * k_out_token
-    rotate_heads(q, q_out, c, s, c_, s_, q_head, q_out_head, d, inside, Q_HEADS, PART, HALF, BACK)
-    rotate_heads(k, k_out, c, s, c_, s_, k_head, k_out_head, d, inside, K_HEADS, PART, HALF, BACK)
+    rotate_heads(q, q_out, c, s, c_, s_, q_head, q_out_head, d, inside, Q_HEADS, PART, HALF, REST, ROOM, BACK)
+    rotate_heads(k, k_out, c, s, c_, s_, k_head, k_out_head, d, inside, K_HEADS, PART, HALF, REST, ROOM, BACK)
 
 
 @triton.jit
@@ -180,3 +193,69 @@ def score_tokens(
         inside = at < VOCAB
         counts += (inside & (tl.load(logits + at, mask=inside, other=0.0) >= chosen)).to(tl.int32)
     tl.store(RANKS + row, tl.sum(counts).to(tl.int64))
+
+
+@triton.jit
+def softplus(x):
+    """Return ``log(1 + exp(x))`` in FP32; the quotient corrects the rounding of the sum below the logarithm."""
+    e = tl.exp(-tl.abs(x))
+    u = 1.0 + e
+    return tl.maximum(x, 0.0) + tl.where(u == 1.0, e, product(tl.log(u), tl.div_rn(e, u - 1.0)))
+
+
+@triton.jit
+def delta_gate_parts(A_LOG, DT_BIAS, a, head, mask):
+    """Return ``a + DT_BIAS`` and ``-exp(A_LOG)`` of elements, in FP32."""
+    x = a.to(tl.float32) + tl.load(DT_BIAS + head, mask=mask, other=0.0).to(tl.float32)
+    return x, -tl.exp(tl.load(A_LOG + head, mask=mask, other=0.0).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=("count",))
+def delta_gates_forward(A, B, A_LOG, DT_BIAS, DECAYS, STRENGTHS, count, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write ``-exp(A_LOG) softplus(A + DT_BIAS)`` and ``sigmoid(B)``. Grid: blocks."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    a, b = tl.load(A + at, mask=mask, other=0.0), tl.load(B + at, mask=mask, other=0.0)
+    x, rate = delta_gate_parts(A_LOG, DT_BIAS, a, at % HEADS, mask)
+    tl.store(DECAYS + at, product(rate, softplus(x)), mask=mask)
+    one = tl.full([BLOCK], 1.0, tl.float32)
+    tl.store(STRENGTHS + at, tl.div_rn(one, sigmoid_parts(b.to(tl.float32))), mask=mask)
+
+
+@triton.jit(do_not_specialize=("rows",))
+def delta_gates_backward(
+    A, B, A_LOG, DT_BIAS, GRAD_DECAYS, GRAD_STRENGTHS, GRAD_A, GRAD_B, SUMS, rows,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of A and B, and sums over ROWS tokens for A_LOG and DT_BIAS. Grid: groups of tokens."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    head = tl.arange(0, WIDTH)[None, :]
+    mask, at = (row < rows) & (head < HEADS), row * HEADS + head
+    a, b = tl.load(A + at, mask=mask, other=0.0), tl.load(B + at, mask=mask, other=0.0)
+    x, rate = delta_gate_parts(A_LOG, DT_BIAS, a, head, head < HEADS)
+    grad = tl.load(GRAD_DECAYS + at, mask=mask, other=0.0)
+    one = tl.full([ROWS, WIDTH], 1.0, tl.float32)
+    grad_x = product(product(grad, tl.broadcast_to(rate, grad.shape)), tl.div_rn(one, sigmoid_parts(x)))
+    tl.store(GRAD_A + at, grad_x.to(GRAD_A.dtype.element_ty), mask=mask)
+    strength = tl.div_rn(one, sigmoid_parts(b.to(tl.float32)))
+    slope = product(strength, 1.0 - strength)
+    grad_b = product(tl.load(GRAD_STRENGTHS + at, mask=mask, other=0.0), slope)
+    tl.store(GRAD_B + at, grad_b.to(GRAD_B.dtype.element_ty), mask=mask)
+    # The derivative of a decay by A_LOG is the decay itself.
+    of_log = product(grad, product(tl.broadcast_to(rate, grad.shape), softplus(x)))
+    column = tl.arange(0, WIDTH)
+    place = SUMS + tl.program_id(0).to(tl.int64) * 2 * HEADS + column
+    tl.store(place, tl.sum(of_log, 0), mask=column < HEADS)
+    tl.store(place + HEADS, tl.sum(grad_x, 0), mask=column < HEADS)
+
+
+@triton.jit(do_not_specialize=("parts",))
+def delta_gates_sums(SUMS, TOTALS, parts, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Add ``SUMS[parts, 2, HEADS]``, ROWS parts in a tree, and these in ascending order. Grid: 2."""
+    column = tl.arange(0, WIDTH)
+    total = tl.zeros([WIDTH], tl.float32)
+    for first in range(0, parts, ROWS):
+        part = first + tl.arange(0, ROWS)[:, None]
+        place = (part.to(tl.int64) * 2 + tl.program_id(0)) * HEADS + column[None, :]
+        total += tl.sum(tl.load(SUMS + place, mask=(part < parts) & (column < HEADS)[None, :], other=0.0), 0)
+    tl.store(TOTALS + tl.program_id(0) * HEADS + column, total, mask=column < HEADS)

@@ -30,17 +30,18 @@ def takes(q: Any, k: Any, cos: Any, sin: Any) -> bool:
     if cos.requires_grad or sin.requires_grad or cos.shape != sin.shape or cos.stride() != sin.stride():
         return False
     batch, _, tokens, size = q.shape
-    fitting = k.shape[0] == batch and k.shape[2:] == q.shape[2:] and cos.shape[1:] == (tokens, size)
+    rotated = cos.shape[2]
+    fitting = k.shape[0] == batch and k.shape[2:] == q.shape[2:] and cos.shape[1] == tokens and 0 < rotated <= size
     contiguous = q.stride(-1) == k.stride(-1) == cos.stride(-1) == 1
-    return fitting and contiguous and cos.shape[0] in (1, batch) and size % 2 == 0
+    return fitting and contiguous and cos.shape[0] in (1, batch) and rotated % 2 == 0
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``q[B, H, T, D]`` and ``k[B, Hkv, T, D]`` rotated by ``cos, sin[B or 1, T, D]``, in the dtype of cos.
+    """Return ``q[B, H, T, D]`` and ``k[B, Hkv, T, D]`` rotated by ``cos, sin[B or 1, T, R]``, in the dtype of cos.
 
-    The formula is RoFormer's (https://arxiv.org/abs/2104.09864) with halves in place of pairs, as in transformers. Each
-    product is rounded to the dtype of the result, as in transformers. Gradients flow to q and k. ``takes`` checks the
-    arguments.
+    The formula is RoFormer's (https://arxiv.org/abs/2104.09864) with halves in place of pairs, as in transformers, of
+    the first R <= D numbers of a head; the others stay as they are. Each product is rounded to the dtype of the result,
+    as in transformers. Gradients flow to q and k. ``takes`` checks the arguments.
     """
     if not torch.is_grad_enabled() or not (q.requires_grad or k.requires_grad):
         return _rotate(q, k, cos, sin, cos.dtype, back=False)
@@ -72,7 +73,8 @@ def _rotate(
 
     q_out, k_out = torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype)
     batch, heads, tokens, size = q.shape
-    half = size // 2
+    half = cos.shape[-1] // 2
+    rest = size - 2 * half
     with device_of(q):
         launch(
             kernels.rotate,
@@ -81,7 +83,8 @@ def _rotate(
             numbers=(
                 *(tokens, *q.stride()[:3], *k.stride()[:3], cos.stride(0) * (cos.shape[0] > 1), cos.stride(1)),
                 *(*q_out.stride()[:3], *k_out.stride()[:3]),
-                *(heads, k.shape[1], half, next_power_of_2(half), PART, back, places is not None),
+                *(heads, k.shape[1], half, next_power_of_2(half), rest, next_power_of_2(max(rest, 1))),
+                *(PART, back, places is not None),
             ),
             num_warps=4,
         )

@@ -31,14 +31,20 @@ def rotary_module(part: nn.Module) -> ModuleType | None:
     return module if function is not None and _rotates_halves(function, torch.float32) else None
 
 
-def _rotates_halves(function: Callable[..., Any], dtype: torch.dtype) -> bool:
-    """Say whether a function rotates queries and keys of a dtype by FP32 angles with exactly our formula."""
+def _rotates_halves(function: Callable[..., Any], dtype: torch.dtype, rest: int = 0) -> bool:
+    """Say whether a function rotates queries and keys of a dtype by FP32 angles with exactly our formula.
+
+    ``rest``: numbers of a head, behind those with an angle, that it leaves as they are.
+    """
     generator = torch.Generator().manual_seed(0)
     q, k, cos, sin = (
-        torch.randn(shape, generator=generator, **PROBE) for shape in ((1, 2, 3, 8), (1, 1, 3, 8), (1, 3, 8), (1, 3, 8))
+        torch.randn(shape, generator=generator, **PROBE)
+        for shape in ((1, 2, 3, 8 + rest), (1, 1, 3, 8 + rest), (1, 3, 8), (1, 3, 8))
     )
     q, k = q.to(dtype), k.to(dtype)
-    expected = [x * cos[:, None] + torch.cat((-x[..., 4:], x[..., :4]), -1) * sin[:, None] for x in (q, k)]
+    halves = [torch.cat((-x[..., 4:8], x[..., :4]), -1) for x in (q, k)]
+    rotated = [x[..., :8] * cos[:, None] + half * sin[:, None] for x, half in zip((q, k), halves, strict=True)]
+    expected = [torch.cat((x, other[..., 8:]), -1) for x, other in zip(rotated, (q, k), strict=True)]
     try:
         result = function(q, k, cos, sin)
         pairs = list(zip(result, expected, strict=True))
@@ -52,9 +58,12 @@ def rotary_swap(module: ModuleType) -> Undo:
     original = getattr(module, ROTARY)
     # Olmo's function returns the dtype of q and k, whatever the dtype of the angles.
     promotes = _rotates_halves(original, torch.bfloat16)
+    # Some functions rotate the first numbers of a head alone, others take whole heads only.
+    takes_part = _rotates_halves(original, torch.float32, rest=4)
 
     def apply(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **options: Any) -> Any:
-        if args or options or not rotary.takes(q, k, cos, sin) or not (promotes or q.dtype == cos.dtype):
+        is_known = not args and not options and rotary.takes(q, k, cos, sin)
+        if not (is_known and (promotes or q.dtype == cos.dtype) and (takes_part or q.shape[-1] == cos.shape[-1])):
             return original(q, k, cos, sin, *args, **options)
         return rotary.rotary(q, k, cos, sin)
 

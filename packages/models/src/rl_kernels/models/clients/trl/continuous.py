@@ -28,7 +28,7 @@ def check_settings(trainer: Any) -> None:
     """Refuse continuous batching in which tokens cannot be scored in the pass that samples them.
 
     Raises:
-        ValueError: its batches are compiled.
+        ValueError: its batches are compiled, or the model has recurrent layers, which it does not run.
         TypeError: transformers has another model runner.
     """
     names = ("varlen_compile_config", "decode_compile_config", "default_compile_level")
@@ -37,6 +37,11 @@ def check_settings(trainer: Any) -> None:
     configs = (trainer.generation_config, trainer.model.config, trainer.model.config.get_text_config())
     if any([*settings, *(getattr(config, "compile_config", None) for config in configs)]):
         raise ValueError("transformers_continuous_batching_config: expected no compilation, to record what is sampled")
+    if "linear_attention" in (getattr(trainer.model.config.get_text_config(), "layer_types", None) or ()):
+        raise ValueError(
+            "use_transformers_continuous_batching: expected False for a hybrid, its cache has no place for the states "
+            "of recurrent layers"
+        )
     runner = _runner()
     method = getattr(runner, METHOD, None)
     if method is None or tuple(inspect.signature(method).parameters) != TAKES:
