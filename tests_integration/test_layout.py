@@ -64,7 +64,7 @@ def test_guide_leads_to_every_kernel(folder: Path) -> None:
     assert told <= {path.name for path in ROOT.glob("*/*/src/rl_kernels/**/*")}
 
 
-ORDERS_PRODUCTS = ("attention",)
+ORDERS_PRODUCTS = ("attention", "gated-delta")
 """Operators whose products need each other's results: their kernels wait for them and release stages themselves."""
 
 

@@ -34,7 +34,7 @@ BUGS = (
     Bug("keys are always normalized", "int(inputs.normalize_qk)", "1"),
     Bug("a cache's state is left out", "held_state if initial is None", "None if initial is None"),
     Bug("heads of a small group left out", "key_heads * -(-group // HEADS)", "key_heads * (group // HEADS)"),
-    Bug("half of the columns", "SIZE // WIDTH // self.parts", "1"),
+    Bug("half of the columns", "SIZE // WIDTH // self._parts", "1"),
     Bug("tokens are not counted", "plan.tokens - start if", "plan.tokens if"),
 )
 FAILURES = (AssertionError, RuntimeError, ValueError, IndexError, KeyError, AttributeError)

@@ -1,8 +1,7 @@
 """The backend ``cuda-sm90`` of gated_delta_rule: CUDA C++ for heads of 128 numbers of 16 bits.
 
 The kernels state the order of the sums, which is the contract of this backend: ``prepare_sm90.cu`` and ``scan_sm90.cu``
-for any number of tokens, ``decode_sm90.cu`` for one token of each sequence. Gradients are those of ``triton``, but for
-the passes over chunks: ``scan_sm90.cu`` again, and ``reverse_sm90.cu``.
+for any number of tokens, ``decode_sm90.cu`` for one token of each sequence. Gradients are those of ``triton``.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import torch
 
 from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.cuda.program import Program
-from rl_kernels.gated_delta.backends.cuda_sm90 import decode, passes, prefill
-from rl_kernels.gated_delta.backends.cuda_sm90.passes import Passes
+from rl_kernels.gated_delta.backends.cuda_sm90 import decode, prefill
 from rl_kernels.gated_delta.backends.cuda_sm90.prefill import NO_CACHE, Plan
 from rl_kernels.gated_delta.inputs import COUNT, Inputs
 from rl_kernels.gated_delta.op import OPERATOR
@@ -64,11 +62,11 @@ def continued(*arguments: Any) -> Launches:
 
 @prepared
 def backward(*arguments: Any) -> Launches:
-    """Return the gradients of q, k, v, g, beta, and of the initial state, empty unless it is asked for."""
-    launches: Launches = OPERATOR.backend("triton").load().gradients(arguments, lambda inputs, _: Passes(inputs))
+    """Return the gradients of q, k, v, g, beta, and of the initial state, as ``triton`` does."""
+    launches: Launches = OPERATOR.backend("triton").load().backward.prepare(*arguments)
     return launches
 
 
 def programs(arch: str) -> list[Program]:
     """Return the programs to compile for a target: all of them for ``sm_90a``, none for others."""
-    return [*prefill.programs(arch), *decode.programs(arch), *passes.programs(arch)]
+    return [*prefill.programs(arch), *decode.programs(arch)]

@@ -1,9 +1,8 @@
-// What both passes over chunks share: the ring of stages, its producer, and the columns of a state in registers.
+// Parts of the pass over chunks: the ring of stages, its producer, and the columns of a state in registers.
 //
 //   block      PARTS consumers, for all 128 value columns of a head or a half of them, and a producer warp, which is in
 //              a warpgroup of its own if there are two consumers
-//   stage      k and q, M and W, exp(G) and G of a chunk, and 64 columns of v, or of the output's gradient, for each
-//              consumer; STAGES in the ring
+//   stage      k and q, M and W, exp(G) and G of a chunk, and 64 columns of v for each consumer; STAGES in the ring
 //   rows       a warp reads its own 16 columns of v by ldmatrix, and writes results over them before it stores them
 #pragma once
 
@@ -64,20 +63,10 @@ struct Job {
     __device__ int token(int chunk) const { return chunk * ROWS - sequence.opened; }
 };
 
-// Starts the copy of contiguous bytes, multiples of 16.
-__device__ inline void load_bytes(void* target, const void* source, int bytes, Barrier& barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared_address(target)),
-                 "l"(source), "r"(bytes), "r"(shared_address(&barrier))
-                 : "memory");
-}
-
-// Fills the ring with the chunks of a sequence, from the last one if REVERSED.
-template <bool REVERSED>
+// Fills the ring with the chunks of a sequence.
 __device__ inline void produce(const Job& job, const TensorMap& v_map, const char* units, const char* items) {
     Slot<STAGES> at;
-    for (int i = 0; i < job.chunks; ++i, at.advance()) {
-        const int chunk = REVERSED ? job.chunks - 1 - i : i;
+    for (int chunk = 0; chunk < job.chunks; ++chunk, at.advance()) {
         Barrier& full = job.ring.full[at.stage];
         char* stage = job.stages + at.stage * STAGE;
         job.ring.empty[at.stage].wait(at.parity ^ 1);
@@ -149,38 +138,12 @@ struct Columns {
             if (row >= from && row < to) *reinterpret_cast<Chunk*>(out) = rows[i];
         }
     }
-    // Stores all rows of a chunk, or half of a state, as rows of 128 numbers.
-    __device__ void store(const Chunk* rows, char* out) const { store(rows, out, 2 * SIZE, 0, ROWS); }
-    // Reads a state that was stored so.
-    __device__ void read(Chunk (&rows)[8], const char* states) const {
-        const char* at = states + lane / 2 * (2 * SIZE) + 2 * (part * WIDTH + 16 * warp) + lane % 2 * CHUNK;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) rows[i] = load_constant(at + 16 * i * (2 * SIZE));
-    }
-
-    // Gives a stage back, after this warp has stored what it last read from it: reads whose numbers were used are done. A
-    // fence waits for all products in flight, so it is left to the case that not all lanes may have stored (STORED).
-    __device__ void give_back(Barrier& empty, bool stored) const {
-        if (!stored) fence_copies();
+    // Gives a stage back, once this warp has read it; before stores to global memory, for which the fence would wait.
+    __device__ void give_back(Barrier& empty) const {
+        fence_copies();
         __syncwarp();
         if (lane == 0) empty.arrive();
     }
 };
-
-// Issues d (+)= a b over the 16-term steps of `a`; b is a tile of 64 rows or columns a box. Close the group with
-// commit_products.
-template <class T, Major MAJOR, int N, bool ADDS, int STEPS>
-__device__ inline void issue(float (&d)[N / 2], const u32 (&a)[STEPS][4], const char* b) {
-    const u64 right = operand_at<MAJOR>(b);
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-        const u64 at = MAJOR == K_MAJOR ? advanced<MAJOR>(moved(right, step / 4 * BOX), step % 4)
-                                        : advanced<MAJOR>(right, step);
-        if (step == 0 && !ADDS)
-            Products<N>::template add<T, MAJOR, false>(d, a[step], at);
-        else
-            Products<N>::template add<T, MAJOR>(d, a[step], at);
-    }
-}
 
 }  // namespace rlk

@@ -20,7 +20,7 @@ SIGNATURE = "(PPPPPPPPPPPPqqqqqqiiiiif)"
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Codes of dtypes."""
 WARP, BITS, SIZE = 32, 32, 128
-FIXED = 45312
+FIXED = 45328
 """Bytes of shared memory apart from residuals."""
 
 
@@ -86,7 +86,8 @@ def one_token(inputs: Inputs) -> Launches:
     start = kernel(program(inputs.q.dtype, schedule), "decode", SIGNATURE, device).start
     group, shape = heads // key_heads, (batch, 1, heads, size)
     grid, block, shared = (schedule.parts * group, key_heads, batch), schedule.threads, schedule.shared
-    # Bits of lengths that hold a length; those above count the blocks of a sequence.
+    # Bits of lengths that hold a length; those above count the blocks of a sequence while the kernel runs. With 32
+    # heads in four parts a sequence may have 2^24 tokens.
     shift = BITS - (heads * schedule.parts).bit_length()
     strides = [stride for x in shapes[:3] for stride in (x.stride(0), x.stride(2))]
     codes = [CODES[x.dtype] for x in inputs[3:5]]

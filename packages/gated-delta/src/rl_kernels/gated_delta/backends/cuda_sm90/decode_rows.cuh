@@ -46,6 +46,8 @@ struct Shared {
     // F.
     alignas(16) char faded[ROWS * FADED_ROW];
     alignas(16) char residuals[ROWS * COLUMN_ROW];
+    // g and beta.
+    alignas(16) float gates[4];
     // The normalized key and query.
     alignas(16) Chunk unit[2][LANES];
     alignas(16) float sums[ROWS];
@@ -101,20 +103,6 @@ struct Place {
     __device__ __forceinline__ int own() const { return (column % COLUMNS + VECTOR * i) * 2; }
 };
 
-// Loads 4, 8 or 16 bytes of global memory.
-template <int COUNT>
-__device__ __forceinline__ void load_words(u32 (&word)[COUNT], const void* at) {
-    static_assert(COUNT == 1 || COUNT == 2 || COUNT == 4, "a load");
-    if constexpr (COUNT == 1)
-        asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(word[0]) : "l"(at));
-    else if constexpr (COUNT == 2)
-        asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(word[0]), "=r"(word[1]) : "l"(at));
-    else
-        asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
-                     : "l"(at));
-}
-
 // Words of 16-bit numbers in shared or global memory: one vector of columns.
 __device__ __forceinline__ void read_words(u32 (&word)[TILES], const void* at) {
     if constexpr (TILES == 2) {
@@ -140,7 +128,7 @@ __device__ __forceinline__ void load_state(const Place& at, const float* state, 
 #pragma unroll
     for (int n = 0; n < 4 * STEPS; ++n) {
         u32 word[VECTOR];
-        load_words(word, own + (n / 2 * 8 + n % 2) * SIZE);
+        load_once(word, own + (n / 2 * 8 + n % 2) * SIZE);
 #pragma unroll
         for (int c = 0; c < VECTOR; ++c) d[n / 4][n / 2 % 2][c / 2][c % 2 * 2 + n % 2] = __uint_as_float(word[c]);
     }
@@ -160,12 +148,6 @@ __device__ __forceinline__ void store_state(const Place& at, float* state, const
     }
 }
 
-// Starts a copy of 16 bytes, or fills them with 0.
-__device__ __forceinline__ void copy_to(u32 target, const void* source, bool fill = false) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(fill ? 0 : CHUNK)
-                 : "memory");
-}
-
 // By COPIERS threads: starts copies of the `count` first rows of keys and decays, then of the inverse and of the block's
 // columns of residuals, whose later rows of a piece are filled with 0.
 __device__ __forceinline__ void copy_rows(const Tensors& of, int part, int count, Shared& s) {
@@ -177,14 +159,14 @@ __device__ __forceinline__ void copy_rows(const Tensors& of, int part, int count
     const float* inverse = formed(of.inverse + thread * 4);
 #pragma unroll
     for (int n = 0; n < ROWS / APART; ++n)
-        if (first + n * APART < count) copy_to(target + n * APART * KEY_ROW, keys + n * COPIERS * CHUNK);
+        if (first + n * APART < count) copy_chunk(target + n * APART * KEY_ROW, keys + n * COPIERS * CHUNK, false);
     if (thread * 4 < count) copy_chunk(s.sums + thread * 4, of.decays + thread * 4, false);
     commit_copies();
     target += AT_INVERSE;
 #pragma unroll
     for (int n = 0; n < ROWS / APART; ++n)
         if (first + n * APART < count && chunk * 4 <= first + n * APART)
-            copy_to(target + n * APART * KEY_ROW, inverse + n * COPIERS * 4);
+            copy_chunk(target + n * APART * KEY_ROW, inverse + n * COPIERS * 4, false);
     constexpr int OF_PART = COLUMNS * 2 / CHUNK, ROWS_APART = COPIERS / OF_PART;
     const int row = thread / OF_PART, at = thread % OF_PART * CHUNK;
     target = formed(shared_address(s.residuals) + row * COLUMN_ROW + at);
@@ -192,8 +174,8 @@ __device__ __forceinline__ void copy_rows(const Tensors& of, int part, int count
 #pragma unroll
     for (int n = 0; n < ROWS / ROWS_APART; ++n)
         if (row + n * ROWS_APART < (count / STEP + 1) * STEP)
-            copy_to(target + n * ROWS_APART * COLUMN_ROW, residuals + n * ROWS_APART * SIZE * 2,
-                    row + n * ROWS_APART >= count);
+            copy_chunk(target + n * ROWS_APART * COLUMN_ROW, residuals + n * ROWS_APART * SIZE * 2,
+                       row + n * ROWS_APART >= count);
     commit_copies();
 }
 

@@ -26,13 +26,8 @@ namespace {
 
 // Loads the bits of a number of g or beta, whose dtype is 0 (FP32), 1 (BF16) or 2 (FP16); number_of is its value.
 __device__ __forceinline__ u32 load_number(const void* numbers, i64 index, int dtype) {
-    u32 bits;
-    asm volatile(
-        "{\n.reg .pred wide;\n.reg .b16 half;\nsetp.eq.s32 wide, %2, 0;\n@wide ld.global.u32 %0, [%1];\n"
-        "@!wide ld.global.u16 half, [%1];\n@!wide cvt.u32.u16 %0, half;\n}"
-        : "=r"(bits)
-        : "l"(static_cast<const char*>(numbers) + index * (dtype ? 2 : 4)), "r"(dtype));
-    return bits;
+    if (dtype) return static_cast<const unsigned short*>(numbers)[index];
+    return static_cast<const u32*>(numbers)[index];
 }
 __device__ __forceinline__ float number_of(u32 bits, int dtype) {
     float pair[2];
@@ -48,14 +43,14 @@ __device__ __forceinline__ Chunk load_row(const Args& p, int lane, u32 b, u32 ke
     const bool is_key = lane < LANES;
     const i64 at = is_key ? b * p.k_batch + key_head * p.k_head : b * p.q_batch + key_head * p.q_head;
     Chunk chunk;
-    load_words(chunk.word, static_cast<const char*>(is_key ? p.k : p.q) + at * Number::SIZE + lane % LANES * CHUNK);
+    load_once(chunk.word, static_cast<const char*>(is_key ? p.k : p.q) + at * Number::SIZE + lane % LANES * CHUNK);
     return chunk;
 }
 
 // What a thread holds of its token from one barrier to the next.
 struct Token {
     int t;
-    u32 g, beta, v[TILES];
+    u32 v[TILES];
     // Products of the key and of the query with the state, then sums of the output.
     float d[TILES][4] = {};
 };
@@ -63,30 +58,36 @@ struct Token {
 // Starts all loads, and normalizes the key and the query.
 __device__ __forceinline__ void begin(const Args& p, const Place& at, Shared& s, State& held, Token& token) {
     const u32 b = blockIdx.z;
-    u32 length;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(length) : "l"(p.lengths + b));
-    Chunk row;
-    if (at.warp == INVERSE_WARP) row = load_row(p, at.lane, b, blockIdx.y);
+    // Other blocks may have counted themselves in it.
+    const u32 length = *reinterpret_cast<const volatile u32*>(p.lengths + b);
     const Tensors tensors(p);
+    const int type = at.lane ? p.beta_type : p.g_type;
+    Chunk row;
+    u32 gate = 0;
+    if (at.warp == INVERSE_WARP) {
+        row = load_row(p, at.lane, b, blockIdx.y);
+        if (at.lane < 2) gate = load_number(at.lane ? p.beta : p.g, tensors.item, type);
+    }
     if (at.has_columns) load_state(at, tensors.state, held);
-    if (at.warp == INVERSE_WARP)
+    if (at.warp == INVERSE_WARP) {
         s.unit[at.lane / LANES][at.lane % LANES] = p.normalizes ? unit_row<Number>(row) : row;
+        if (at.lane < 2) s.gates[at.lane] = number_of(gate, type);
+    }
     token.t = length % ROWS;
     if (at.warp < PIECES) copy_rows(tensors, at.part, token.t, s);
     if (at.has_columns && at.j == 0) {
         const u32 head = blockIdx.y * p.group + blockIdx.x / PARTS;
         const i64 first = b * p.v_batch + head * p.v_head + at.column + VECTOR * at.i;
-        load_words(token.v, static_cast<const char*>(p.v) + first * Number::SIZE);
+        load_once(token.v, static_cast<const char*>(p.v) + first * Number::SIZE);
     }
-    token.g = load_number(p.g, tensors.item, p.g_type), token.beta = load_number(p.beta, tensors.item, p.beta_type);
 }
 
 // The products of the key and of the query.
-__device__ __forceinline__ void multiply(const Args& p, const Place& at, Shared& s, const State& held, Token& token) {
+__device__ __forceinline__ void multiply(const Place& at, Shared& s, const State& held, Token& token) {
     const int t = token.t;
-    const float g = number_of(token.g, p.g_type), total = t ? __fadd_rn(s.sums[t - 1], g) : g;
+    const float total = t ? __fadd_rn(s.sums[t - 1], s.gates[0]) : s.gates[0];
     if (threadIdx.x == 0) s.sums[t] = total;
-    if (at.warp < PIECES && at.warp * STEP <= t) multiply_keys(at, t, total, number_of(token.beta, p.beta_type), s);
+    if (at.warp < PIECES && at.warp * STEP <= t) multiply_keys(at, t, total, s.gates[1], s);
     if (SPREAD && at.has_columns) multiply_state(at, s, held, token.d);
 }
 
@@ -94,7 +95,7 @@ __device__ __forceinline__ void multiply(const Args& p, const Place& at, Shared&
 __device__ __forceinline__ void solve(const Args& p, const Place& at, Shared& s, Token& token, Columns& columns) {
     const int column = threadIdx.x - INVERSE_WARP * WARP, t = token.t;
     if (column >= 0 && column < ROWS) {
-        const float x = next_inverse(t, number_of(token.beta, p.beta_type), s);
+        const float x = next_inverse(t, s.gates[1], s);
         s.inverse[t * INVERSE_ROW + column] = x;
         if (at.part == 0) Tensors(p).inverse[t * ROWS + column] = x;
     }
@@ -151,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(const __gri
     }
     copies_done<1>();
     __syncthreads();
-    multiply(p, at, s, held, token);
+    multiply(at, s, held, token);
     copies_done<0>();
     __syncthreads();
     // All threads have read the length.

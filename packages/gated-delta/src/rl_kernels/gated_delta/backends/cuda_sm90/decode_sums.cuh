@@ -17,8 +17,7 @@ __device__ __forceinline__ u32 row_at(const Place& at, const unsigned short (&ro
 // Loads 16 terms of operand b.
 __device__ __forceinline__ void load_terms(u32 (&b)[2], u32 from, int step) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(b[n]) : "r"(from + (2 * step + n) * CHUNK) : "memory");
+    for (int n = 0; n < 2; ++n) b[n] = load_shared(from + (2 * step + n) * CHUNK);
 }
 
 // Adds the products of the key and of the query with the rounded state, of lanes with j = 0: d[tile][0], d[tile][1] of column

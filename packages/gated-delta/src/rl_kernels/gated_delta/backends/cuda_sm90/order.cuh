@@ -14,13 +14,6 @@ constexpr float LOG2_E = 1.4426950408889634f, EPS = 1e-6f;
 // e^x; the product is rounded first.
 __device__ inline float exp_fast(float x) { return exp2_fast(x * LOG2_E); }
 
-// 1 / sqrt(x) within two units in the last place.
-__device__ inline float inverse_root(float x) {
-    float y;
-    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // A row of 128 numbers divided by its norm, and rounded: lane l % 16 holds numbers 8 (l % 16) to 8 (l % 16) + 7 as a
 // chunk. Sums of squares: neighbors in a lane, their pairs, both halves, then the lanes 8, 4, 2 and 1 apart.
 template <class T>

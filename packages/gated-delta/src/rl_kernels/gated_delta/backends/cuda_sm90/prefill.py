@@ -21,14 +21,12 @@ CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Values of the kernels' DTYPE, and of the dtypes of g and beta."""
 PLACES = "PPPiiiiii"
 """Layout of ``struct Places``."""
-PREPARE_ARGS, SCAN_ARGS = f"({PLACES}PPPPPPPPPPPPPqqqqqqiiiiii)", f"T({PLACES}PPPPPPPPPPPPiifi)"
+PREPARE_ARGS, SCAN_ARGS = f"({PLACES}PPPPPPPPPPqqqqqqiiiiii)", f"T({PLACES}PPPPPPPPPPiifi)"
 """Layouts of the kernels' ``struct Args``."""
 BOX = CHUNK * 128
 """Bytes of a box of 64 rows of 64 numbers."""
 UNITS, ITEM = 4 * BOX, 3 * BOX + 8 * CHUNK
 """Bytes of what ``prepare`` writes for a chunk of a key head and of a value head."""
-AT_SUMS = 3 * BOX + 4 * CHUNK
-"""The offset of the sums of decays in an item."""
 HEADS, PREPARE_THREADS = 2, 128
 """Value heads and threads of a block of ``prepare``."""
 SYSTEM = CHUNK * 272
@@ -43,12 +41,9 @@ def prepare_program(dtype: torch.dtype) -> Program:
     return Program(PACKAGE, "prepare_sm90.cu", "sm_90a", (("DTYPE", CODES[dtype]),))
 
 
-def scan_program(dtype: torch.dtype, parts: int, *, replays: bool = False) -> Program:
-    """Return the pass over chunks, whose blocks have one or both halves of the value columns.
-
-    One that replays it stores what the backward pass reads, in place of the output.
-    """
-    numbers = (("DTYPE", CODES[dtype]), ("PARTS", parts), ("STAGES", STAGES), ("REPLAYS", int(replays)))
+def scan_program(dtype: torch.dtype, parts: int) -> Program:
+    """Return the pass over chunks, whose blocks have one or both halves of the value columns."""
+    numbers = (("DTYPE", CODES[dtype]), ("PARTS", parts), ("STAGES", STAGES))
     return Program(PACKAGE, "scan_sm90.cu", "sm_90a", numbers)
 
 
@@ -81,43 +76,43 @@ class Plan:
             return
         chunks = -(-(self.tokens + (CHUNK - 1) * is_cached) // CHUNK)
         packed = inputs.cu_seqlens is not None
-        self.slots = self.tokens // CHUNK + 2 * sequences if packed else sequences * chunks
+        self._slots = self.tokens // CHUNK + 2 * sequences if packed else sequences * chunks
         self._fits = [fits(x) for x in (q, k, v)]
-        self.heads, self._tail = (key_heads, heads), (sequences, heads, CHUNK, CHUNK)
+        self._heads, self._tail = (key_heads, heads), (sequences, heads, CHUNK, CHUNK)
         wide = [int(x is not None and x.dtype == torch.int64) for x in (inputs.cu_seqlens, inputs.start)]
         self._numbers = (*wide, self.tokens, chunks, sequences, 0)
         self._form = int(inputs.normalize_qk), CODES[g.dtype], CODES[beta.dtype], 0
-        self.parts = 1 if 2 * sequences * heads <= processors(v.get_device()) else 2
+        self._parts = 1 if 2 * sequences * heads <= processors(v.get_device()) else 2
         self._prepare = kernel(prepare_program(q.dtype), "prepare", PREPARE_ARGS, q.device)
-        self._scan = kernel(scan_program(q.dtype, self.parts), "scan", SCAN_ARGS, q.device)
+        self._scan = kernel(scan_program(q.dtype, self._parts), "scan", SCAN_ARGS, q.device)
         group = heads // key_heads
-        self._prepare_grid = self.slots * key_heads * -(-group // HEADS)
-        self.grid = sequences, heads, SIZE // WIDTH // self.parts
-        self.threads = 160 if self.parts == 1 else 384
-        item = -(-(UNITS + self.parts * BOX + ITEM) // 1024) * 1024
-        self.shared = STAGES * item + 1024
+        self._prepare_grid = self._slots * key_heads * -(-group // HEADS)
+        self._grid = sequences, heads, SIZE // WIDTH // self._parts
+        self._threads = 160 if self._parts == 1 else 384
+        item = -(-(UNITS + self._parts * BOX + ITEM) // 1024) * 1024
+        self._shared = STAGES * item + 1024
 
-    def places(self, inputs: Inputs, lengths: torch.Tensor | None = None) -> tuple[Any, ...]:
+    def _places(self, inputs: Inputs, lengths: torch.Tensor | None = None) -> tuple[Any, ...]:
         """Return the members of ``struct Places``."""
         bounds, start = (x if x is None else x.contiguous() for x in (inputs.cu_seqlens, inputs.start))
         return bounds, start, lengths, *self._numbers
 
-    def prepare(
-        self, inputs: Inputs, places: tuple[Any, ...], held: tuple[Any, ...], kept: tuple[Any, ...]
+    def _launch_prepare(
+        self, inputs: Inputs, places: tuple[Any, ...], held: tuple[Any, ...], tail: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch what needs no state, and return what ``scan`` reads of key heads and of value heads.
 
-        ``held`` has keys, sums and T of a cache; ``kept`` T of last chunks, of all chunks, and rows of q and k.
+        ``held`` has keys, sums and T of a cache, or None for each; T of last chunks is written to ``tail``.
         """
         q, k = (readable(x, fit) for x, fit in zip(inputs[:2], self._fits, strict=False))
         g, beta = inputs.g.contiguous(), inputs.beta.contiguous()
-        key_heads, heads = self.heads
-        units = q.new_empty(self.slots * key_heads * UNITS, dtype=torch.uint8)
-        items = q.new_empty(self.slots * heads * ITEM, dtype=torch.uint8)
+        key_heads, heads = self._heads
+        units = q.new_empty(self._slots * key_heads * UNITS, dtype=torch.uint8)
+        items = q.new_empty(self._slots * heads * ITEM, dtype=torch.uint8)
         strides = *q.stride()[:3], *k.stride()[:3]
         self._prepare.launch(
-            self._prepare_grid, PREPARE_THREADS, *places, q, k, g, beta, *held, units, items, *kept, *strides,
-            *self.heads, *self._form, shared=UNITS + HEADS * SYSTEM,
+            self._prepare_grid, PREPARE_THREADS, *places, q, k, g, beta, *held, units, items, tail, *strides,
+            *self._heads, *self._form, shared=UNITS + HEADS * SYSTEM,
         )  # fmt: skip
         return units, items
 
@@ -129,13 +124,12 @@ class Plan:
         initial = held_state if initial is None else initial.contiguous()
         out = v.new_empty(v.shape) if inputs.start is None else v.new_zeros(v.shape)
         tail = None if lengths is None else decays.new_empty(self._tail)
-        places = self.places(inputs, lengths)
+        places = self._places(inputs, lengths)
         with device_of(v):
-            kept = (tail, None, None, None)
-            units, items = self.prepare(inputs, places, (keys, decays, inverse), kept)
-            passed = (units, items, tail, initial, state, out, keys, residuals, decays, inverse, None, None)
+            units, items = self._launch_prepare(inputs, places, (keys, decays, inverse), tail)
+            passed = (units, items, tail, initial, state, out, keys, residuals, decays, inverse)
             v_map = tensor_map(v, (1, CHUNK, 1, WIDTH), swizzle=128)
             self._scan.launch(
-                self.grid, self.threads, v_map, *places, *passed, *self.heads, inputs.scale, 0, shared=self.shared
+                self._grid, self._threads, v_map, *places, *passed, *self._heads, inputs.scale, 0, shared=self._shared
             )
         return out

@@ -38,17 +38,14 @@ struct alignas(16) Numbers {
     float sums[ROWS], fade[ROWS], beta[ROWS];
 };
 
-// Strides are in numbers. tail: [sequences, Hv, 64, 64], T of the last chunk of each sequence, for a cache. For the
-// backward pass T of all chunks, inverses [slots, Hv, 64, 64], and rows of q and k, [slots, Hk, 64, 128]. All may be
-// null.
+// Strides are in numbers. tail: [sequences, Hv, 64, 64], T of the last chunk of each sequence, for a cache; or null.
 struct Args : Places {
     const char *q, *k;
     const void *g, *beta;
     const char* held_keys;
     const float *held_sums, *held_inverse;
     char *units, *items;
-    float *tail, *inverses;
-    char *unit_q, *unit_k;
+    float* tail;
     i64 q_batch, q_token, q_head, k_batch, k_token, k_head;
     int key_heads, heads, normalize, g_dtype, beta_dtype, padding;
 };
@@ -67,13 +64,6 @@ template <bool DOWN_FIRST>
 __device__ inline u32 matrices_at(int row, int chunk) {
     const int lane = threadIdx.x % WARP, one = lane / 8 % 2, two = lane / 16;
     return chunk_at(row + lane % 8 + 8 * (DOWN_FIRST ? one : two), chunk + (DOWN_FIRST ? two : one));
-}
-
-// Starts the copy of contiguous bytes of shared memory to global memory.
-__device__ inline void store_bytes(void* target, const void* source, int bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target),
-                 "r"(shared_address(source)), "r"(bytes)
-                 : "memory");
 }
 
 // Two warps have the rows of q, the other two those of k: a lane has 16 bytes of every fourth row. Starts their copies
@@ -103,16 +93,6 @@ __device__ inline void normalize_rows(const Where& w, char* boxes, bool is_key) 
         Chunk& row = *reinterpret_cast<Chunk*>(boxes + lane / 8 * BOX + chunk_at(t, lane % 8));
         const Chunk unit = unit_row<T>(row);
         if (!is_key || !w.is_held(t)) row = unit;
-    }
-}
-
-// Writes the rows of the boxes of q or k.
-__device__ inline void store_units(const char* boxes, char* out) {
-#pragma unroll 4
-    for (int i = threadIdx.x; i < UNIT / CHUNK; i += THREADS) {
-        const int chunk = i % LANES;
-        reinterpret_cast<Chunk*>(out)[i] =
-            *reinterpret_cast<const Chunk*>(boxes + chunk / 8 * BOX + chunk_at(i / LANES, chunk % 8));
     }
 }
 
@@ -385,11 +365,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) prepare(const Args a) {
         store_bytes(a.units + (i64(slot) * a.key_heads + key_head) * UNITS, units, UNITS);
         commit_stores();
     }
-    if (a.unit_q != nullptr && pair == 0) {
-        const i64 unit = (i64(slot) * a.key_heads + key_head) * UNIT;
-        store_units(units, a.unit_q + unit);
-        store_units(units + UNIT, a.unit_k + unit);
-    }
     u32 words[HEADS][4][4];
     multiply_keys(w, numbers, shared_address(units), systems, warp, count, words);
     __syncthreads();
@@ -410,8 +385,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) prepare(const Args a) {
             mix(units + i * BOX, words[i], system, warp);
             if (a.tail != nullptr && index + 1 == sequence.chunks())
                 store_inverse(system, a.tail + place + i * ROWS * ROWS);
-            if (a.inverses != nullptr)
-                store_inverse(system, a.inverses + (i64(slot) * a.heads + head + i) * (ROWS * ROWS));
         }
         fade(numbers[i], system, warp, left[i]);
     }

@@ -6,8 +6,7 @@
 //   Y^T = round(S)^T k^T    x^T = round(v^T - exp(G_t) Y^T)    S^T = exp(G_63) S^T + x^T W         the chain of chunks
 //   R^T = round(S)^T q^T    o^T = scale (exp(G_t) R^T + x^T M^T)                                  beside it
 //
-// Blocks and stages: columns.cuh. With REPLAYS it stores round(S) and x of each chunk, which the backward pass reads,
-// in place of o.
+// Blocks and stages: columns.cuh.
 //
 // Order of the sums: 16 terms a step, ascending, on top of exp(G_t) R and exp(G_63) S.
 #include "columns.cuh"
@@ -20,15 +19,13 @@ using T = BF16;
 using T = FP16;
 #endif
 
-// initial, state: [sequences, Hv, 128, 128]; either may be null. states: [slots, Hv, 128, 128] and residuals:
-// [slots, Hv, 64, 128], of REPLAYS.
+// initial, state: [sequences, Hv, 128, 128]; either may be null.
 struct Args : Places {
     const char *units, *items;
     const float *tail, *initial;
     float* state;
     char *out, *held_keys, *held_residuals;
     float *held_sums, *held_inverse;
-    char *states, *residuals;
     int key_heads, heads;
     float scale;
     int padding;
@@ -91,12 +88,12 @@ __device__ inline void finish(const Args& a, const Job& job, const Columns& c, i
                               const Rows& out) {
     Chunk rows[4];
     c.transpose(job.stages + stage * STAGE + AT_V + group * BOX, out, rows);
+    c.give_back(job.ring.empty[stage]);
     const int token = job.token(chunk);
     const i64 apart = i64(a.heads) * (2 * SIZE);
     const i64 row = i64(job.sequence.batch) * a.tokens + job.sequence.first + token;
-    const int begin = max(-token, 0), end = min(job.sequence.count - token, ROWS);
-    c.store(rows, a.out + row * apart + job.head * (2 * SIZE), apart, begin, end);
-    c.give_back(job.ring.empty[stage], end - begin == ROWS);
+    const int end = min(job.sequence.count - token, ROWS);
+    c.store(rows, a.out + row * apart + job.head * (2 * SIZE), apart, max(-token, 0), end);
 }
 
 __device__ inline void consume(const Args& a, const Job& job, int group) {
@@ -117,57 +114,24 @@ __device__ inline void consume(const Args& a, const Job& job, int group) {
         const int used = job.sequence.count - job.token(chunk);
 
         job.ring.full[at.stage].wait(at.parity);
-        hold(y);
-        fence_products();
-        issue<T, K_MAJOR, ROWS, false>(y, factor, stage + AT_K);
-        commit_products();
-        hold(y);
-        if (!REPLAYS) {
-            hold(o);
-            fence_products();
-            issue<T, K_MAJOR, ROWS, false>(o, factor, stage);
-            commit_products();
-            hold(o);
-            if (chunk > 0) {
-                finish(a, job, c, chunk - 1, before.stage, group, out);
-                before.advance();
-            }
+        issue_words_rows<T, ROWS, false>(factor, stage + AT_K, y);
+        issue_words_rows<T, ROWS, false>(factor, stage, o);
+        if (chunk > 0) {
+            finish(a, job, c, chunk - 1, before.stage, group, out);
+            before.advance();
         }
-        products_done<REPLAYS ? 0 : 1>();
+        products_done<1>();
         hold(y);
         subtract(c, y, v, decay, held, max(-job.token(chunk), 0), min(used, ROWS), x);
         c.scale(decay[ROWS - 1]);
-        hold(c.state), keep(x);
-        fence_products();
-        issue<T, MN_MAJOR, SIZE, true>(c.state, x, stage + AT_ITEM + AT_W);
-        commit_products();
-        hold(c.state);
+        keep(x);
+        issue_words<T, SIZE>(x, stage + AT_ITEM + AT_W, c.state);
 
-        if (REPLAYS) {
-            keep(factor);
-            Chunk upper[4], lower[4], rows[4];
-            c.transpose(v, factor, upper);
-            c.transpose(v, factor + ROWS / 16, lower);
-            c.transpose(v, x, rows);
-            products_done<0>();
-            hold(c.state), keep(x);
-            char* states = a.states + job.item(chunk) * (2 * SIZE * SIZE);
-            c.store(upper, states);
-            c.store(lower, states + 2 * SIZE * ROWS);
-            c.store(rows, a.residuals + job.item(chunk) * (2 * SIZE * ROWS));
-            c.give_back(job.ring.empty[at.stage], true);
-            c.round<T>(factor);
-            continue;
-        }
         products_done<1>();
         hold(o), keep(factor);
 #pragma unroll
         for (int i = 0; i < ROWS / 2; ++i) o[i] *= decay[i / 4 * 8 + c.lane % 4 * 2 + i % 2];
-        hold(o);
-        fence_products();
-        issue<T, K_MAJOR, ROWS, true>(o, x, stage + AT_ITEM);
-        commit_products();
-        hold(o);
+        issue_words_rows<T, ROWS, true>(x, stage + AT_ITEM, o);
         if (is_cached && used <= ROWS) {
             Chunk rows[4];
             c.transpose(v, x, rows);
@@ -187,7 +151,7 @@ __device__ inline void consume(const Args& a, const Job& job, int group) {
         // A cache's open chunk is not part of its state.
         if (is_cached && used >= ROWS && used < 2 * ROWS) c.store(a.state, item);
     }
-    if (!REPLAYS && job.chunks) finish(a, job, c, job.chunks - 1, before.stage, group, out);
+    if (job.chunks) finish(a, job, c, job.chunks - 1, before.stage, group, out);
     if (a.state != nullptr && !is_cached) c.store(a.state, item);
 }
 
@@ -202,6 +166,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) scan(const __grid_const
         consume(a, job, warp / WARPS);
     } else {
         if constexpr (PARTS > 1) give_registers<24>();
-        if (warp == PARTS * WARPS && elected()) produce<false>(job, v_map, a.units, a.items);
+        if (warp == PARTS * WARPS && elected()) produce(job, v_map, a.units, a.items);
     }
 }

@@ -16,13 +16,13 @@ from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.triton_lib.launch import Launch
 from rl_kernels.gated_delta.backends.triton import decode
-from rl_kernels.gated_delta.backends.triton.backward import backward, gradients
+from rl_kernels.gated_delta.backends.triton.backward import backward
 from rl_kernels.gated_delta.backends.triton.plan import Plan, unreadable, with_copies
 from rl_kernels.gated_delta.backends.triton.schedule import part_of_keys, tile_of_decode
 from rl_kernels.gated_delta.constants import CHUNK
 from rl_kernels.gated_delta.inputs import COUNT, Inputs
 
-__all__ = ["backward", "continued", "forward", "gradients"]
+__all__ = ["backward", "continued", "forward"]
 
 
 NO_CACHE = (None,) * 6

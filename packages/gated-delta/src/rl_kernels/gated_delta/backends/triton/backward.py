@@ -6,7 +6,6 @@ chunks in descending order, and three launches for all chunks at once: systems, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,48 +19,6 @@ from rl_kernels.gated_delta.backends.triton.plan import Plan, with_copies
 from rl_kernels.gated_delta.backends.triton.schedule import tile_of_differentiate, tile_of_scan
 from rl_kernels.gated_delta.constants import CHUNK
 from rl_kernels.gated_delta.inputs import COUNT, Inputs
-from rl_kernels.gated_delta.passed import Passed, Passes
-
-
-class TritonPasses:
-    """The launches up to the passes over chunks, for calls of one kind.
-
-    Args:
-        inputs: the arguments of forward.
-        plan: the launches of forward.
-    """
-
-    def __init__(self, inputs: Inputs, plan: Plan) -> None:
-        self._plan = plan
-        _, _, size, value_size = plan.sizes
-        tile = tile_of_scan(inputs.q.dtype, size, value_size, tiles_change_no_bit(inputs.q.device))
-        self.kept = value_size // tile.width * size
-        self._replay = plan.over_chunks(reverse.replay, tile, *plan.strides[2])
-        self._reverse = plan.over_chunks(reverse.reverse, tile)
-
-    def run(
-        self,
-        inputs: Inputs,
-        grad: torch.Tensor,
-        grad_state: torch.Tensor | None,
-        dv: torch.Tensor,
-        initial: torch.Tensor | None,
-    ) -> Passed:
-        """Launch, and write ``dv``, and the gradient of the initial state; both gradients are contiguous."""
-        plan, (q, k, v, g, beta) = self._plan, inputs[:5]
-        slots, (_, heads, size, value_size) = plan.slots, plan.sizes
-        places = (inputs.cu_seqlens, inputs.start)
-        unit_q, unit_k, sums, mixing, weights, inverse = plan.empty_chunks(q)
-        plan.sum_decays(g, sums, None, *places, None)
-        plan.normalize(q, k, unit_q, unit_k, None, *places, None)
-        plan.prepare(unit_q, unit_k, beta, sums, mixing, weights, inverse, None, *places, None)
-        states, dstates = (q.new_empty((slots, heads, size, value_size)) for _ in range(2))
-        residuals = v.new_empty((slots, heads, CHUNK, value_size))
-        kept = q.new_empty((slots, heads, self.kept), dtype=torch.float32)
-        self._replay(unit_k, v, sums, weights, inputs.initial_state, states, residuals, *places)
-        read = (unit_q, unit_k, sums, mixing, weights, states, grad, grad_state)
-        self._reverse(*read, dstates, kept, dv, initial, *places, inputs.scale)
-        return Passed(unit_q, unit_k, sums, inverse, states, dstates, residuals, kept)
 
 
 class Backward:
@@ -70,25 +27,28 @@ class Backward:
     Args:
         inputs: the arguments of forward.
         plan: the launches of forward.
-        passes: those over chunks.
     """
 
-    def __init__(self, inputs: Inputs, plan: Plan, passes: Passes) -> None:
-        self._passes = passes
+    def __init__(self, inputs: Inputs, plan: Plan) -> None:
+        self.plan = plan
         key_heads, heads, size, value_size = sizes = plan.sizes
-        q_strides, k_strides, _ = plan.strides
+        q_strides, k_strides, v_strides = plan.strides
         fast = tiles_change_no_bit(inputs.q.device)
+        tile = tile_of_scan(inputs.q.dtype, size, value_size, fast)
         width, warps, stages = tile_of_differentiate(inputs.q.dtype, size, value_size, fast)
+        self.parts = value_size // tile.width
 
         def of_chunks(kernel: Any, heads: int, *numbers: Any) -> Launch:
             numbers = (*plan.places, *numbers)
             return Launch(kernel, (plan.slots, heads), numbers, num_warps=warps, num_stages=stages)
 
-        self._systems = of_chunks(differentiate.systems, heads, *sizes, width)
+        self.replay = plan.over_chunks(reverse.replay, tile, *v_strides)
+        self.reverse = plan.over_chunks(reverse.reverse, tile)
+        self.systems = of_chunks(differentiate.systems, heads, *sizes, width)
         normalize = inputs.normalize_qk
-        self._queries = of_chunks(differentiate.queries, key_heads, *q_strides, *sizes, width, normalize)
-        numbers = (*sizes, width, passes.kept, normalize)
-        self._keys = of_chunks(differentiate.keys, key_heads, *k_strides, *numbers)
+        self.queries = of_chunks(differentiate.queries, key_heads, *q_strides, *sizes, width, normalize)
+        numbers = (*sizes, width, self.parts * size, normalize)
+        self.keys = of_chunks(differentiate.keys, key_heads, *k_strides, *numbers)
 
     def run(
         self,
@@ -99,25 +59,34 @@ class Backward:
         initial: torch.Tensor | None,
     ) -> None:
         """Launch, and write ``results``, the gradients of q, k, v, g and beta, and that of the initial state."""
-        q, k, _, _, beta = inputs[:5]
+        plan, (q, k, v, g, beta) = self.plan, inputs[:5]
         dq, dk, dv, dg, dbeta = results
+        slots, (_, heads, size, value_size) = plan.slots, plan.sizes
         places, scale = (inputs.cu_seqlens, inputs.start), inputs.scale
-        unit_q, unit_k, sums, inverse, states, dstates, residuals, kept = self._passes.run(
-            inputs, grad, grad_state, dv, initial
-        )
-        dqk, dkk = (q.new_empty((*sums.shape, CHUNK)) for _ in range(2))
-        dfaded, moved = q.new_empty((*sums.shape, q.shape[3])), torch.empty_like(sums)
+        unit_q, unit_k, sums, mixing, weights, inverse = plan.empty_chunks(q)
+        plan.sum_decays(g, sums, None, *places, None)
+        plan.normalize(q, k, unit_q, unit_k, None, *places, None)
+        plan.prepare(unit_q, unit_k, beta, sums, mixing, weights, inverse, None, *places, None)
+        states, dstates = (q.new_empty((slots, heads, size, value_size)) for _ in range(2))
+        residuals = v.new_empty((slots, heads, CHUNK, value_size))
+        kept = q.new_empty((slots, heads, self.parts, size), dtype=torch.float32)
+        self.replay(unit_k, v, sums, weights, inputs.initial_state, states, residuals, *places)
+        passed = (unit_q, unit_k, sums, mixing, weights, states, grad, grad_state)
+        self.reverse(*passed, dstates, kept, dv, initial, *places, scale)
+        dqk, dkk, dfaded = torch.empty_like(mixing), torch.empty_like(mixing), torch.empty_like(weights)
         products = (dqk, dkk, dfaded)
-        self._systems(unit_q, unit_k, beta, sums, inverse, dstates, residuals, grad, *products, dbeta, *places, scale)
-        self._queries(q, unit_q, unit_k, sums, states, grad, dqk, moved, dq, *places, scale)
-        self._keys(k, unit_q, unit_k, sums, states, dv, *products, moved, kept, dk, dg, *places)
+        self.systems(unit_q, unit_k, beta, sums, inverse, dstates, residuals, grad, *products, dbeta, *places, scale)
+        moved = torch.empty_like(sums)
+        self.queries(q, unit_q, unit_k, sums, states, grad, dqk, moved, dq, *places, scale)
+        self.keys(k, unit_q, unit_k, sums, states, dv, *products, moved, kept, dk, dg, *places)
 
 
-def gradients(arguments: tuple[Any, ...], passes_of: Callable[[Inputs, Plan], Passes]) -> Launches:
-    """Return the launches of ``backward``, after the passes over chunks that ``passes_of`` returns."""
+@prepared
+def backward(*arguments: Any) -> Launches:
+    """Return the gradients of q, k, v, g, beta, and of the initial state, empty unless it is asked for."""
     inputs, needs_state = Inputs(*arguments[:COUNT]), arguments[COUNT + 2]
     plan, shape = Plan(inputs, for_gradients=True), inputs.state_shape
-    launches = None if plan.is_empty else Backward(inputs, plan, passes_of(inputs, plan))
+    launches = None if plan.is_empty else Backward(inputs, plan)
 
     def launch(*args: Any) -> tuple[torch.Tensor, ...]:
         call, (grad, grad_state) = Inputs._make(with_copies(args[:COUNT], plan.copied)), args[COUNT : COUNT + 2]
@@ -134,9 +103,3 @@ def gradients(arguments: tuple[Any, ...], passes_of: Callable[[Inputs, Plan], Pa
         return *results, initial
 
     return launch
-
-
-@prepared
-def backward(*arguments: Any) -> Launches:
-    """Return the gradients of q, k, v, g, beta, and of the initial state, empty unless it is asked for."""
-    return gradients(arguments, TritonPasses)

@@ -53,6 +53,26 @@ __device__ inline void issue_words(const u32 (&a)[STEPS][4], const char* b, floa
     hold(d);
 }
 
+// Issues d[64 x N] = a b^T over 16 STEPS terms, or d += a b^T if ADDS: a in registers, b a K_MAJOR tile of N rows, 64
+// terms a box. a must be kept (`keep`) until the product is done.
+template <class T, int N, bool ADDS, int STEPS>
+__device__ inline void issue_words_rows(const u32 (&a)[STEPS][4], const char* b, float (&d)[N / 2]) {
+    const u64 right = operand_at<K_MAJOR>(b);
+    hold(d);
+    fence_products();
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        const int box = step * MMA_K / SPAN, within = step % (SPAN / MMA_K);
+        const u64 at = advanced<K_MAJOR>(moved(right, box * N * SWIZZLE), within);
+        if (step == 0 && !ADDS)
+            Products<N>::template add<T, K_MAJOR, false>(d, a[step], at);
+        else
+            Products<N>::template add<T, K_MAJOR>(d, a[step], at);
+    }
+    commit_products();
+    hold(d);
+}
+
 // After products_done: until here the words were read.
 template <int STEPS>
 __device__ inline void keep(u32 (&a)[STEPS][4]) {

@@ -34,6 +34,13 @@ __device__ inline float inverse_fast(float x) {
     return y;
 }
 
+// 1 / sqrt(x) within two units in the last place; subnormals are flushed to 0.
+__device__ inline float inverse_root(float x) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // 2^x within two units in the last place; subnormals are flushed to 0.
 __device__ inline float exp2_fast(float x) {
     float y;
@@ -74,11 +81,34 @@ __device__ inline void store_once(Chunk* at, Chunk c) {
                  : "memory");
 }
 
+// The same for 4, 8 or 16 bytes; it stays where it is among other such loads.
+template <int COUNT>
+__device__ inline void load_once(u32 (&word)[COUNT], const void* at) {
+    static_assert(COUNT == 1 || COUNT == 2 || COUNT == 4, "the sizes of a load");
+    if constexpr (COUNT == 1)
+        asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(word[0]) : "l"(at));
+    else if constexpr (COUNT == 2)
+        asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(word[0]), "=r"(word[1]) : "l"(at));
+    else
+        asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+                     : "l"(at));
+}
+
+// Loads 4 bytes of shared memory, by their address.
+__device__ inline u32 load_shared(u32 at) {
+    u32 word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
+    return word;
+}
+
 // Starts a copy of 16 bytes from global to shared memory (sm_80 and later), or fills 16 bytes with 0, without reading.
-__device__ inline void copy_chunk(void* target, const void* source, bool fill) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source),
-                 "r"(fill ? 0 : CHUNK)
+__device__ inline void copy_chunk(u32 target, const void* source, bool fill) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(fill ? 0 : CHUNK)
                  : "memory");
+}
+__device__ inline void copy_chunk(void* target, const void* source, bool fill) {
+    copy_chunk(shared_address(target), source, fill);
 }
 // The same for 4 bytes.
 __device__ inline void copy_word(void* target, const void* source, bool fill) {

@@ -52,11 +52,26 @@ __device__ inline void load_box(void* target, const TensorMap& map, int z, int y
         : "memory");
 }
 
+// One thread starts the copy of contiguous bytes to shared memory; addresses and size are multiples of 16.
+__device__ inline void load_bytes(void* target, const void* source, int bytes, Barrier& barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(target)),
+                 "l"(source), "r"(bytes), "r"(shared_address(&barrier))
+                 : "memory");
+}
+
 // One thread starts the copy of a box from shared to global memory; elements outside the matrix are not written. Each
 // thread that wrote to the box must first call fence_copies, and a barrier must order that before this call.
 __device__ inline void store_box(const TensorMap& map, int row, int column, const void* source) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(column),
                  "r"(row), "r"(shared_address(source))
+                 : "memory");
+}
+
+// The same for contiguous bytes; addresses and size are multiples of 16.
+__device__ inline void store_bytes(void* target, const void* source, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target),
+                 "r"(shared_address(source)), "r"(bytes)
                  : "memory");
 }
 
