@@ -17,7 +17,7 @@ TRITON = (
     Bug("beta left out of the inverse", "times(products, -beta[:, None])", "-products + 0.0 * beta[:, None]"),
     Bug(
         "a block of rows left out of the inverse",
-        "x2 = add_rows(x2, x0, SYSTEM + 2 * STEP)",
+        "x2 = add_rows(x2, x0, system + 2 * STEP)",
         "x2 = x2 + 0.0 * x0",
     ),
     Bug(
