@@ -1,6 +1,8 @@
 """Bugs planted in kernels of ``cuda-sm90`` show on a GPU, where decode has the bits of prefill."""
 
+from collections.abc import Sequence
 from importlib.resources import files
+from itertools import pairwise
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ BUGS = (
     ),
     Bug("a state that does not decay", "x = __fmul_rn(grown, x);", "x = __fmul_rn(1.0f, x);"),
     Bug("a token counted twice", "p.shift) - 1)) + 1;", "p.shift) - 1)) + 2;"),
-    Bug("the last block is the one before", "gridDim.x * gridDim.y - 1", "gridDim.x * gridDim.y - 2"),
+    Bug("no block is the last one", "gridDim.x * gridDim.y - 1", "gridDim.x * gridDim.y"),
     Bug("the key of the next row", "[t * LANES + threadIdx.x] = ", "[(t + 1) % ROWS * LANES + threadIdx.x] = "),
 )
 PREPARE, SCAN, COLUMNS = "prepare_sm90.cu", "scan_sm90.cu", "columns.cuh"
@@ -58,7 +60,7 @@ FILES = tuple(name for name in SOURCES if name.startswith("decode"))
 
 
 def differing(dtype: torch.dtype, schedule: decode.Schedule, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Count the numbers of rows and of the cache that decode and prefill have different."""
+    """Count the numbers of rows and of the cache that whole prefill, decode and pieces of a chunk have different."""
     monkeypatch.setattr(decode, "schedule_of", lambda *_: schedule)
     forget()
     generator = torch.Generator("cuda").manual_seed(0)
@@ -66,17 +68,22 @@ def differing(dtype: torch.dtype, schedule: decode.Schedule, monkeypatch: pytest
     v = torch.randn(2, 132, 4, 128, device="cuda", generator=generator).to(dtype)
     g, beta = (torch.rand(2, 132, 4, device="cuda", generator=generator) for _ in range(2))
     operands = q, k, v, -0.2 * g, beta
-    caches = [DeltaCache.empty(2, 2, 4, 128, 128, dtype=dtype, device="cuda") for _ in range(2)]
-    whole = gated_delta_rule(*operands, cache=caches[0], backend="cuda-sm90")
-    rows = [gated_delta_rule(*[x[:, :50] for x in operands], cache=caches[1], backend="cuda-sm90")]
-    for t in range(50, 132):
-        token = [x[:, t : t + 1] for x in operands]
-        rows.append(gated_delta_rule(*token, cache=caches[1], validate=False, backend="cuda-sm90"))
+
+    def cut(places: Sequence[int]) -> tuple[torch.Tensor, DeltaCache]:
+        cache = DeltaCache.empty(2, 2, 4, 128, 128, dtype=dtype, device="cuda")
+        pieces = [[x[:, start:end] for x in operands] for start, end in pairwise(places)]
+        rows = [gated_delta_rule(*piece, cache=cache, validate=False, backend="cuda-sm90") for piece in pieces]
+        return torch.cat(rows, 1), cache
+
+    whole, expected = cut((0, 132))
     lower = torch.ones(4, 4, device="cuda", dtype=torch.bool).tril()
-    pairs = [(whole, torch.cat(rows, 1)), (caches[0].lengths, caches[1].lengths), (caches[0].state, caches[1].state)]
-    for name in ("keys", "residuals", "decays"):
-        pairs.append(tuple(getattr(cache, name)[:, :, :4] for cache in caches))
-    pairs.append(tuple(torch.where(lower, cache.inverse[:, :, :4, :4], 0.0) for cache in caches))
+    pairs = []
+    for places in ((0, *range(50, 133)), (0, 50, 57, 132)):
+        rows, cache = cut(places)
+        pairs += [(whole, rows), (expected.lengths, cache.lengths), (expected.state, cache.state)]
+        for name in ("keys", "residuals", "decays"):
+            pairs.append((getattr(expected, name)[:, :, :4], getattr(cache, name)[:, :, :4]))
+        pairs.append(tuple(torch.where(lower, x.inverse[:, :, :4, :4], 0.0) for x in (expected, cache)))
     return sum(int((x != y).sum()) for x, y in pairs)
 
 
