@@ -86,6 +86,18 @@ def test_decayed_away_and_undecayed_pieces(backend: str) -> None:
 
 
 @each_backend
+def test_integers_that_are_not_checked_are_clamped(backend: str) -> None:
+    bounds, start = torch.tensor([0, 8, 2, 10], device=DEVICE), torch.tensor([9, -3], device=DEVICE)
+    for call, count, options, expected in (
+        (operands(10), 3, {"cu_seqlens": bounds}, [8, 0, 8]),
+        (operands(5, batch=2), 2, {"start": start}, [0, 5]),
+    ):
+        cache = empty(count)
+        gated_delta_rule(*call, **options, cache=cache, validate=False, backend=backend)
+        assert cache.lengths.tolist() == expected
+
+
+@each_backend
 def test_packed_and_padded_sequences_go_on(backend: str) -> None:
     counts = (5, 0, 66, 17)
     calls = [operands(count + 9, seed=count) for count in counts]

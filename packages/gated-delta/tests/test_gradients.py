@@ -47,7 +47,7 @@ def test_gradients_of_packed_sequences(backend: str) -> None:
         gold = gradients(reference.gated_delta_rule, [x.double() for x in call])
         for value, exact in zip(ours, gold, strict=True):
             torch.testing.assert_close(value.double(), exact, rtol=1e-4, atol=1e-5)
-    bounds = torch.tensor([0, 7, 73, 137], device=DEVICE)
+    bounds = torch.tensor([[0, 9], [7, 1], [73, 5], [137, 0]], device=DEVICE)[:, 0]
     joined = [torch.cat(parts, int(place not in (5, 7))) for place, parts in enumerate(zip(*calls, strict=True))]
     packed = gradients(gated_delta_rule, joined, cu_seqlens=bounds, backend=backend)
     for number, expected in enumerate(alone):

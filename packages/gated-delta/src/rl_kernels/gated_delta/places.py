@@ -46,10 +46,10 @@ def places_of(inputs: Inputs, lengths: torch.Tensor | None = None) -> Places:
     q, device = inputs.q, inputs.q.device
     batch, count = q.shape[:2]
     if inputs.cu_seqlens is not None:
-        bounds = inputs.cu_seqlens.tolist()
+        bounds = inputs.cu_seqlens.clamp(0, count).tolist()
         spans = list(pairwise(bounds))
     else:
-        starts = [0] * batch if inputs.start is None else inputs.start.tolist()
+        starts = [0] * batch if inputs.start is None else inputs.start.clamp(0, count).tolist()
         spans = [(b * count + start, (b + 1) * count) for b, start in enumerate(starts)]
     opened = [0] * len(spans) if lengths is None else (lengths % CHUNK).tolist()
     ends = [rows + end - begin if end > begin else 0 for rows, (begin, end) in zip(opened, spans, strict=True)]
@@ -70,3 +70,10 @@ def places_of(inputs: Inputs, lengths: torch.Tensor | None = None) -> Places:
     return Places(
         sequence, tokens, (ahead - row[:, :1]).clamp(min=0)[:, 0], (end - row[:, :1])[:, 0].clamp(max=CHUNK), parts
     )
+
+
+def counts_of(tokens: int, bounds: torch.Tensor | None, start: torch.Tensor | None) -> torch.Tensor | int:
+    """Return the tokens of each sequence of a call of T ``tokens``, with its integers clamped as kernels clamp them."""
+    if bounds is not None:
+        return bounds.clamp(0, tokens).diff().clamp(min=0)
+    return tokens if start is None else tokens - start.clamp(0, tokens)

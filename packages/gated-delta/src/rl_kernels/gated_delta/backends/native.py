@@ -77,7 +77,7 @@ def backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """Return the gradients of q, k, v, g, beta and the initial state, the last one empty unless it is asked for."""
     inputs, (grad, grad_state, needs_state) = Inputs(*arguments[:COUNT]), arguments[COUNT:]
     state = initial_state(inputs)
-    dstate = torch.zeros_like(state) if grad_state is None else grad_state.clone()
+    dstate = torch.zeros_like(state) if grad_state is None else grad_state.clone(memory_format=torch.contiguous_format)
     places = places_of(inputs)
     results = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs[:5]]
     if places.parts:

@@ -16,6 +16,7 @@ from rl_kernels.gated_delta.backends.cuda_sm90 import decode, prefill
 from rl_kernels.gated_delta.backends.cuda_sm90.prefill import NO_CACHE, Plan
 from rl_kernels.gated_delta.inputs import COUNT, Inputs
 from rl_kernels.gated_delta.op import OPERATOR
+from rl_kernels.gated_delta.places import counts_of
 
 __all__ = ["backward", "continued", "forward", "programs"]
 
@@ -52,9 +53,7 @@ def continued(*arguments: Any) -> Launches:
             return v.new_zeros(v.shape)
         cache = args[COUNT:]
         out = plan.run(args, cache[0], cache)
-        cache[-1].add_(
-            plan.tokens if bounds is start is None else plan.tokens - start if bounds is None else bounds.diff()
-        )
+        cache[-1].add_(counts_of(plan.tokens, bounds, start))
         return out
 
     return launch

@@ -25,7 +25,7 @@ FIXED = 45328
 
 
 class Schedule(NamedTuple):
-    """How a value head is computed; no bit depends on it.
+    """The division of a value head's work; no bit depends on it.
 
     Attributes:
         parts: blocks that share its columns.

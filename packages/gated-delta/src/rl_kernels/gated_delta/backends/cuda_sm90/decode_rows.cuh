@@ -1,4 +1,4 @@
-// What a block of decode_sm90.cu holds: sizes, roles of warps, shared memory, and how it is loaded and stored.
+// Sizes, roles of warps and shared memory of a block of decode_sm90.cu, and its loads and stores.
 #pragma once
 
 #include <rl_kernels/warp_mma.cuh>

@@ -21,6 +21,7 @@ from rl_kernels.gated_delta.backends.triton.plan import Plan, unreadable, with_c
 from rl_kernels.gated_delta.backends.triton.schedule import part_of_keys, tile_of_decode
 from rl_kernels.gated_delta.constants import CHUNK
 from rl_kernels.gated_delta.inputs import COUNT, Inputs
+from rl_kernels.gated_delta.places import counts_of
 
 __all__ = ["backward", "continued", "forward"]
 
@@ -61,9 +62,7 @@ def continued(*arguments: Any) -> Launches:
             return v.new_zeros(v.shape)
         cache = args[COUNT:]
         out = plan.run(args, cache[0], cache)
-        cache[-1].add_(
-            plan.tokens if bounds is start is None else plan.tokens - start if bounds is None else bounds.diff()
-        )
+        cache[-1].add_(counts_of(plan.tokens, bounds, start))
         return out
 
     return launch

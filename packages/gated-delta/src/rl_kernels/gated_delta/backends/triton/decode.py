@@ -40,12 +40,12 @@ def weigh(
     head, s = tl.program_id(0), tl.program_id(1).to(tl.int64)
     key_head = head // (HV // HK)
     item, key_item, length = s * HV + head, s * HK + key_head, tl.load(LENGTHS + s)
-    t = length % CHUNK
+    t = length & (CHUNK - 1)
     step, d, r = tl.arange(0, STEP), tl.arange(0, D), tl.arange(0, CHUNK)
     dtype = KEYS.dtype.element_ty
     KEYS, SUMS, INVERSE = KEYS + key_item * (CHUNK * D), SUMS + item * CHUNK, INVERSE + item * (CHUNK * CHUNK)
-    q = tl.load(Q + s * q_batch + key_head * q_head + d)
-    k = tl.load(K + s * k_batch + key_head * k_head + d)
+    q = tl.load(Q + s * q_batch + key_head.to(tl.int64) * q_head + d)
+    k = tl.load(K + s * k_batch + key_head.to(tl.int64) * k_head + d)
     keys = tl.load(KEYS + r[:, None] * D + d[None, :], mask=(r < t)[:, None], other=0.0)
     square = INVERSE + r[:, None] * CHUNK + r[None, :]
     inverse = tl.load(square, mask=(r < t)[:, None] & (r[None, :] <= r[:, None]), other=0.0)
@@ -102,11 +102,11 @@ def decode(
     KEYS, SUMS, STATE = KEYS + key_item * (CHUNK * D), SUMS + item * CHUNK, STATE + item * (D * DV)
     # Loads come first: none is moved up past a barrier.
     factor = tl.load(STATE + d[:, None] * DV + c[None, :]).to(KEYS.dtype.element_ty)
-    v = tl.load(V + s * v_batch + head * v_head + c).to(tl.float32)
+    v = tl.load(V + s * v_batch + head.to(tl.int64) * v_head + c).to(tl.float32)
     mixing = tl.load(MIXING + item * CHUNK + 0 * step[:, None] + r[None, :], mask=is_query, other=0.0)
     query = tl.load(UNIT_Q + key_item * D + 0 * step[:, None] + d[None, :], mask=is_query, other=0.0)
     length = tl.load(COUNTS + s)
-    t = length % CHUNK
+    t = length & (CHUNK - 1)
     x_place = RESIDUALS + (item * CHUNK + r)[:, None] * DV + c[None, :]
     held = tl.load(x_place, mask=(r < t)[:, None], other=0.0)
     key = tl.load(KEYS + t * D + 0 * step[:, None] + d[None, :], mask=(step == _KEY)[:, None], other=0.0)

@@ -102,9 +102,7 @@ class Plan:
 def unreadable(inputs: Inputs) -> tuple[int, ...]:
     """Return the places of operands that kernels read only from a copy."""
     rows = [place for place, x in enumerate(inputs[:3]) if x.stride(3) != 1]
-    whole = [
-        place for place, x in enumerate(inputs.differentiable) if place >= 3 and x is not None and not x.is_contiguous()
-    ]
+    whole = [place for place, x in enumerate(inputs[:8]) if place >= 3 and x is not None and not x.is_contiguous()]
     return *rows, *whole
 
 

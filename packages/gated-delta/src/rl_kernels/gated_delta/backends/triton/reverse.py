@@ -42,7 +42,7 @@ def replay(
     state = tl.zeros([D, WIDTH], tl.float32)
     if INITIAL is not None:
         state = tl.load(INITIAL + (s.to(tl.int64) * HV + head) * (D * DV) + place)
-    V += batch.to(tl.int64) * v_batch + begin.to(tl.int64) * v_token + head * v_head
+    V += batch.to(tl.int64) * v_batch + begin.to(tl.int64) * v_token + head.to(tl.int64) * v_head
     for chunk in range(0, tl.cdiv(count, CHUNK)):
         key_item, item = (slot + chunk).to(tl.int64) * HK + head // (HV // HK), (slot + chunk).to(tl.int64) * HV + head
         sums, factor = tl.load(SUMS + item * CHUNK + r), state.to(UNIT_K.dtype.element_ty)

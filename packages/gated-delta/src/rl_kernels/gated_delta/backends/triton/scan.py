@@ -69,7 +69,7 @@ def scan(
     if INITIAL is not None:
         state = tl.load(INITIAL + state_place)
     total = tl.where(count > 0, opened + count, 0)
-    V += batch.to(tl.int64) * v_batch + begin.to(tl.int64) * v_token + head * v_head
+    V += batch.to(tl.int64) * v_batch + begin.to(tl.int64) * v_token + head.to(tl.int64) * v_head
     OUT += ((batch.to(tl.int64) * tokens + begin) * HV + head) * DV
     key_head, sequence_head = head // (HV // HK), s.to(tl.int64) * HV + head
     held_place = (sequence_head * CHUNK + r)[:, None] * DV + columns[None, :]

@@ -109,7 +109,7 @@ def sequence_at(s, BOUNDS, STARTS, LENGTHS, tokens, chunks):
     """
     opened = 0 * s
     if LENGTHS is not None:
-        opened = tl.load(LENGTHS + s) % CHUNK
+        opened = tl.load(LENGTHS + s) & (CHUNK - 1)
     if BOUNDS is None:
         first = 0 * s
         if STARTS is not None:
