@@ -40,7 +40,7 @@ BACKENDS = {
     "grpo_loss": BOTH[1:],
     "experts": BOTH,
     "route": BOTH,
-    "gated_delta_rule": BOTH[1:],
+    "gated_delta_rule": BOTH,
 }
 OPERATORS = {"det_linear": "det_gemm", "route": "experts"}
 """Operators of the functions that have another name."""
@@ -80,7 +80,7 @@ def calls() -> dict[str, Call]:
     logp, mask = torch.zeros(8, 16, requires_grad=True), torch.ones(8, 16, dtype=torch.bool)
     rewards = torch.arange(8.0)
     gate_up, down, routes = drawn(2, 256, 256), drawn(2, 256, 128), torch.arange(128).view(64, 2) % 2
-    weights, router, gates = drawn(64, 2), drawn(8, 256), drawn(1, 64, 2)
+    weights, router, rows, gates = drawn(64, 2), drawn(8, 256), drawn(1, 64, 2, 128), drawn(1, 64, 2)
 
     def loss(backend: str) -> torch.Tensor:
         old = logp.detach()
@@ -95,7 +95,7 @@ def calls() -> dict[str, Call]:
         "grpo_loss": loss,
         "experts": lambda backend: experts(x, gate_up, down, routes, weights, validate=False, backend=backend),
         "route": lambda backend: route(x, router, 2, backend=backend).weights,
-        "gated_delta_rule": lambda backend: gated_delta_rule(k, k, k, -gates, gates, backend=backend),
+        "gated_delta_rule": lambda backend: gated_delta_rule(rows, rows, rows, -gates, gates, backend=backend),
     }
 
 

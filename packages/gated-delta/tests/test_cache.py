@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from rl_kernels.core.operator import INVARIANT, Call
-from rl_kernels.gated_delta import DeltaCache, gated_delta_rule, reference
+from rl_kernels.gated_delta import DeltaCache, causal_conv1d, gated_delta_rule, reference
+from rl_kernels.gated_delta.constants import MOST_TOKENS
 from rl_kernels.gated_delta.op import OPERATOR
 
 pytestmark = pytest.mark.smoke
@@ -196,6 +197,7 @@ def test_recurrent_states(backend: str) -> None:
         ("lengths", lambda x: x[:1], ValueError, r"cache.lengths: expected shape"),
         ("lengths", lambda x: x.long(), TypeError, r"cache.lengths: expected dtype"),
         ("lengths", lambda x: x - 1, ValueError, r"cache.lengths: expected values"),
+        ("lengths", lambda x: x + (MOST_TOKENS - 3), ValueError, r"cache.lengths: expected values in \[0, 8388605\)"),
         ("state", lambda x: x[:1], ValueError, r"cache.state: expected shape"),
         ("state", lambda x: x.half(), TypeError, r"cache.state: expected dtype"),
         ("state", lambda x: x.mT, ValueError, r"cache.state: expected "),
@@ -226,6 +228,80 @@ def test_a_cache_has_no_gradients() -> None:
         gated_delta_rule(*operands(3), cache=empty(), initial_state=state)
     with pytest.raises(ValueError, match="return_state: expected False with cache"):
         gated_delta_rule(*operands(3), cache=empty(), return_state=True)
+
+
+def test_a_cache_is_cut_from_the_graph_of_its_state() -> None:
+    call = operands(64)
+    call[2].requires_grad_()
+    state = gated_delta_rule(*call, return_state=True).state
+    cache = DeltaCache.from_recurrent(state, HEADS[0], dtype=torch.float32)
+    assert not any(x.requires_grad for x in cache)
+    gated_delta_rule(*operands(3), cache=cache)
+    for name in ("state", "decays"):
+        attached = cache._replace(**{name: getattr(cache, name).clone().requires_grad_()})
+        with pytest.raises(ValueError, match=f"cache.{name}: expected a tensor that does not require grad"):
+            gated_delta_rule(*operands(3), cache=attached)
+
+
+@each_backend
+def test_a_graph_that_saved_a_cache_refuses_to_use_it(backend: str) -> None:
+    cache = empty()
+    for _ in range(2):
+        x = torch.ones_like(cache.state).requires_grad_()
+        product = x * cache.state
+        gated_delta_rule(*operands(3), cache=cache, backend=backend)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+
+def test_recurrent_states_under_autocast() -> None:
+    cache = empty()
+    gated_delta_rule(*operands(70), cache=cache)
+    expected = cache.to_recurrent()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert torch.equal(cache.to_recurrent(), expected)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "error", "message"),
+    [
+        ([True, False, True], TypeError, "sequences: expected integers"),
+        (torch.tensor([True, False, True]), TypeError, "sequences: expected integers"),
+        ([0.9], TypeError, "sequences: expected integers"),
+        (torch.zeros(0), TypeError, "sequences: expected integers"),
+        ([[0]], ValueError, "sequences: expected 1 dim"),
+        ([3], ValueError, "sequences: expected values in"),
+        ([-1], ValueError, "sequences: expected values in"),
+    ],
+)
+def test_only_numbers_of_sequences_select(sequences, error, message) -> None:
+    with pytest.raises(error, match=message):
+        empty(3).select(sequences)
+    assert len(empty(3).select([]).lengths) == 0
+
+
+def test_lengths_are_not_narrowed() -> None:
+    cache = empty(3)
+    gated_delta_rule(*operands(5, 3), cache=cache)
+    for lengths, error in (([0, 2**32, 0], ValueError), ([0.9] * 3, TypeError), ([True] * 3, TypeError)):
+        with pytest.raises(error, match="lengths: expected"):
+            cache.crop(lengths)
+        assert cache.lengths.tolist() == [5] * 3
+    cache.crop(torch.tensor([5, 0, 3], device=DEVICE))
+    assert cache.lengths.tolist() == [5, 0, 3]
+    for length in (2**32, MOST_TOKENS, -64):
+        held = torch.full((3,), length, device=DEVICE)
+        with pytest.raises(ValueError, match="lengths: expected multiples of 64 from 0 and below 8388608"):
+            DeltaCache.from_recurrent(cache.state, HEADS[0], dtype=torch.float32, lengths=held)
+
+
+def test_dtypes_of_caches_and_flags_are_checked() -> None:
+    with pytest.raises(TypeError, match="dtype: expected one of"):
+        empty(dtype=torch.int32)
+    with pytest.raises(TypeError, match="validate: expected a bool"):
+        gated_delta_rule(*operands(3), validate="no")
+    with pytest.raises(TypeError, match="validate: expected a bool"):
+        causal_conv1d(torch.zeros(1, 3, 8, device=DEVICE), torch.zeros(8, 4, device=DEVICE), validate="no")
 
 
 def test_definition_by_hand() -> None:

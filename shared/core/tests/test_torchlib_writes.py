@@ -50,6 +50,18 @@ def test_what_is_written_gets_a_new_version_and_what_is_read_does_not(backend):
 
 
 @pytest.mark.parametrize("backend", ["hidden", "seen"])
+def test_prepared_calls_count_their_writes_too(backend):
+    a, x = torch.ones(3), torch.zeros(3, requires_grad=True)
+    y = x.exp()
+    out = y.detach()
+    add.call(add.ready(a, out, backend), a, out)
+    assert torch.equal(out, torch.full((3,), 2.0))
+    assert a._version == 0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["hidden", "seen"])
 def test_a_graph_that_saved_it_refuses_to_use_it(backend):
     x = torch.zeros(3, requires_grad=True)
     y = x.exp()

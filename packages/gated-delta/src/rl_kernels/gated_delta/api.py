@@ -83,7 +83,8 @@ def gated_delta_rule(
         raise TypeError(f"cache: expected a DeltaCache or None, got {type(cache).__name__}")
     ready, numbers = _prepare(return_state, backend, cache is not None, *call, *(cache or ()))
     if cache is not None:
-        checks.no_gradients(call)
+        checks.no_gradients(call, cache)
+    check.flag("validate", validate)
     if validate and (cu_seqlens is not None or start is not None or cache is not None):
         checks.bounds(call, cache)
     no_lost_derivatives("gated_delta_rule", *tensors)

@@ -7,7 +7,7 @@ import torch
 from rl_kernels.core import validate as check
 from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.gated_delta.cache import DeltaCache
-from rl_kernels.gated_delta.constants import CHUNK
+from rl_kernels.gated_delta.constants import CHUNK, MOST_TOKENS
 from rl_kernels.gated_delta.inputs import Inputs, state_dtype
 from rl_kernels.gated_delta.layouts import check_bounds, check_layout
 
@@ -72,10 +72,13 @@ def cache(call: Inputs, given: DeltaCache, return_state: bool) -> None:
     check.same_device(q=call.q, **{f"cache.{name}": value for name, value in zip(given._fields, given, strict=True)})
 
 
-def no_gradients(call: Inputs) -> None:
-    """Require operands that do not require grad."""
-    for name, x in zip(call._fields, call[:5], strict=False):
-        if torch.is_grad_enabled() and x.requires_grad:
+def no_gradients(call: Inputs, given: DeltaCache) -> None:
+    """Require operands and tensors of the cache that do not require grad."""
+    if not torch.is_grad_enabled():
+        return
+    held = [f"cache.{name}" for name in given._fields]
+    for name, x in zip((*call._fields[:5], *held), (*call[:5], *given), strict=True):
+        if x.requires_grad:
             raise ValueError(f"{name}: expected a tensor that does not require grad with cache; detach it")
 
 
@@ -83,4 +86,4 @@ def bounds(call: Inputs, given: DeltaCache | None) -> None:
     """Require integers within their tensors. Syncs with a GPU; skipped if values cannot be read now."""
     check_bounds("q", call.q, call.cu_seqlens, call.start)
     if given is not None and not values_hidden(call.q):
-        check.ids_in_range("cache.lengths", given.lengths, check.INT32 - call.q.shape[1], ignorable=False)
+        check.ids_in_range("cache.lengths", given.lengths, MOST_TOKENS - call.q.shape[1], ignorable=False)

@@ -113,6 +113,7 @@ def causal_conv1d(
     tensors = (x, weight, bias, state)
     ready = _prepare(*tensors, cu_seqlens, start, activation, return_state, backend)
     silu = activation == "silu"
+    check.flag("validate", validate)
     if validate and not (cu_seqlens is start is None):
         check_bounds("x", x, cu_seqlens, start)
     no_lost_derivatives("causal_conv1d", *tensors)

@@ -74,8 +74,9 @@ def _limits(call: Call) -> str | None:
     return None
 
 
-HEAD_SIZE = 128
-"""Dk and Dv of the CUDA C++ kernels."""
+HEAD_SIZE, MOST_HEADS = 128, 511
+"""Dk and Dv of the CUDA C++ kernels, and the most value heads: a decode step counts their blocks in the bits of
+``lengths`` above ``constants.MOST_TOKENS``."""
 
 
 def _cuda_limits(call: Call) -> str | None:
@@ -84,6 +85,8 @@ def _cuda_limits(call: Call) -> str | None:
     sizes = [f"{name} = {call.traits[name]}" for name in ("Dk", "Dv") if call.traits.get(name, HEAD_SIZE) != HEAD_SIZE]
     if sizes:
         return f"takes heads of {HEAD_SIZE} numbers, and {sizes[0]}"
+    if call.traits.get("Hv", 0) > MOST_HEADS:
+        return f"takes up to {MOST_HEADS} value heads, and Hv is {call.traits['Hv']}"
     # Gradients are Triton's.
     return triton_why_not(call)
 

@@ -33,7 +33,6 @@ SYSTEM = CHUNK * 272
 """Bytes of shared memory of the system of a head."""
 STAGES, WIDTH = 3, 64
 """Chunks in the ring of ``scan``, and value columns of a part."""
-NO_CACHE = (None,) * 6
 
 
 def prepare_program(dtype: torch.dtype) -> Program:

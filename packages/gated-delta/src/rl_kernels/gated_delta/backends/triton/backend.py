@@ -15,37 +15,22 @@ import torch
 from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.triton_lib.launch import Launch
+from rl_kernels.gated_delta import launches
 from rl_kernels.gated_delta.backends.triton import decode
 from rl_kernels.gated_delta.backends.triton.backward import backward
 from rl_kernels.gated_delta.backends.triton.plan import Plan, unreadable, with_copies
 from rl_kernels.gated_delta.backends.triton.schedule import part_of_keys, tile_of_decode
 from rl_kernels.gated_delta.constants import CHUNK
 from rl_kernels.gated_delta.inputs import COUNT, Inputs
-from rl_kernels.gated_delta.places import counts_of
 
 __all__ = ["backward", "continued", "forward"]
-
-
-NO_CACHE = (None,) * 6
 
 
 @prepared
 def forward(*arguments: Any) -> Launches:
     """Return the output ``[B, T, Hv, Dv]``, and the states after the last tokens, empty unless they are asked for."""
     inputs, with_state = Inputs(*arguments[:COUNT]), arguments[COUNT]
-    plan = Plan(inputs)
-    shape = inputs.state_shape
-
-    def launch(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        v, initial = args[2], args[5]
-        state = v.new_empty(shape if with_state else 0, dtype=torch.float32)
-        if plan.is_empty:
-            if with_state:
-                state.zero_() if initial is None else state.copy_(initial)
-            return v.new_zeros(v.shape), state
-        return plan.run(args, state if with_state else None, NO_CACHE), state
-
-    return launch
+    return launches.whole(Plan(inputs), inputs, with_state)
 
 
 @prepared
@@ -54,18 +39,7 @@ def continued(*arguments: Any) -> Launches:
     inputs = Inputs(*arguments[:COUNT])
     if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None and inputs.start is None:
         return _one_token(inputs)
-    plan = Plan(inputs, is_cached=True)
-
-    def launch(*args: Any) -> torch.Tensor:
-        v, bounds, start = args[2], args[6], args[7]
-        if plan.is_empty:
-            return v.new_zeros(v.shape)
-        cache = args[COUNT:]
-        out = plan.run(args, cache[0], cache)
-        cache[-1].add_(counts_of(plan.tokens, bounds, start))
-        return out
-
-    return launch
+    return launches.pieces(Plan(inputs, is_cached=True))
 
 
 def _one_token(inputs: Inputs) -> Launches:
