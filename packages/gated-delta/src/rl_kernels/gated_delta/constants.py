@@ -1,4 +1,4 @@
-"""Numbers that fix bits: rows of a chunk, and what is added under the root of a norm; and the most tokens of a cache."""
+"""Numbers that fix bits: rows of a chunk, and what is added under the root of a norm; the most tokens of a cache."""
 
 CHUNK = 64
 """Tokens of a chunk; chunks begin at multiples of it, counted from the first token of a sequence."""
