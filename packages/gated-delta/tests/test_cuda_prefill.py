@@ -21,6 +21,7 @@ from rl_kernels.gated_delta.inputs import COUNT, Inputs
 from rl_kernels.gated_delta.op import _cuda_limits, describe
 
 MODULES = tuple(f"rl_kernels.gated_delta.backends.cuda_sm90.{name}" for name in ("prefill", "backend"))
+PLANTED = "rl_kernels.gated_delta.places", "rl_kernels.gated_delta.launches", *MODULES
 PROCESSORS, SIZE = 12, 128
 DTYPES = {code: dtype for dtype, code in prefill.CODES.items()}
 BUGS = (
@@ -35,7 +36,7 @@ BUGS = (
     Bug("a cache's state is left out", "held_state if initial is None", "None if initial is None"),
     Bug("heads of a small group left out", "key_heads * -(-group // HEADS)", "key_heads * (group // HEADS)"),
     Bug("half of the columns", "SIZE // WIDTH // self._parts", "1"),
-    Bug("tokens are not counted", "plan.tokens - start if", "plan.tokens if"),
+    Bug("tokens are not counted", "else tokens - start.clamp(0, tokens)", "else tokens"),
 )
 FAILURES = (AssertionError, RuntimeError, ValueError, IndexError, KeyError, AttributeError)
 Plant = Callable[[], AbstractContextManager[None]]
@@ -211,7 +212,7 @@ def test_no_tokens() -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_planted_host_bug_fails(bug: Bug) -> None:
     with pytest.raises(FAILURES):
-        check_all(partial(planted, MODULES, bug))
+        check_all(partial(planted, PLANTED, bug))
 
 
 @pytest.mark.parametrize(

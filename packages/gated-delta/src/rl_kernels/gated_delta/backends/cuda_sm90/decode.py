@@ -86,8 +86,8 @@ def one_token(inputs: Inputs) -> Launches:
     start = kernel(program(inputs.q.dtype, schedule), "decode", SIGNATURE, device).start
     group, shape = heads // key_heads, (batch, 1, heads, size)
     grid, block, shared = (schedule.parts * group, key_heads, batch), schedule.threads, schedule.shared
-    # Bits of lengths that hold a length, at least 23 (constants.MOST_TOKENS); those above count the blocks of a sequence
-    # while the kernel runs.
+    # Bits of lengths that hold a length, at least 23 (constants.MOST_TOKENS); those above count the blocks of a
+    # sequence while the kernel runs.
     shift = BITS - (heads * schedule.parts).bit_length()
     strides = [stride for x in shapes[:3] for stride in (x.stride(0), x.stride(2))]
     codes = [CODES[x.dtype] for x in inputs[3:5]]
