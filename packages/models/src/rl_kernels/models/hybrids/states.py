@@ -114,7 +114,7 @@ class DeltaLayer(LinearAttentionLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence."""
         if self.inputs is not None:
-            self.reorder_cache(torch.arange(len(self.inputs)).repeat_interleave(repeats))
+            self.reorder_cache(torch.arange(len(self.inputs), device=self.inputs.device).repeat_interleave(repeats))
 
     def offload(self) -> None:
         """Move the states to the CPU."""
