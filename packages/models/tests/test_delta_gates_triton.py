@@ -41,6 +41,27 @@ def test_gates_are_those_of_fp64(triton_on, triton_dtype, tokens):
         assert (one.double() - other).norm() <= eps * other.norm()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1, 8, 30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_bits_are_those_of_pytorch_on_a_gpu(dtype, scale, monkeypatch):
+    """Forward, and the gradients of a and b; sums over tokens are in another order."""
+    leaves = [x.detach().requires_grad_() for x in operands("cuda", dtype, 4097)]
+    with torch.no_grad():
+        leaves[0][:, 1:].mul_(scale)
+        leaves[1][:, 1:].mul_(scale)
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(leaves[0].shape, generator=generator).cuda() for _ in range(2)]
+    assert delta_gates.takes(*leaves)
+    fused = gates(*leaves)
+    fused += torch.autograd.grad(fused, leaves[:2], upstream)
+    monkeypatch.setattr(delta_gates, "takes", lambda *_: False)
+    plain = gates(*leaves)
+    plain += torch.autograd.grad(plain, leaves[:2], upstream)
+    for name, one, other in zip(("decays", "strengths", "a", "b"), fused, plain, strict=True):
+        assert torch.equal(one, other), (name, one[one != other][:4], other[one != other][:4])
+
+
 def test_a_token_and_the_sums_have_their_own_bits(triton_on, triton_dtype):
     """Tokens alone; and sums over tokens, with tokens of no gradient behind them."""
     given = operands(triton_on, triton_dtype, 97)
