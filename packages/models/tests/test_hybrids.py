@@ -132,19 +132,19 @@ def test_generate_samples_with_the_logits_of_one_pass(hybrid, prompts, padded, w
     batch.pop("position_ids")
     torch.manual_seed(3)
     with invariant(model, strict=True):
-        found = model.generate(
+        output = model.generate(
             **batch, max_new_tokens=new, min_new_tokens=new, output_logits=True, return_dict_in_generate=True, **options
         )
-        sequences = found.sequences
+        sequences = output.sequences
         copies = len(sequences) // len(batch["input_ids"])
         mask = pad(batch["attention_mask"].repeat_interleave(copies, 0), (0, new), value=1)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         with torch.no_grad():
             logits = model(sequences, attention_mask=mask, position_ids=positions, use_cache=False).logits
     rows = torch.arange(len(sequences))
-    for step, sampled in enumerate(found.logits):
+    for step, sampled in enumerate(output.logits):
         # Beams are reordered after each step: the logits of step i are those of the beam that it came from.
-        source = found.beam_indices[:, step] if way == "beams" else rows
+        source = output.beam_indices[:, step] if way == "beams" else rows
         assert torch.equal(sampled[source], logits[:, -new - 1 + step].float()), step
 
 
@@ -246,6 +246,27 @@ def test_packed_rows_of_a_model_of_images_and_text(hybrid, prompts):
     with handle, torch.no_grad():
         whole = model(**packed(prompts[:2])).logits[0]
         assert torch.equal(whole, torch.cat([model(ids[None]).logits[0] for ids in prompts[:2]]))
+
+
+class PlainGatedNorm(torch.nn.Module):
+    """A gated norm that has no weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.eps = 1e-6
+
+    def forward(self, hidden_states, gate=None):
+        x = torch.nn.functional.rms_norm(hidden_states.float(), hidden_states.shape[-1:], eps=self.eps)
+        return (x * torch.nn.functional.silu(gate.float())).to(hidden_states.dtype)
+
+
+def test_a_gated_norm_without_a_weight():
+    model = torch.nn.ModuleDict({"norm": PlainGatedNorm()})
+    x, gate = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0))
+    plain = model["norm"](x, gate)
+    with invariant(model, strict=True) as handle:
+        assert handle.swapped == {"norm": "PlainGatedNorm"}
+        torch.testing.assert_close(model["norm"](x, gate), plain)
 
 
 def test_caches_that_do_not_fit(hybrid, prompts):
