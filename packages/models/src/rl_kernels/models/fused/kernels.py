@@ -207,7 +207,9 @@ def softplus(x):
         u = 1.0 + e
         return tl.maximum(x, 0.0) + tl.where(u == 1.0, e, product(tl.log(u), tl.div_rn(e, u - 1.0)))
     else:
-        return tl.where(x > 20.0, x, libdevice.log1p(libdevice.exp(x)))
+        e = libdevice.exp(x)
+        # As Triton compiles it, log1p returns 0 for subnormal numbers; below 2^-26 its result is its argument.
+        return tl.where(x > 20.0, x, tl.where(e < 1e-9, e, libdevice.log1p(e)))
 
 
 @triton.jit
