@@ -74,9 +74,9 @@ def attention_mask(
     if local_size == 0:
         # Qwen2-MoE makes this mask although no layer has a window; a layer that takes it raises.
         return torch.empty(0, dtype=torch.int32, device=device)
-    first_keys = None if attention_mask is None else _first_keys(attention_mask)
-    if q_length == 1 and first_keys is not None:
-        _refuse_lone_padding(attention_mask, options.get("config"))
+    layer_types = getattr(options.get("config"), "layer_types", None) or ()
+    ends_real = q_length == 1 and "linear_attention" in layer_types
+    first_keys = None if attention_mask is None else _first_keys(attention_mask, ends_real)
     # transformers passes this option for bidirectional masks only.
     if "allow_is_bidirectional_skip" in options:
         if first_keys is None or attention_mask is None:
@@ -119,8 +119,11 @@ def _is_causal(mask_function: MaskFunction | None) -> bool:
     return mask_function is None or mask_function is plain
 
 
-def _first_keys(mask: torch.Tensor) -> torch.Tensor | None:
-    """Return the first key after the padding of each sequence, or None if there is no padding."""
+def _first_keys(mask: torch.Tensor, ends_real: bool) -> torch.Tensor | None:
+    """Return the first key after the padding of each sequence, or None if there is no padding.
+
+    ends_real: raise if a last key is padding: transformers does not tell recurrent layers about single tokens.
+    """
     # Few launches, because this runs for each token that generate samples.
     length, tokens = mask.shape[1], mask.view(torch.uint8)
     first, behind, count = tokens.argmax(1), tokens.flip(1).argmax(1), tokens.sum(1)
@@ -131,18 +134,13 @@ def _first_keys(mask: torch.Tensor) -> torch.Tensor | None:
     empty = counts == 0
     if not ((firsts + counts + behinds == length) | empty).all():
         raise ValueError("attention_mask: expected padding before or after a sequence, got some between its tokens")
-    if empty.any():
-        first = torch.where(count > 0, first, length)
-    return None if (counts == length).all() else first
-
-
-def _refuse_lone_padding(mask: Any, config: Any) -> None:
-    """Raise if single tokens of a hybrid are padding, which transformers does not tell its recurrent layers."""
-    is_hybrid = "linear_attention" in (getattr(config, "layer_types", None) or ())
-    if is_hybrid and not values_hidden(mask) and not mask[:, -1].all():
+    if ends_real and (empty | (behinds > 0)).any():
         raise ValueError(
             "attention_mask: expected no padding among tokens that come one at a time; pass several at once"
         )
+    if empty.any():
+        first = torch.where(count > 0, first, length)
+    return None if (counts == length).all() else first
 
 
 def _probe_pattern(

@@ -15,6 +15,9 @@ from rl_kernels.models.logits import in_mode
 from rl_kernels.models.trace import TracedTensor, watched
 from rl_kernels.models.variants import Piece, Variant, of_prompts, of_rows
 
+LENGTH, ACROSS_CHUNKS = 23, 131
+"""Tokens of the longest drawn prompt, and of one that fills two chunks of linear attention and begins a third."""
+
 
 @dataclass(frozen=True)
 class AuditResult:
@@ -49,7 +52,7 @@ def audit(
     inputs: Sequence[torch.Tensor] | torch.Tensor | None = None,
     *,
     prompts: int = 4,
-    length: int = 23,
+    length: int | None = None,
     seed: int = 0,
 ) -> AuditResult:
     """Run a model on samples alone and batched in several ways; compare the bits of every module's inputs and outputs.
@@ -65,7 +68,8 @@ def audit(
             first dim is the samples, at least two, for ``model(*inputs)``. None draws random prompts for a model of
             transformers.
         prompts: number of prompts to draw, at least 2.
-        length: tokens of the longest drawn prompt, at least 2.
+        length: tokens of the longest drawn prompt, at least 2; by default 23, or 131 for a model with linear attention,
+            whose chunks of 64 tokens the prompts must cross.
         seed: seed of the random prompts.
 
     Returns:
@@ -77,7 +81,8 @@ def audit(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     check.integer("prompts", prompts, least=2, most=check.INT32)
-    check.integer("length", length, least=2, most=check.INT32)
+    if length is not None:
+        check.integer("length", length, least=2, most=check.INT32)
     check.integer("seed", seed)
     variants = _variants(model, inputs, prompts, length, seed)
     _, alone = next(variants)
@@ -100,7 +105,7 @@ def audit(
 
 
 def _variants(
-    model: nn.Module, inputs: Sequence[torch.Tensor] | torch.Tensor | None, prompts: int, length: int, seed: int
+    model: nn.Module, inputs: Sequence[torch.Tensor] | torch.Tensor | None, prompts: int, length: int | None, seed: int
 ) -> Iterator[Variant]:
     parameter = next(model.parameters(), None)
     # accelerate's hooks, which load meta weights on demand, move the inputs too.
@@ -112,6 +117,8 @@ def _variants(
         vocabulary = getattr(text, "vocab_size", None)
         if not isinstance(vocabulary, int):
             raise ValueError("inputs: expected prompts or a batch for a model whose config has no vocab_size")
+        if length is None:
+            length = ACROSS_CHUNKS if "linear_attention" in (getattr(text, "layer_types", None) or ()) else LENGTH
         inputs = random_prompts(vocabulary, prompts, length, seed)
     if isinstance(inputs, list) and inputs and all(isinstance(x, torch.Tensor) and x.ndim == 1 for x in inputs):
         if len(inputs) < 2 or not all(len(ids) and not ids.is_floating_point() for ids in inputs):

@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES, help="default: fp32, or that of the model from a function")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: auto)")
     parser.add_argument("--prompts", type=count(2, 31), default=4, help="random prompts to run (%(default)s)")
-    parser.add_argument("--length", type=count(2, 31), default=23, help="tokens of the longest prompt (%(default)s)")
+    parser.add_argument(
+        "--length", type=count(2, 31), help="tokens of the longest prompt (23; 131 for linear attention)"
+    )
     parser.add_argument("--seed", type=count(0, 63), default=0, help="seed of random prompts and weights (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
     args = parser.parse_args(argv)

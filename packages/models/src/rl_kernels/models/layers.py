@@ -187,6 +187,6 @@ def _gated(base: type[nn.Module], form: Form, eps: str) -> type[nn.Module]:
     """Return the subclass of a gated norm that computes each row independently."""
 
     def forward(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        return norm(hidden_states, self.weight, None, getattr(self, eps), form, gate)
+        return norm(hidden_states, getattr(self, "weight", None), None, getattr(self, eps), form, gate)
 
     return subclass(base, (form, eps), forward)

@@ -59,7 +59,7 @@ class _Hook:
             _refuse_mixing(arguments)
             return None
         bounds, longest = packed
-        if "use_cache" in self.names:
+        if "use_cache" in self.names or self.takes_lengths:
             # A cache with several sequences in one row cannot be continued.
             arguments["use_cache"] = False
         arguments["attention_mask"] = bounds.expand(PACKED, 1, longest, -1)

@@ -1,11 +1,14 @@
-"""The fused Triton kernels. Rotary embedding and gate round exactly where PyTorch's kernels do."""
+"""The fused Triton kernels. Rotary embedding and gates round exactly where PyTorch's kernels do."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from rl_kernels.core.triton_lib.arithmetic import fma, product, sigmoid_parts
+from rl_kernels.core.triton_lib.arithmetic import INTERPRETED, fma, product, sigmoid_parts
+
+if not INTERPRETED.value:
+    from triton.language.extra import libdevice
 
 AT_ONCE = tl.constexpr(16)
 """Rows that are loaded before the first one is added."""
@@ -197,17 +200,32 @@ def score_tokens(
 
 @triton.jit
 def softplus(x):
-    """Return ``log(1 + exp(x))`` in FP32; the quotient corrects the rounding of the sum below the logarithm."""
-    e = tl.exp(-tl.abs(x))
-    u = 1.0 + e
-    return tl.maximum(x, 0.0) + tl.where(u == 1.0, e, product(tl.log(u), tl.div_rn(e, u - 1.0)))
+    """Return ``log(1 + exp(x))`` in FP32, with the bits of PyTorch's on a GPU."""
+    if INTERPRETED:
+        # The interpreter has no log1p: the quotient corrects the rounding of the sum below the logarithm.
+        e = tl.exp(-tl.abs(x))
+        u = 1.0 + e
+        return tl.maximum(x, 0.0) + tl.where(u == 1.0, e, product(tl.log(u), tl.div_rn(e, u - 1.0)))
+    else:
+        e = libdevice.exp(x)
+        # As Triton compiles it, log1p returns 0 for subnormal numbers; below 2^-26 its result is its argument.
+        return tl.where(x > 20.0, x, tl.where(e < 1e-9, e, libdevice.log1p(e)))
+
+
+@triton.jit
+def exponential(x):
+    """Return ``exp(x)``, by CUDA's library on a GPU."""
+    if INTERPRETED:
+        return tl.exp(x)
+    else:
+        return libdevice.exp(x)
 
 
 @triton.jit
 def delta_gate_parts(A_LOG, DT_BIAS, a, head, mask):
     """Return ``a + DT_BIAS`` and ``-exp(A_LOG)`` of elements, in FP32."""
     x = a.to(tl.float32) + tl.load(DT_BIAS + head, mask=mask, other=0.0).to(tl.float32)
-    return x, -tl.exp(tl.load(A_LOG + head, mask=mask, other=0.0).to(tl.float32))
+    return x, -exponential(tl.load(A_LOG + head, mask=mask, other=0.0).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=("count",))
@@ -235,11 +253,10 @@ def delta_gates_backward(
     x, rate = delta_gate_parts(A_LOG, DT_BIAS, a, head, head < HEADS)
     grad = tl.load(GRAD_DECAYS + at, mask=mask, other=0.0)
     one = tl.full([ROWS, WIDTH], 1.0, tl.float32)
-    grad_x = product(product(grad, tl.broadcast_to(rate, grad.shape)), tl.div_rn(one, sigmoid_parts(x)))
+    grad_x = product(product(tl.broadcast_to(rate, grad.shape), tl.div_rn(one, sigmoid_parts(x))), grad)
     tl.store(GRAD_A + at, grad_x.to(GRAD_A.dtype.element_ty), mask=mask)
     strength = tl.div_rn(one, sigmoid_parts(b.to(tl.float32)))
-    slope = product(strength, 1.0 - strength)
-    grad_b = product(tl.load(GRAD_STRENGTHS + at, mask=mask, other=0.0), slope)
+    grad_b = product(product(tl.load(GRAD_STRENGTHS + at, mask=mask, other=0.0), strength), one - strength)
     tl.store(GRAD_B + at, grad_b.to(GRAD_B.dtype.element_ty), mask=mask)
     # The derivative of a decay by A_LOG is the decay itself.
     of_log = product(grad, product(tl.broadcast_to(rate, grad.shape), softplus(x)))

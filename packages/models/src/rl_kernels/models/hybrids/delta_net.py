@@ -25,10 +25,6 @@ JOINED = {"in_proj_qkvz", "in_proj_ba", "conv1d", "norm", "out_proj"}
 SEPARATE = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "norm", "out_proj"}
 KINDS = {"Qwen3NextGatedDeltaNet": JOINED, "Qwen3_5GatedDeltaNet": SEPARATE, "Qwen3_5MoeGatedDeltaNet": SEPARATE}
 """Names of the classes, and the parts that their layers have."""
-CONTINUOUS = (
-    "generate_batch: expected a model without Gated DeltaNet layers, the cache of continuous batching has no place for "
-    "their states; use generate"
-)
 
 
 def is_delta_net(module: nn.Module) -> bool:
@@ -48,8 +44,10 @@ def delta_net(module: Any) -> tuple[type[nn.Module] | None, str]:
 
 def _why_not(module: Any, parts: set[str]) -> str | None:
     children = dict(module.named_children())
-    if children.keys() != parts or not isinstance(children[CONVOLUTION], nn.Conv1d):
+    if children.keys() != parts:
         return f"its parts are {', '.join(children)}"
+    if not isinstance(module.conv1d, nn.Conv1d):
+        return f"expected an nn.Conv1d as conv1d, whose weight the layer reads, got a {type(module.conv1d).__name__}"
     taps = module.conv1d.kernel_size[0]
     if taps != TAPS:
         return f"expected linear_conv_kernel_dim {TAPS}, got {taps}"
@@ -102,12 +100,10 @@ def _layout(
     hidden_states: torch.Tensor, cache: Any, mask: torch.Tensor | None, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of the operators that say where sequences begin."""
-    if options.get("cache") is not None:
-        raise ValueError(CONTINUOUS)
     bounds = options.get("cu_seq_lens_q")
     if bounds is not None:
         if cache is not None:
-            raise ValueError("past_key_values: expected None with packed sequences, which a cache cannot continue")
+            raise ValueError("use_cache: expected False with packed sequences, which a cache cannot continue")
         return {"cu_seqlens": bounds, "validate": False}
     if options.get("seq_idx") is not None:
         raise ValueError("seq_idx: expected packed sequences by position_ids or cu_seq_lens_q, not by seq_idx alone")

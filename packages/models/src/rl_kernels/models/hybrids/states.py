@@ -131,7 +131,7 @@ class DeltaLayer(LinearAttentionLayer):
 
     def update_conv_state(self, *_: Any, **__: Any) -> torch.Tensor:
         """Refuse transformers' own layers, whose states these are not."""
-        raise ValueError("past_key_values: expected an empty cache, this one was filled under invariant()")
+        raise ValueError("past_key_values: expected a new cache, this one was made under invariant()")
 
     update_recurrent_state = update_conv_state
 
@@ -146,7 +146,7 @@ def states_of(cache: Any, net: Any, mixed: torch.Tensor) -> DeltaLayer:
 
     Raises:
         ValueError: the cache has no layer for linear attention there, transformers' own code filled it, or it holds
-            tokens and gradients are computed.
+            tokens and gradients are computed, or the batch or dtype is another one.
     """
     index: int = net.layer_idx
     layers = cache.layers
@@ -160,10 +160,15 @@ def states_of(cache: Any, net: Any, mixed: torch.Tensor) -> DeltaLayer:
             )
         if layer.has_previous_state[0]:
             raise ValueError(FOREIGN.format(index, "was filled by transformers' own code"))
-        made = DeltaLayer()
-        made.record_past = layer.record_past
-        layers[index] = layer = made
-    if layer.delta is None:
+        own = DeltaLayer()
+        own.record_past = layer.record_past
+        layers[index] = layer = own
+    if layer.inputs is None or (len(layer.inputs), layer.inputs.dtype) != (len(mixed), mixed.dtype):
+        if layer.inputs is not None and layer.has_previous_state[0]:
+            raise ValueError(
+                f"past_key_values: expected a cache of {len(mixed)} sequences in {mixed.dtype}, got one of "
+                f"{len(layer.inputs)} in {layer.inputs.dtype}"
+            )
         layer.fill(net, mixed)
     if layer.has_previous_state[0] and torch.is_grad_enabled() and _requires_grad(mixed, *net.parameters()):
         raise ValueError(
