@@ -34,7 +34,7 @@ class DeltaLayer(LinearAttentionLayer):
     def fill(self, net: Any, mixed: torch.Tensor) -> None:
         """Make empty states for the sequences of ``mixed[B, T, D]``."""
         batch, device = mixed.shape[0], mixed.device
-        self.dtype, self.device = mixed.dtype, device  # type: ignore[assignment]
+        self.dtype, self.device = mixed.dtype, device
         self.inputs = mixed.new_zeros(batch, PAST, mixed.shape[2])
         sizes = net.num_k_heads, net.num_v_heads, net.head_k_dim, net.head_v_dim
         self.delta = DeltaCache.empty(batch, *sizes, dtype=mixed.dtype, device=device)
@@ -150,7 +150,7 @@ def states_of(cache: Any, net: Any, mixed: torch.Tensor) -> DeltaLayer:
     """
     index: int = net.layer_idx
     layers = cache.layers
-    layer = layers[index] if index < len(layers) else None
+    layer: Any = layers[index] if index < len(layers) else None
     if type(layer) is not DeltaLayer:
         if type(layer) is not LinearAttentionLayer:
             kind = "missing" if layer is None else f"a {type(layer).__name__}"
