@@ -131,7 +131,7 @@ def test_use_backend_forces_inside_its_block_only():
 def test_use_backend_replaces_nothing_and_knows_its_operators():
     with use_backend(grpo_loss="fused"), pytest.raises(BackendUnavailable, match="cannot run on 'fused'"):
         choose(OPERATOR, CPU)
-    with pytest.raises(ValueError, match="use_backend: 'no_such' is not an operator; known: det_attention, det_gemm,"):
+    with pytest.raises(ValueError, match="use_backend: 'no_such' is not an operator; known: causal_conv1d,"):
         use_backend(no_such="native")
 
 

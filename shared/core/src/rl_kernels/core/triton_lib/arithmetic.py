@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from contextlib import suppress
 
 import triton
 import triton.language as tl
 
 from rl_kernels.core.triton_lib.launch import INTERPRETED as _INTERPRETED
 
-_KNOWS_TARGET = not _INTERPRETED and find_spec("triton.language.target_info") is not None
+_KNOWS_TARGET = False
+if not _INTERPRETED:
+    # A stand-in for Triton, which launches nothing, has neither.
+    with suppress(ImportError):
+        from triton.language.extra import libdevice
+        from triton.language.target_info import cuda_capability_geq
+
+        _KNOWS_TARGET = True
+
 INTERPRETED = tl.constexpr(_INTERPRETED)
 KNOWS_TARGET = tl.constexpr(_KNOWS_TARGET)
 """Whether a kernel can ask which GPU it is compiled for; in Triton 3.4 it cannot."""
-
-if not _INTERPRETED:
-    from triton.language.extra import libdevice
-if _KNOWS_TARGET:
-    from triton.language.target_info import cuda_capability_geq
 
 
 @triton.jit
