@@ -47,7 +47,7 @@ def sum_decays(
     total = tl.zeros([HEADS], tl.float32)
     sums = tl.zeros([HEADS, CHUNK], tl.float32)
     for row in tl.range(0, CHUNK, loop_unroll_factor=16):
-        j = chunk * CHUNK + row - opened
+        j = chunk * CHUNK + row - opened + 0 * head
         place = (batch.to(tl.int64) * tokens + first + j) * HV
         total += tl.load(G + place + head, mask=is_head & (j >= 0) & (j < count), other=0.0).to(tl.float32)
         if HELD is not None:

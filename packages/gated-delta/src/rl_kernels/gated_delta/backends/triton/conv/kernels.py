@@ -52,10 +52,12 @@ def place(slot, CU_SEQLENS, START, tokens, slots, sequences, steps, CHUNK: tl.co
 def inputs(X, STATE, s, first, length, position, d, stride, D: tl.constexpr):
     """Return the inputs at a position, or at positions ``[R, 1]``, in channels ``[1, C]``: of X, of the state, or 0."""
     inside = d < D
-    here = (position >= 0) & (position < length)
+    # A block for each condition: Triton 3.9's interpreter has no masks of a block and a scalar.
+    at = position + 0 * d
+    here = (at >= 0) & (at < length)
     x = tl.load(X + (first + position).to(tl.int64) * stride + d, mask=here & inside, other=0.0).to(tl.float32)
     if STATE is not None:
-        before = (position < 0) & (position >= -PAST)
+        before = (at < 0) & (at >= -PAST)
         state = STATE + (s.to(tl.int64) * PAST + PAST + position) * D + d
         x = tl.where(before & inside, tl.load(state, mask=before & inside, other=0.0).to(tl.float32), x)
     return x
@@ -100,7 +102,8 @@ def forward(
             if SILU:
                 z = tl.div_rn(z, sigmoid_parts(z))
             z = tl.where(position >= 0, z, 0.0)
-            mask = (first + position >= 0) & (position < length) & inside
+            at = position + 0 * d
+            mask = (first + at >= 0) & (at < length) & inside
             tl.store(y + (first + position).to(tl.int64) * D + d, z.to(Y.dtype.element_ty), mask=mask)
             x0, x1, x2 = x1, x2, x3
     if LAST is not None:
@@ -115,7 +118,8 @@ def forward(
 @triton.jit
 def upstream(GRAD, z, first, length, position, d, stride, D: tl.constexpr, SILU: tl.constexpr):
     """Return the gradient of the sums z ``[1, C]`` at a position: zeros outside of the sequence."""
-    mask = (position >= 0) & (position < length) & (d < D)
+    at = position + 0 * d
+    mask = (at >= 0) & (at < length) & (d < D)
     grad = tl.load(GRAD + (first + position).to(tl.int64) * stride + d, mask=mask, other=0.0).to(tl.float32)
     if SILU:
         one = tl.full(z.shape, 1.0, tl.float32)
@@ -129,7 +133,7 @@ def pulled(GRAD_LAST, dz, dz1, dz2, dz3, w0, w1, w2, w3, s, length, position, d,
     """Return the gradient of the input at a position, for those of its own sum and of the three after it."""
     dx = fma(w3, dz, fma(w2, dz1, fma(w1, dz2, product(w0, dz3))))
     if GRAD_LAST is not None:
-        number = position - length + PAST
+        number = position - length + PAST + 0 * d
         place = GRAD_LAST + (s.to(tl.int64) * PAST + number) * D + d
         dx += tl.load(place, mask=(number >= 0) & (number < PAST) & (d < D), other=0.0).to(tl.float32)
     return dx
@@ -176,9 +180,10 @@ def backward(
             z = fma(x3, w3, fma(x2, w2, fma(x1, w1, fma(x0, w0, bias))))
             dz = upstream(grads, z, first, length, position, d, grad_token, D, SILU)
             dx = pulled(GRAD_LAST, dz, dz1, dz2, dz3, w0, w1, w2, w3, s, length, position, d, D)
-            at = (row.to(tl.int64) * tokens + first + position) * D + d
-            mask = (first + position >= 0) & (position < end) & inside
-            tl.store(DX + at, tl.where(position >= 0, dx, 0.0).to(DX.dtype.element_ty), mask=mask)
+            of_token = (row.to(tl.int64) * tokens + first + position) * D + d
+            at = position + 0 * d
+            mask = (first + at >= 0) & (at < end) & inside
+            tl.store(DX + of_token, tl.where(position >= 0, dx, 0.0).to(DX.dtype.element_ty), mask=mask)
             if PARTS is not None:
                 sum0, sum1, sum2, sum3 = fma(dz, x0, sum0), fma(dz, x1, sum1), fma(dz, x2, sum2), fma(dz, x3, sum3)
                 sum_bias += dz
@@ -188,7 +193,7 @@ def backward(
         for i in tl.static_range(PAST):
             dx = pulled(GRAD_LAST, zero, dz1, dz2, dz3, w0, w1, w2, w3, s, length, -1 - i, d, D)
             of_state = DSTATE + (s.to(tl.int64) * PAST + PAST - 1 - i) * D + d
-            tl.store(of_state, dx.to(DSTATE.dtype.element_ty), mask=inside & (begin == 0))
+            tl.store(of_state, dx.to(DSTATE.dtype.element_ty), mask=inside & (begin + 0 * d == 0))
             dz1, dz2, dz3 = zero, dz1, dz2
     if PARTS is not None:
         part = PARTS + slot.to(tl.int64) * (TAPS + 1) * D + d
@@ -219,6 +224,6 @@ def chain(PARTS, DWEIGHT, DBIAS, count, D: tl.constexpr, COLUMNS: tl.constexpr, 
         total += tl.load(place)
         place += (TAPS + 1) * D
     if DWEIGHT is not None:
-        tl.store(DWEIGHT + d * TAPS + number, total, mask=inside & (number < TAPS))
+        tl.store(DWEIGHT + d * TAPS + number, total, mask=inside & (number + 0 * d < TAPS))
     if DBIAS is not None:
-        tl.store(DBIAS + d, total, mask=inside & (number == TAPS))
+        tl.store(DBIAS + d, total, mask=inside & (number + 0 * d == TAPS))
