@@ -25,7 +25,7 @@ BACKENDS = {
 SHARED = ROOT / "shared/core/src/rl_kernels/core/triton_lib"
 PEERS = {"peers.py", "peer_kernels.py"}
 """Sums over GPUs of one node: no operator's backend."""
-LAUNCHES = {"launch", "Launch", "of_chunks", "over_chunks"}
+LAUNCHES, METHODS = {"launch", "Launch", "of_chunks"}, {"over_chunks"}
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -36,7 +36,7 @@ def launched(folder: Path) -> Iterator[str]:
             if not isinstance(node, ast.Call):
                 continue
             kernel = node.func.value if isinstance(node.func, ast.Subscript) else None
-            if getattr(node.func, "id", getattr(node.func, "attr", None)) in LAUNCHES:
+            if getattr(node.func, "id", None) in LAUNCHES or getattr(node.func, "attr", None) in METHODS:
                 kernel = node.args[0]
             # A function that launches what it is called with.
             if kernel is not None and getattr(kernel, "id", None) != "kernel":
