@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     for name, records in records_by_operator.items():
         file = file_of(kernel_registry.load(name).canary)
-        known = json.loads(file.read_text(encoding="utf-8"))
+        known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         write_json(file, {**known, **records})
         print(f"{file}: {', '.join(records)}")
     return 0

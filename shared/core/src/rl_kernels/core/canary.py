@@ -179,8 +179,9 @@ def expected(operator: Operator, call: Call, backend: Backend) -> str | None:
 
 @functools.cache
 def records_of(canary: str) -> Mapping[str, Mapping[str, Mapping[str, Digests]]]:
-    """Return the records of an operator's canary: digests by architecture, backend and dtype."""
-    return json.loads(file_of(canary).read_text(encoding="utf-8"))
+    """Return the records of an operator's canary: digests by architecture, backend and dtype; none before the first."""
+    file = file_of(canary)
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def file_of(canary: str) -> Path:
