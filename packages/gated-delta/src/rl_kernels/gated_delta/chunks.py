@@ -19,7 +19,7 @@ from rl_kernels.gated_delta.places import Places
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``a[..., M, K] @ b[..., K, N]``, added to a contiguous ``out`` if it is given."""
+    """Return ``a[..., M, K] @ b[..., K, N]``, added to ``out``, which is contiguous, unless it is None."""
     lead = a.shape[:-2]
     if a.dtype == torch.float64:
         return a @ b if out is None else out.add_(a @ b)
