@@ -1,11 +1,11 @@
 """A whole model, stock and under `invariant()`: time and bits; `python tools/model_step.py` on a GPU.
 
-The model has random weights and, by default, the widths of Llama 3.1 8B with four of its layers; `--mixture` gives it
-those of a mixture of experts. Only its body runs, without the head. It runs unchanged (SDPA), under torch.compile, with
-Liger's kernels if they are installed, under `invariant()`, and under both. Times are wall times of several calls, host
-included, with a wait for the device after the last one; the ways take turns, and the ratios are of medians. Decoding is
-one token per sequence with a static cache, in a CUDA graph; `generate` is eager, with one prompt; `generate_batch` is
-transformers' continuous batching with its default settings.
+The model has random weights and, by default, the widths of Llama 3.1 8B with four of its layers; `--widths` gives it
+those of a mixture of experts or of a hybrid. Only its body runs, without the head. It runs unchanged (SDPA; a hybrid
+with FLA, if it is installed), under torch.compile, with Liger's kernels if they are installed, under `invariant()`, and
+under both. Times are wall times of several calls, host included, with a wait for the device after the last one; the
+ways take turns, and the ratios are of medians. Decoding is one token per sequence with a static cache, in a CUDA graph;
+`generate` is eager, with one prompt; `generate_batch` is transformers' continuous batching with its default settings.
 
 Bits: how many elements of the logits, and of the log-probabilities of `head_logp`, differ between prompts alone and the
 same prompts in batches, padded, packed, in chunks and so on; the gradients of a packed and of a padded batch; and for a
@@ -29,6 +29,7 @@ import torch
 from model_continuous import ANSWER, batched
 from model_decode import captured, decoding, generated
 from model_ways import (
+    HYBRIDS,
     LONGEST,
     OURS,
     STOCK,
@@ -50,13 +51,19 @@ from rl_kernels.lab.bench.peers import one_line
 from rl_kernels.lab.bench.report import digits
 
 PACKAGES = ("transformers", "rl-kernels-models", "rl-kernels-det-gemm", "rl-kernels-attention", "rl-kernels-norm")
-FAMILIES = ("Llama", "Qwen3Moe", "GptOss")
-MIXTURES = {
+PEERS = {"liger_kernel": "liger_kernel", "fla": "fla-core"}
+"""Packages that some ways use, by module."""
+FAMILIES = ("Llama", "Qwen3Moe", "GptOss", *HYBRIDS)
+WIDTHS = {
     "qwen3-30b": {"family": "Qwen3Moe", "hidden": 2048, "between": 768, "experts": 128, "chosen": 8, "kv_heads": 4},
     "gpt-oss-20b": {"family": "GptOss", "hidden": 2880, "between": 2880, "experts": 32, "chosen": 4}
     | {"heads": 64, "head": 64},
+    "qwen3.5-9b": {"family": "Qwen3_5", "hidden": 4096, "between": 12288, "layers": 8}
+    | {"heads": 16, "kv_heads": 4, "head": 256},
+    "qwen3.5-35b": {"family": "Qwen3_5Moe", "hidden": 2048, "between": 512, "layers": 8}
+    | {"heads": 16, "kv_heads": 2, "head": 256, "experts": 256, "chosen": 8},
 }
-"""Widths of Qwen3-30B-A3B and gpt-oss-20b."""
+"""Widths of Qwen3-30B-A3B, gpt-oss-20b, Qwen3.5-9B and Qwen3.5-35B-A3B."""
 SECONDS = 0.15
 """Length of one turn of calls."""
 BOTH = (1 << 11, 1 << 13)
@@ -108,7 +115,7 @@ class Report:
 
     def __init__(self, args: argparse.Namespace) -> None:
         settings = {name: value for name, value in vars(args).items() if name != "json"}
-        machine = environment(torch.device(args.device), [*PACKAGES, *_installed("liger_kernel")])
+        machine = environment(torch.device(args.device), [*PACKAGES, *_installed_peers()])
         self.document: dict[str, Any] = {
             "version": 1,
             "environment": machine,
@@ -143,8 +150,8 @@ class Report:
         print(f"{name}: {line}", flush=True)
 
 
-def _installed(module: str) -> list[str]:
-    return [module] if find_spec(module) else []
+def _installed_peers() -> list[str]:
+    return [name for module, name in PEERS.items() if find_spec(module)]
 
 
 def measure(report: Report, ways_to_time: Sequence[Way], args: argparse.Namespace) -> None:
@@ -184,10 +191,12 @@ def measure(report: Report, ways_to_time: Sequence[Way], args: argparse.Namespac
     eager = {way.name: (way, generated(way, args.generated)) for way in plain}
     report.times(f"generate, 1 prompt, {args.generated} tokens, eager", eager, max(args.rounds // 2, 1))
     prompt_ids = prompts(args)
-    together = {
-        way.name: (way, batched(way.model, prompt_ids, ANSWER)) for way in ways_to_time if way.name in (STOCK, OURS)
-    }
-    report.times(f"generate_batch, {args.prompts} prompts, {ANSWER} tokens", together, 1)
+    # transformers has no continuous batching of hybrids.
+    if args.family not in HYBRIDS:
+        together = {
+            way.name: (way, batched(way.model, prompt_ids, ANSWER)) for way in ways_to_time if way.name in (STOCK, OURS)
+        }
+        report.times(f"generate_batch, {args.prompts} prompts, {ANSWER} tokens", together, 1)
 
 
 def bits(report: Report, all_ways: Sequence[Way], args: argparse.Namespace) -> int:
@@ -197,12 +206,13 @@ def bits(report: Report, all_ways: Sequence[Way], args: argparse.Namespace) -> i
         if way.name not in (STOCK, OURS):
             continue
         with way.active():
-            differ = differing(way, prompt_ids)
-            of_gradients = gradients(way, args)
-        report.keep("bits", way.name, {"prompts": differ, "gradients": of_gradients})
+            differ, refused = differing(way, prompt_ids, continuous=args.family not in HYBRIDS)
+            # A stock hybrid has packed rows with FLA alone.
+            of_gradients = None if "packed" in refused else gradients(way, args)
+        report.keep("bits", way.name, {"prompts": differ, "gradients": of_gradients, "refused": refused})
         if way.name == OURS:
             counted = ("logits", "logps", "experts")
-            ours = of_gradients["differ"] + sum(counts[name] for counts in differ.values() for name in counted)
+            ours = sum(counts[name] for counts in differ.values() for name in counted) + of_gradients["differ"]
     return ours
 
 
@@ -214,8 +224,10 @@ def show(document: dict[str, Any]) -> None:
                 f"{way}, {name}: {counts['logits']:,} of {counts['of_logits']:,} logits and {counts['logps']:,} of "
                 f"{counts['of_logps']:,} log-probabilities differ{_rerouted(counts)}"
             )
-        counts = counted["gradients"]
-        print(f"{way}, gradients packed and padded: {counts['differ']:,} of {counts['elements']:,} differ")
+        for name, reason in counted["refused"].items():
+            print(f"{way}, {name}: {reason}")
+        if counts := counted["gradients"]:
+            print(f"{way}, gradients packed and padded: {counts['differ']:,} of {counts['elements']:,} differ")
     for way, parts in document.get("profile", {}).items():
         print(f"{way}, ms of a layer: " + ", ".join(f"{name} {digits(ms)}" for name, ms in parts.items()))
     for name, mib in document.get("memory", {}).items():
@@ -261,9 +273,9 @@ def parser() -> Parser:
         cli.add_argument(flag, type=count(1), default=default, metavar="N", help=f"default: {default}")
     cli.add_argument("--family", choices=FAMILIES, default=FAMILIES[0], help=f"default: {FAMILIES[0]}")
     for name, default in {"experts": 128, "chosen": 8, "head": 128}.items():
-        text = f"of a mixture; default: {default}"
+        text = f"of a mixture or hybrid; default: {default}"
         cli.add_argument(f"--{name}", type=count(1), default=default, metavar="N", help=text)
-    cli.add_argument("--mixture", choices=MIXTURES, help="the family and widths of a mixture")
+    cli.add_argument("--widths", choices=WIDTHS, help="the family and widths of a model")
     default_sizes = "2x1024,4x2048,1x8192,1x16384"
     cli.add_argument("--sizes", type=sizes, default=default_sizes, help=f"batch sizes (default: {default_sizes})")
     cli.add_argument("--compile", action="store_true", help="also under torch.compile, which takes a minute")
@@ -279,8 +291,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
     cli = parser()
     args = cli.parse_args(argv)
-    if args.mixture:
-        vars(args).update(MIXTURES[args.mixture])
+    if args.widths:
+        vars(args).update(WIDTHS[args.widths])
     if find_spec("transformers") is None:
         cli.error("transformers is not installed: pip install transformers")
     if args.device == "cuda" and not torch.cuda.is_available():

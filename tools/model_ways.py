@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,11 +17,13 @@ from model_continuous import answered
 
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.testing import bits_of
+from rl_kernels.lab.bench.peers import one_line
 from rl_kernels.models import head_logp, invariant
 
 STOCK, COMPILED, LIGER = "stock", "stock, compiled", "Liger"
 OURS, OURS_COMPILED = "invariant", "invariant, compiled"
 ROTARY = "apply_rotary_pos_emb"
+HYBRIDS = ("Qwen3_5", "Qwen3_5Moe")
 SHORTEST, LONGEST = 5, 300
 """Tokens of the shortest and the longest prompt whose bits are compared."""
 CHUNK, DECODED = 37, 40
@@ -39,8 +42,13 @@ def model_of(args: argparse.Namespace) -> Any:
         "Qwen3Moe": mixture
         | {"num_experts": args.experts, "moe_intermediate_size": args.between, "norm_topk_prob": True},
         "GptOss": mixture | {"num_local_experts": args.experts},
+        "Qwen3_5": {"head_dim": args.head},
+        "Qwen3_5Moe": mixture
+        | {"num_experts": args.experts, "moe_intermediate_size": args.between}
+        | {"shared_expert_intermediate_size": args.between},
     }
-    config = getattr(transformers, f"{args.family}Config")(
+    text = "Text" if args.family in HYBRIDS else ""
+    config = getattr(transformers, f"{args.family}{text}Config")(
         **own[args.family],
         hidden_size=args.hidden,
         intermediate_size=args.between,
@@ -176,11 +184,10 @@ def choices(model: Any) -> Iterator[States]:
         hook.remove()
 
 
-@torch.no_grad()
 def surroundings(
     way: Way, prompt_ids: Sequence[torch.Tensor], states: States
-) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """Yield the last hidden states of each prompt alone, then padded, packed, in chunks and decoded together."""
+) -> dict[str, Callable[[], list[torch.Tensor]]]:
+    """Return calls that compute the last hidden states of each prompt alone, padded, packed, in chunks, and decoded."""
     from transformers import DynamicCache
 
     body = way.model.model
@@ -188,22 +195,33 @@ def surroundings(
     def hidden(**inputs: Any) -> torch.Tensor:
         return states(body(**inputs))
 
-    yield "alone", [hidden(input_ids=ids[None], use_cache=False)[0] for ids in prompt_ids]
-    for side, left in (("left", True), ("right", False)):
+    def alone() -> list[torch.Tensor]:
+        return [hidden(input_ids=ids[None], use_cache=False)[0] for ids in prompt_ids]
+
+    def in_batch(left: bool) -> list[torch.Tensor]:
         batch = padded(prompt_ids, left=left)
         out = hidden(**batch, use_cache=False)
-        yield (
-            f"padded on the {side}",
-            [row[mask.bool()] for row, mask in zip(out, batch["attention_mask"], strict=True)],
-        )
-    yield "packed", list(hidden(**packed(prompt_ids), use_cache=False)[0].split([len(ids) for ids in prompt_ids]))
-    chunks = []
-    for ids in prompt_ids:
-        cache = DynamicCache(config=body.config)
-        parts = [hidden(input_ids=part[None], past_key_values=cache, use_cache=True)[0] for part in ids.split(CHUNK)]
-        chunks.append(torch.cat(parts))
-    yield f"in chunks of {CHUNK}, cached", chunks
-    yield "token by token, together, cached", _decoded(hidden, DynamicCache(config=body.config), prompt_ids)
+        return [row[mask.bool()] for row, mask in zip(out, batch["attention_mask"], strict=True)]
+
+    def in_one_row() -> list[torch.Tensor]:
+        return list(hidden(**packed(prompt_ids), use_cache=False)[0].split([len(ids) for ids in prompt_ids]))
+
+    def in_chunks() -> list[torch.Tensor]:
+        chunks = []
+        for ids in prompt_ids:
+            cache = DynamicCache(config=body.config)
+            parts = [hidden(input_ids=x[None], past_key_values=cache, use_cache=True)[0] for x in ids.split(CHUNK)]
+            chunks.append(torch.cat(parts))
+        return chunks
+
+    return {
+        "alone": alone,
+        "padded on the left": partial(in_batch, left=True),
+        "padded on the right": partial(in_batch, left=False),
+        "packed": in_one_row,
+        f"in chunks of {CHUNK}, cached": in_chunks,
+        "token by token, together, cached": lambda: _decoded(hidden, DynamicCache(config=body.config), prompt_ids),
+    }
 
 
 def _decoded(hidden: Callable[..., torch.Tensor], cache: Any, prompt_ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -230,24 +248,37 @@ def scores(
     return list(zip(*(part.split(sizes) for part in parts), strict=True))
 
 
-def differing(way: Way, prompt_ids: Sequence[torch.Tensor]) -> dict[str, dict[str, Any]]:
+@torch.no_grad()
+def differing(
+    way: Way, prompt_ids: Sequence[torch.Tensor], *, continuous: bool
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Count, for each way of batching, elements of logits and log-probabilities that differ from the prompts alone.
 
     Of a mixture also the tokens with other experts in any layer, and by how much the log-probabilities of these tokens
-    and of the rest differ.
+    and of the rest differ. With ``continuous`` also transformers' continuous batching.
+
+    Returns:
+        The counts, and the errors of batches that the stock model refuses.
     """
-    counts, alone = {}, []
+    counts, refused, alone = {}, {}, []
     with choices(way.model) as states:
-        for name, hidden in surroundings(way, prompt_ids, states):
-            scored = scores(way, prompt_ids, hidden)
+        for name, run in surroundings(way, prompt_ids, states).items():
+            try:
+                scored = scores(way, prompt_ids, run())
+            except (RuntimeError, ValueError) as error:
+                if way.name != STOCK:
+                    raise
+                refused[name] = one_line(error)
+                continue
             if name == "alone":
                 alone = scored
             else:
                 counts[name] = _counted(scored, alone)
-        whole, hidden = answered(way.model, prompt_ids, states)
-        expected = next(surroundings(way, whole, states))[1]
-        counts["continuous batching"] = _counted(scores(way, whole, hidden), scores(way, whole, expected))
-    return counts
+        if continuous:
+            whole, hidden = answered(way.model, prompt_ids, states)
+            expected = surroundings(way, whole, states)["alone"]()
+            counts["continuous batching"] = _counted(scores(way, whole, hidden), scores(way, whole, expected))
+    return counts, refused
 
 
 def _counted(scored: Sequence[tuple[torch.Tensor, ...]], alone: Sequence[tuple[torch.Tensor, ...]]) -> dict[str, Any]:
@@ -325,8 +356,8 @@ def layer_profile(way: Way, ids: torch.Tensor) -> dict[str, float]:
                 watch("products", module)
             elif "norm" in name:
                 watch("norms", module)
-            elif name in ("self_attn", "mlp"):
-                watch(name, module)
+            elif name in ("self_attn", "linear_attn", "mlp"):
+                watch("inside", module)
     try:
         for _ in range(3):
             marks.clear()
@@ -338,8 +369,7 @@ def layer_profile(way: Way, ids: torch.Tensor) -> dict[str, float]:
     spent: dict[str, float] = {}
     for name, begin, end in marks:
         spent[name] = spent.get(name, 0.0) + begin.elapsed_time(end) / len(way.model.model.layers)
-    inside = spent.pop("self_attn") + spent.pop("mlp")
-    layer = spent.pop("layer")
+    inside, layer = spent.pop("inside"), spent.pop("layer")
     spent["attention, rotary, gate"] = inside - spent["products"]
     spent["rest"] = layer - inside - spent["norms"]
     return {"layer": layer, **spent}

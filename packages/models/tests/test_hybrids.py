@@ -110,6 +110,9 @@ def test_gradients_do_not_depend_on_the_batch_and_are_those_of_the_model(hybrid,
         ends = len(prompts[0]), sum(map(len, prompts))
         in_row = gradients(packed(prompts), [(0, slice(ends[0])), (0, slice(*ends))])[0]
         assert all(map(torch.equal, in_row, rows))
+        steps = [prompts[0][:48], prompts[0][48:64]]
+        in_row = gradients(packed(steps), [(0, slice(48)), (0, slice(48, 64))])[1]
+        assert all(map(torch.equal, in_row, gradients(*padded(steps, left=False))[1]))
         for reentrant in (True, False):
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             assert all(map(torch.equal, gradients(*padded(prompts, left=False))[1], whole)), reentrant

@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 
+from rl_kernels.core.constants import STEP
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.triton_lib.launch import ceil_div, launch, next_power_of_2
 from rl_kernels.models.fused.conditions import fits
 
 BLOCK = 1024
-ROWS = 64
-"""Tokens whose gradients of a head's parameters are added in a tree; their sums are added in trees of as many."""
 
 
 def takes(*operands: Any) -> bool:
@@ -57,11 +56,11 @@ def delta_gates_backward(
         x.resolve_neg().contiguous() for x in (a, b, grad_decays.float(), grad_strengths.float())
     )
     heads, rows = a.shape[-1], a.numel() // a.shape[-1]
-    width, parts = next_power_of_2(heads), ceil_div(rows, ROWS)
+    width, steps = next_power_of_2(heads), ceil_div(rows, STEP)
     grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
-    sums, totals = (a.new_empty((n, 2, heads), dtype=torch.float32) for n in (parts, 1))
+    sums, totals = (a.new_empty((n, 2, heads), dtype=torch.float32) for n in (steps, 1))
     with device_of(a):
         operands = (a, b, a_log, dt_bias, grad_decays, grad_strengths, grad_a, grad_b, sums)
-        launch(kernels.delta_gates_backward, (parts,), *operands, numbers=(rows, heads, width, ROWS), num_warps=4)
-        launch(kernels.delta_gates_sums, (2,), sums, totals, numbers=(parts, heads, width, ROWS), num_warps=4)
+        launch(kernels.delta_gates_backward, (steps,), *operands, numbers=(rows, heads, width, STEP), num_warps=4)
+        launch(kernels.delta_gates_sums, (2,), sums, totals, numbers=(steps, heads, width, STEP), num_warps=4)
     return grad_a, grad_b, totals[0, 0], totals[0, 1]

@@ -245,7 +245,7 @@ def delta_gates_backward(
     A, B, A_LOG, DT_BIAS, GRAD_DECAYS, GRAD_STRENGTHS, GRAD_A, GRAD_B, SUMS, rows,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of A and B, and sums over ROWS tokens for A_LOG and DT_BIAS. Grid: groups of tokens."""
+    """Write the gradients of A and B, and sums over a step's ROWS tokens for A_LOG and DT_BIAS. Grid: steps."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     head = tl.arange(0, WIDTH)[None, :]
     mask, at = (row < rows) & (head < HEADS), row * HEADS + head
@@ -266,13 +266,13 @@ def delta_gates_backward(
     tl.store(place + HEADS, tl.sum(grad_x, 0), mask=column < HEADS)
 
 
-@triton.jit(do_not_specialize=("parts",))
-def delta_gates_sums(SUMS, TOTALS, parts, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Add ``SUMS[parts, 2, HEADS]``, ROWS parts in a tree, and these in ascending order. Grid: 2."""
+@triton.jit(do_not_specialize=("steps",))
+def delta_gates_sums(SUMS, TOTALS, steps, HEADS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Add ``SUMS[steps, 2, HEADS]`` in ascending order, after AT_ONCE loads that wait for no sum. Grid: 2."""
     column = tl.arange(0, WIDTH)
     total = tl.zeros([WIDTH], tl.float32)
-    for first in range(0, parts, ROWS):
-        part = first + tl.arange(0, ROWS)[:, None]
-        place = (part.to(tl.int64) * 2 + tl.program_id(0)) * HEADS + column[None, :]
-        total += tl.sum(tl.load(SUMS + place, mask=(part < parts) & (column < HEADS)[None, :], other=0.0), 0)
+    for first in range(0, steps, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            place = ((first + i).to(tl.int64) * 2 + tl.program_id(0)) * HEADS + column
+            total += tl.load(SUMS + place, mask=(first + i < steps) & (column < HEADS), other=0.0)
     tl.store(TOTALS + tl.program_id(0) * HEADS + column, total, mask=column < HEADS)

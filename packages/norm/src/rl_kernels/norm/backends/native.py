@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from rl_kernels.core.constants import STEP
-from rl_kernels.core.rowwise.operands import compute_dtype, pad_to
+from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.rowwise.silu import silu, silu_and_slope
-from rl_kernels.core.rowwise.sums import row_sum
+from rl_kernels.core.rowwise.sums import row_sum, sum_over_rows
 from rl_kernels.norm.results import result_dtype
 
 
@@ -92,7 +91,7 @@ def backward_into(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Add the gradient of the weight to ``main_grad[D]``; return (dx, dbias)."""
     *saved, main_grad, needs_bias = arguments
     dx, terms, upstream = terms_of(*saved)
-    main_grad.copy_(_chain(terms, main_grad))
+    main_grad.copy_(sum_over_rows(terms, main_grad))
     return dx, _gradient(upstream, needs_bias)
 
 
@@ -138,7 +137,7 @@ def _scaled(x: torch.Tensor, stats: torch.Tensor, centered: bool) -> torch.Tenso
 
 def _gradient(terms: torch.Tensor, is_needed: bool) -> torch.Tensor:
     """Return the sum of ``terms[N, D]`` over the rows, empty if it is not needed."""
-    return _chain(terms, terms.new_zeros(terms.shape[1])) if is_needed else terms.new_empty(0)
+    return sum_over_rows(terms, terms.new_zeros(terms.shape[1])) if is_needed else terms.new_empty(0)
 
 
 def terms_of(
@@ -165,18 +164,3 @@ def terms_of(
 
 def _mean(x: torch.Tensor) -> torch.Tensor:
     return row_sum(x).div_(x.shape[-1])
-
-
-def _chain(terms: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """Return ``start[D]`` plus the sum of ``terms[N, D]`` over the rows, 16 rows per step."""
-    if not len(terms):
-        return start.clone()
-    parts = pad_to(terms, 0, STEP).unflatten(0, (-1, STEP))
-    width = STEP
-    while width > 1:
-        width //= 2
-        parts = parts[:, :width] + parts[:, width:]
-    total = start.clone()
-    for part in parts[:, 0].unbind():
-        total += part
-    return total

@@ -12,7 +12,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from rl_kernels.core.constants import FAN, SEGMENT
+from rl_kernels.core.constants import FAN, SEGMENT, STEP
 from rl_kernels.core.rowwise.operands import pad_to
 from rl_kernels.core.torchlib.observed import without_modes
 from rl_kernels.core.verified import on_one_thread
@@ -66,6 +66,18 @@ def tree_sum(x: torch.Tensor) -> torch.Tensor:
     total = x.new_zeros(x.shape[:-1])
     for segment in trees.unbind(-1):
         total = total + segment
+    return total
+
+
+def sum_over_rows(terms: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """Return ``start[D]`` plus the sum of ``terms[N, D]`` over the rows: a tree for each step of 16, steps ascending.
+
+    Steps of zeros change no bit, wherever they are.
+    """
+    total = start.clone()
+    if len(terms):
+        for step in _tree(pad_to(terms, 0, STEP).unflatten(0, (-1, STEP)).mT).unbind():
+            total += step
     return total
 
 
