@@ -22,9 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,9 @@ def calls(operator: Operator, dtype: str, device: str) -> Iterator[tuple[str, Ca
         changes: list[Transform] = list(STORAGE.values())
         if case.grad and any(name.endswith("weight") for name in inputs):
             changes.append(_with_main_grad)
-        if "validate" in inspect.signature(operator.function(case.function)).parameters:
-            changes.append(_unchecked)
+        parameters = inspect.signature(operator.function(case.function)).parameters
+        if "validate" in parameters:
+            changes.append(partial(_unchecked, parameters))
         for variant in changes[number % len(changes)](case, spec.inputs(case, draw), draw):
             yield f"{case.name}, {variant.label}", case, variant.inputs
 
@@ -100,10 +102,10 @@ def _with_main_grad(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]
     yield Variant("main_grad", inputs)
 
 
-def _unchecked(case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
+def _unchecked(parameters: Container[str], case: Case, inputs: Inputs, draw: Draw) -> Iterator[Variant]:
     """Yield the call with invalid indices in every int64 tensor, without validation."""
     values = torch.tensor([*ANY, *case.sizes.values()], device=draw.device)
-    if "cu_seqlens" in inputs:
+    if "cu_seqlens" in inputs and "max_seqlen" in parameters:
         # Without max_seqlen, the size of the allocated memory would come from the invalid integers.
         inputs["max_seqlen"] = int(inputs["cu_seqlens"].diff().max())
     for name, value in inputs.items():
