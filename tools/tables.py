@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sections import demo, hardware, mismatch, mixtures, models, operators, products, ranks, training
+from sections import delta, demo, hardware, mismatch, mixtures, models, operators, products, ranks, training
 from sections.front import front_table
 from sections.text import filled, picture
 
@@ -78,6 +78,7 @@ SECTIONS = (
     Section("packages/linear-logp/GUIDE.md", "head", "*-head.json", products.heads, picture=HEADS),
     Section("packages/moe/GUIDE.md", "layouts", "*-moe-layouts.json", mixtures.layouts),
     Section("packages/moe/GUIDE.md", "memory", "*-moe-memory.json", mixtures.memory),
+    Section("packages/gated-delta/benchmarks/README.md", "delta rule", "*-delta-rule.json", delta.rule),
     Section("packages/det-gemm/GUIDE.md", "segments", "*-segments.json", products.segments),
     Section("packages/det-gemm/GUIDE.md", "chains", "*-chain-error.json", products.chains),
     Section("docs/hardware.md", "compiled", "triton-compiled.json", products.compiled),

@@ -14,6 +14,9 @@ NAMES = {
     "Llama": "A Llama",
     "Qwen3Moe": "A Qwen3-MoE with {experts} experts, {chosen} of them chosen,",
     "GptOss": "A gpt-oss with {experts} experts, {chosen} of them chosen, its attention eager in the stock model,",
+    "Qwen3_5": "A Qwen3.5, three of four layers Gated DeltaNet, flash-linear-attention in the stock model,",
+    "Qwen3_5Moe": "A Qwen3.5-MoE with {experts} experts, {chosen} of them chosen, three of four layers Gated DeltaNet, "
+    "flash-linear-attention in the stock model,",
 }
 """Families of `model_step.py`."""
 
@@ -41,7 +44,7 @@ def bits(document: Results) -> str:
     """Return the table of logits, log-probabilities and gradients that differ from prompts alone."""
     settings, ways = document["settings"], document["bits"]
     kinds = {"logits": ("logits", "of_logits"), "log-probabilities": ("logps", "of_logps")}
-    if settings.get("family", "Llama") != "Llama":
+    if next(iter(ways["stock"]["prompts"].values())).get("of_tokens"):
         kinds["tokens with other experts"] = ("experts", "of_tokens")
     rows = [["that differ", *(f"{way}: {kind}" for way in ways for kind in kinds)]]
     for label in ways["stock"]["prompts"]:

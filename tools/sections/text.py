@@ -14,7 +14,7 @@ def filled(parts: Sequence[str]) -> str:
 
 def ran_on(machine: Mapping[str, str]) -> str:
     """Return the line under a table with the machine and the versions that it was measured on."""
-    named = ("device", "date", "torch", "transformers", "vllm", "trl", "batch_invariant_ops", "triton")
+    named = ("device", "date", "torch", "transformers", "vllm", "trl", "batch_invariant_ops", "fla-core", "triton")
     return f"- ran on {', '.join(f'{name} {machine[name]}' for name in named if name in machine)}"
 
 
