@@ -46,7 +46,7 @@ PREFILL_BUGS = (
     (PREPARE, Bug("a held row is solved again", "!= nullptr ? -w.base : 0", "!= nullptr ? -w.base - 1 : 0")),
     (PREPARE, Bug("held sums left out", "w.is_held(t + i) ? g[i] : total + g[i]", "total + g[i]")),
     (SCAN, Bug("a state that does not decay", "c.scale(decay[ROWS - 1]);", "c.scale(1.0f);")),
-    (SCAN, Bug("a held residual is computed again", "if (t < from)", "if (t + 1 < from)")),
+    (COLUMNS, Bug("a held residual is computed again", "if (t < from)", "if (t + 1 < from)")),
     (SCAN, Bug("an output that does not decay", "o[i] *= decay[", "o[i] *= 1.0f + 0.0f * decay[")),
     (SCAN, Bug("an open chunk in the state", "is_cached && used >= ROWS && used", "is_cached && used")),
     (COLUMNS, Bug("part of a chunk before", "2 * warp + lane / 8 % 2", "2 * warp + (lane / 8 + 1) % 2")),
