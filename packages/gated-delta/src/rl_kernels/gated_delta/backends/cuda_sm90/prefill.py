@@ -85,12 +85,12 @@ class Chunks:
         batch, self.tokens, key_heads, _ = q.shape
         sequences, heads = inputs.sequences, v.shape[2]
         self.is_empty = not (sequences and batch and self.tokens)
+        self._fits = [fits(x) for x in (q, k, v)]
         if self.is_empty:
             return
         chunks = -(-(self.tokens + (CHUNK - 1) * is_cached) // CHUNK)
         packed = inputs.cu_seqlens is not None
         self.slots = self.tokens // CHUNK + 2 * sequences if packed else sequences * chunks
-        self._fits = [fits(x) for x in (q, k, v)]
         self._heads, self._tail = (key_heads, heads), (sequences, heads, CHUNK, CHUNK)
         wide = [int(x is not None and x.dtype == torch.int64) for x in (inputs.cu_seqlens, inputs.start)]
         self._numbers = (*wide, self.tokens, chunks, sequences, 0)
