@@ -48,7 +48,11 @@ class GradientStandIns(StandIns):
         """Read the operands, and check the sizes of what gradients read."""
         super().prepare(launch)
         assert launch.constants["GRADIENTS"]
-        self.sizes = slots, key_heads, heads = self.slots(launch, launch["bounds"]), launch["key_heads"], launch["heads"]
+        self.sizes = slots, key_heads, heads = (
+            self.slots(launch, launch["bounds"]),
+            launch["key_heads"],
+            launch["heads"],
+        )
         for name, shape in (("unit_q", key_heads), ("unit_k", key_heads), ("sums", heads), ("inverses", heads)):
             assert launch[name].shape[:3] == (launch[name].shape[0], shape, 64)
             assert launch[name].shape[0] >= slots

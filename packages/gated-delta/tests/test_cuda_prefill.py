@@ -140,7 +140,11 @@ def operands(
     whole = torch.randn(batch, tokens, odd + sum(sizes) + more).to(dtype)[..., odd : odd + sum(sizes)]
     q, k, v = (x.unflatten(-1, (-1, SIZE)) for x in whole.split(sizes, -1))
     if layout == "plain":
-        q, k, v = q.contiguous(), k.transpose(1, 2).contiguous().transpose(1, 2), v.transpose(1, 2).contiguous().transpose(1, 2)
+        q, k, v = (
+            q.contiguous(),
+            k.transpose(1, 2).contiguous().transpose(1, 2),
+            v.transpose(1, 2).contiguous().transpose(1, 2),
+        )
     g, beta = -torch.rand(batch, tokens, 2 * heads), torch.rand(batch, tokens, heads).to(dtype)
     return [q, k, v, g[..., ::2] if layout == "odd" else g[..., :heads].contiguous(), beta]
 
