@@ -34,8 +34,9 @@ TRITON = (
     Bug("gradient of keys through the next state left out", "total += dk\n        last =", "last ="),
 )
 NATIVE_MODULES = tuple(f"{HERE}.{name}" for name in ("places", "chunks", "gradients", "backends.native"))
-TRITON_NAMES = ("tiles", "prepare", "scan", "decode", "reverse", "differentiate", "plan", "backward", "backend")
-TRITON_MODULES = tuple(f"{HERE}.backends.triton.{name}" for name in TRITON_NAMES)
+SHARED = tuple(f"{HERE}.triton_lib.{name}" for name in ("tiles", "differentiate", "backward"))
+TRITON_NAMES = ("prepare", "scan", "decode", "reverse", "plan", "backward", "backend")
+TRITON_MODULES = (*SHARED, *(f"{HERE}.backends.triton.{name}" for name in TRITON_NAMES))
 
 
 class TestConformance(Conformance):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -66,17 +67,19 @@ def stand_in(launch: Launch) -> None:
 def operands(batch: int, key_heads: int, heads: int, dtype: torch.dtype, layout: str) -> tuple[torch.Tensor, ...]:
     """Return operands of one token of each sequence."""
     sizes = (key_heads * SIZE, key_heads * SIZE, heads * SIZE)
-    odd = 1 if layout == "odd" else 0
-    whole = torch.randn(batch, 1, sum(sizes) + odd).to(dtype)[..., odd:]
+    # Rows apart by an odd number, or at an odd address alone.
+    odd, more = {"odd": (1, 0), "shifted": (1, 7)}.get(layout, (0, 0))
+    whole = torch.randn(batch, 1, odd + sum(sizes) + more).to(dtype)[..., odd : odd + sum(sizes)]
     q, k, v = (x.unflatten(-1, (-1, SIZE)) for x in whole.split(sizes, -1))
     g, beta = -torch.rand(batch, 1, 2 * heads), torch.rand(batch, 1, heads).to(dtype)
     if layout == "plain":
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q, k, v = q.contiguous(), torch.cat((k, k), -1)[..., :SIZE], v.contiguous()
     return q, k, v, g[..., ::2] if layout == "odd" else g[..., :heads].contiguous(), beta
 
 
 CALLS = (
-    (1, 1, 2, torch.bfloat16, "plain", True),
+    (2, 2, 2, torch.bfloat16, "plain", True),
+    (1, 1, 2, torch.float16, "shifted", True),
     (2, 2, 4, torch.float16, "packed", True),
     (5, 3, 3, torch.bfloat16, "odd", False),
     (3, 1, 7, torch.float16, "packed", False),
@@ -93,7 +96,8 @@ def check_all(plant: Plant = nullcontext) -> None:
             cache.lengths.copy_(torch.arange(batch) * 63)
         options = (None, None, None, 0.1, normalizes)
         with plant(), recorder.watching(*MODULES), poisoned_empty():
-            launches = decode.one_token(Inputs(*token, *options))
+            # The module may be a copy with a planted bug.
+            launches = sys.modules[MODULES[0]].one_token(Inputs(*token, *options))
             got = launches(*token, *options, *caches[0])
         assert len(recorder.launches) == 1
         recorder.launches.clear()

@@ -1,8 +1,9 @@
 """Bugs planted in kernels of ``cuda-sm90`` show on a GPU, where decode has the bits of prefill."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from rl_kernels.core.calls import forget
 from rl_kernels.core.cuda import launch
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing.planted import Bug
-from rl_kernels.gated_delta import DeltaCache, gated_delta_rule
+from rl_kernels.gated_delta import DeltaCache, gated_delta_rule, reference
 from rl_kernels.gated_delta.backends.cuda_sm90 import decode, prefill
 from rl_kernels.gated_delta.op import OPERATOR
 
@@ -46,16 +47,40 @@ PREFILL_BUGS = (
     (PREPARE, Bug("a held row is solved again", "!= nullptr ? -w.base : 0", "!= nullptr ? -w.base - 1 : 0")),
     (PREPARE, Bug("held sums left out", "w.is_held(t + i) ? g[i] : total + g[i]", "total + g[i]")),
     (SCAN, Bug("a state that does not decay", "c.scale(decay[ROWS - 1]);", "c.scale(1.0f);")),
-    (SCAN, Bug("a held residual is computed again", "if (t < from)", "if (t + 1 < from)")),
+    (COLUMNS, Bug("a held residual is computed again", "if (t < from)", "if (t + 1 < from)")),
     (SCAN, Bug("an output that does not decay", "o[i] *= decay[", "o[i] *= 1.0f + 0.0f * decay[")),
     (SCAN, Bug("an open chunk in the state", "is_cached && used >= ROWS && used", "is_cached && used")),
     (COLUMNS, Bug("part of a chunk before", "2 * warp + lane / 8 % 2", "2 * warp + (lane / 8 + 1) % 2")),
+)
+REPLAY, REVERSE = "replay_sm90.cu", "reverse_sm90.cu"
+GRADIENT_BUGS = (
+    (PREPARE, Bug("beta left out of the inverse", "? numbers.beta[column] : 1.0f", "? 1.0f : 1.0f")),
+    (PREPARE, Bug("sums of another head", "a.sums[(i64(w.slot) * a.heads + head)", "a.sums[i64(w.slot) * a.heads")),
+    (PREPARE, Bug("queries for keys", "(is_key ? a.unit_k : a.unit_q)", "(is_key ? a.unit_q : a.unit_k)")),
+    (REPLAY, Bug("a state after its chunk", "c.put(boxes, factor);", "c.round<T>(factor), c.put(boxes, factor);")),
+    (REPLAY, Bug("a state that does not decay", "c.scale(decay[ROWS - 1]);", "c.scale(1.0f);")),
+    (REPLAY, Bug("half of a state", "item * SIZE + ROWS, c.part", "item * SIZE, c.part")),
+    (REVERSE, Bug("rows of the next sequence", "&= t + 1 < to ?", "&= true ?")),
+    (REVERSE, Bug("decay of the state left out", "c.scale(decay[ROWS - 1]);", "c.scale(1.0f);")),
+    (
+        REVERSE,
+        Bug(
+            "a gradient through residuals added",
+            "decayed(c, x, decay, -1.0f, grad)",
+            "decayed(c, x, decay, 1.0f, grad)",
+        ),
+    ),
+    (REVERSE, Bug("scale left out", "fmaf(a.scale, z[2 * i], y", "fmaf(1.0f, z[2 * i], y")),
+    (REVERSE, Bug("a warp's sum for all", "c.part * WARPS + c.warp] = kept", "c.part * WARPS] = kept")),
+    (REVERSE, Bug("chunks in ascending order", "chunk = job.chunks - 1 - i, state", "chunk = i, state")),
 )
 SOURCES = {
     file.name: file.read_text(encoding="utf-8")
     for file in files(decode.PACKAGE).iterdir()
     if file.name.endswith((".cu", ".cuh"))
 }
+LARGEST = 8e-3
+"""Error of gradients, beside those of Triton: 4e-3."""
 FILES = tuple(name for name in SOURCES if name.startswith("decode"))
 
 
@@ -87,6 +112,33 @@ def differing(dtype: torch.dtype, schedule: decode.Schedule, monkeypatch: pytest
     return sum(int((x != y).sum()) for x, y in pairs)
 
 
+def gradient_error(dtype: torch.dtype) -> float:
+    """Return the largest L2 error of gradients of packed sequences, relative to those of the recurrence in FP64."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k = (torch.randn(1, 270, 2, 128, device="cuda", generator=generator).to(dtype) for _ in range(2))
+    v, grad = (torch.randn(1, 270, 4, 128, device="cuda", generator=generator).to(dtype) for _ in range(2))
+    g, beta = (torch.rand(1, 270, 4, device="cuda", generator=generator) for _ in range(2))
+    # The last sequence, whose rows are copied with those of the one before, must not reach it.
+    grad[:, 265:] = torch.nan
+    initial, grad_state = (torch.randn(4, 4, 128, 128, device="cuda", generator=generator) for _ in range(2))
+    bounds = torch.tensor([0, 69, 69, 265, 270], device="cuda")
+
+    def gradients(function: Callable[..., Any], **options: Any) -> tuple[torch.Tensor, ...]:
+        wide = function is reference.gated_delta_rule
+        *call, last, upstream = (
+            x.double() if wide else x for x in (q, k, v, -0.1 * g, beta, initial, grad_state, grad)
+        )
+        leaves = [x.detach().requires_grad_() for x in call]
+        out = function(*leaves[:5], initial_state=leaves[5], cu_seqlens=bounds, return_state=True, **options)
+        return torch.autograd.grad(tuple(out), leaves, (upstream, last))
+
+    ours = gradients(gated_delta_rule, backend="cuda-sm90")
+    gold = gradients(reference.gated_delta_rule)
+    pairs = [(x.double()[:, :265], y[:, :265]) for x, y in zip(ours[:5], gold[:5], strict=True)]
+    pairs.append((ours[5].double()[:3], gold[5][:3]))
+    return max(float((x - y).norm() / y.norm()) for x, y in pairs)
+
+
 @pytest.fixture
 def hopper():
     """Skip where there is no Hopper GPU."""
@@ -108,12 +160,37 @@ def test_a_bug_of_prefill_changes_one_place(file, bug):
     assert SOURCES[file].count(bug.old) == 1
 
 
+@pytest.mark.parametrize(("file", "bug"), GRADIENT_BUGS, ids=lambda x: getattr(x, "name", None))
+def test_a_bug_of_gradients_changes_one_place(file, bug):
+    assert SOURCES[file].count(bug.old) == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("schedule", decode.SCHEDULES, ids=lambda schedule: f"{schedule.parts} parts")
 def test_decode_has_the_bits_of_prefill(schedule, dtype, monkeypatch):
     assert differing(dtype, schedule, monkeypatch) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_gradients_are_those_of_the_recurrence(dtype):
+    assert gradient_error(dtype) < LARGEST
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(("file", "bug"), GRADIENT_BUGS, ids=lambda x: getattr(x, "name", None))
+def test_planted_bugs_of_gradients_show(file, bug, make_kernels, cubins, monkeypatch):
+    texts = {name: text.replace(bug.old, bug.new) if name == file else text for name, text in SOURCES.items()}
+    make_kernels("planted_delta", **{name.replace(".", "__"): text for name, text in texts.items()})
+    monkeypatch.setattr(prefill, "PACKAGE", "planted_delta")
+    monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(launch, "_modules", {})
+    forget()
+    assert not gradient_error(torch.bfloat16) < LARGEST
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -16,7 +17,7 @@ from rl_kernels.core.testing.launches import Launch, Recorder
 from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.gated_delta import DeltaCache
 from rl_kernels.gated_delta.backends import native
-from rl_kernels.gated_delta.backends.cuda_sm90 import backend, prefill
+from rl_kernels.gated_delta.backends.cuda_sm90 import prefill
 from rl_kernels.gated_delta.inputs import COUNT, Inputs
 from rl_kernels.gated_delta.op import _cuda_limits, describe
 
@@ -134,11 +135,16 @@ def operands(
 ) -> list[torch.Tensor]:
     """Return q, k, v, g and beta."""
     sizes = (key_heads * SIZE, key_heads * SIZE, heads * SIZE)
-    odd = 1 if layout == "odd" else 0
-    whole = torch.randn(batch, tokens, sum(sizes) + odd).to(dtype)[..., odd:]
+    # Rows apart by an odd number, or at an odd address alone.
+    odd, more = {"odd": (1, 0), "shifted": (1, 7)}.get(layout, (0, 0))
+    whole = torch.randn(batch, tokens, odd + sum(sizes) + more).to(dtype)[..., odd : odd + sum(sizes)]
     q, k, v = (x.unflatten(-1, (-1, SIZE)) for x in whole.split(sizes, -1))
     if layout == "plain":
-        q, k, v = q.contiguous(), k.contiguous(), v.transpose(1, 2).contiguous().transpose(1, 2)
+        q, k, v = (
+            q.contiguous(),
+            k.transpose(1, 2).contiguous().transpose(1, 2),
+            v.transpose(1, 2).contiguous().transpose(1, 2),
+        )
     g, beta = -torch.rand(batch, tokens, 2 * heads), torch.rand(batch, tokens, heads).to(dtype)
     return [q, k, v, g[..., ::2] if layout == "odd" else g[..., :heads].contiguous(), beta]
 
@@ -148,17 +154,18 @@ def int32(*values: int) -> torch.Tensor:
 
 
 CALLS = (
-    ((1, 70, 1, 2, torch.bfloat16, "plain"), {}),
+    ((1, 100, 2, 4, torch.bfloat16, "plain"), {}),
     ((2, 66, 2, 6, torch.float16, "packed"), {"start": torch.tensor([0, 5])}),
     ((2, 20, 1, 1, torch.bfloat16, "odd"), {"start": int32(7, 20), "normalize": False}),
     ((1, 150, 1, 2, torch.bfloat16, "packed"), {"cu_seqlens": int32(0, 1, 2, 2, 3, 150)}),
+    ((2, 3, 1, 2, torch.float16, "shifted"), {}),
     ((1, 9, 1, 2, torch.float16, "plain"), {"cu_seqlens": torch.tensor([0, 3, 9])}),
 )
 
 
-def run(ready: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Prepare a raw op's launches, and run them."""
-    return ready.prepare(*arguments)(*arguments)  # type: ignore[attr-defined]
+def run(name: str, arguments: tuple[Any, ...]) -> Any:
+    """Prepare a raw op's launches, and run them; the backend may be a copy with a planted bug."""
+    return getattr(sys.modules[MODULES[-1]], name).prepare(*arguments)(*arguments)
 
 
 def check_call(recorder: Recorder, shape: tuple[Any, ...], choices: dict[str, Any], plant: Plant) -> None:
@@ -169,15 +176,15 @@ def check_call(recorder: Recorder, shape: tuple[Any, ...], choices: dict[str, An
     inputs = Inputs(*call, None, *options)
     initial = torch.randn(inputs.state_shape)
     with plant(), recorder.watching(*MODULES), poisoned_empty():
-        got = run(backend.forward, (*call, initial, *options, True))
-        alone = run(backend.forward, (*call, None, *options, False))[0]
+        got = run("forward", (*call, initial, *options, True))
+        alone = run("forward", (*call, None, *options, False))[0]
     want = native.forward(*call, initial, *options, True)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     torch.testing.assert_close(alone, native.forward(*call, None, *options, False)[0], rtol=0, atol=0)
     caches = [DeltaCache.from_recurrent(initial, call[0].shape[2], dtype=call[0].dtype) for _ in range(2)]
     for _ in range(2):
         with plant(), recorder.watching(*MODULES), poisoned_empty():
-            row = run(backend.continued, (*call, None, *options, *caches[0]))
+            row = run("continued", (*call, None, *options, *caches[0]))
         other = native.continued(*call, None, *options, *caches[1])
         torch.testing.assert_close(row, other, rtol=0, atol=0)
         for name, x, y in zip(DeltaCache._fields, *caches, strict=True):
@@ -200,13 +207,13 @@ def test_no_tokens() -> None:
     call = operands(2, 0, 1, 2, torch.bfloat16, "plain")
     options = (None, None, 0.1, True)
     initial = torch.randn(2, 2, SIZE, SIZE)
-    out, state = run(backend.forward, (*call, initial, *options, True))
+    out, state = run("forward", (*call, initial, *options, True))
     assert out.shape == (2, 0, 2, SIZE)
     torch.testing.assert_close(state, initial, rtol=0, atol=0)
     cache = DeltaCache.empty(2, 1, 2, SIZE, SIZE, dtype=torch.bfloat16)
     arguments = (*call, None, *options, *cache)
     assert len(arguments) == COUNT + len(cache)
-    assert run(backend.continued, arguments).shape == (2, 0, 2, SIZE)
+    assert run("continued", arguments).shape == (2, 0, 2, SIZE)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)

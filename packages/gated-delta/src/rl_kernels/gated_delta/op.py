@@ -87,7 +87,7 @@ def _cuda_limits(call: Call) -> str | None:
         return f"takes heads of {HEAD_SIZE} numbers, and {sizes[0]}"
     if call.traits.get("Hv", 0) > MOST_HEADS:
         return f"takes up to {MOST_HEADS} value heads, and Hv is {call.traits['Hv']}"
-    # Gradients are Triton's.
+    # Of gradients a part is in Triton.
     return triton_why_not(call)
 
 

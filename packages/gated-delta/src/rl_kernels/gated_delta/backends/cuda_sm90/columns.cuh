@@ -2,8 +2,9 @@
 //
 //   block      PARTS consumers, for all 128 value columns of a head or a half of them, and a producer warp, which is in
 //              a warpgroup of its own if there are two consumers
-//   stage      k and q, M and W, exp(G) and G of a chunk, and 64 columns of v for each consumer; STAGES in the ring
-//   rows       a warp reads its own 16 columns of v by ldmatrix, and writes results over them before it stores them
+//   stage      what a kernel reads of a chunk, with 64 columns of rows of v or of the output's gradient for each
+//              consumer; STAGES in the ring
+//   rows       a warp reads its own 16 columns of them by ldmatrix, and may write results over them
 #pragma once
 
 #include <rl_kernels/boxes.cuh>
@@ -15,9 +16,8 @@
 namespace rlk {
 
 constexpr int WIDTH = 64, THREADS = PARTS == 1 ? WARPGROUP + WARP : 3 * WARPGROUP, WARPS = WARPGROUP / WARP;
-// A stage: q, k, v of each part, then the item; whole atoms of the swizzle.
-constexpr int AT_K = UNIT, AT_V = UNITS, AT_ITEM = AT_V + PARTS * BOX;
-constexpr int STAGE = (AT_ITEM + ITEM + 1023) / 1024 * 1024;
+// A number of bytes, filled up to whole atoms of the swizzle.
+__device__ constexpr int whole(int bytes) { return (bytes + 1023) / 1024 * 1024; }
 
 // Rows of a chunk as left operands, and columns of a state: `words` of the 16-bit numbers that a thread holds of
 // 64 columns, 16 rows of them after the other.
@@ -56,26 +56,30 @@ struct Job {
           part(blockIdx.z * PARTS),
           chunks(sequence.chunks()) {}
 
-    // The number of this head in tensors [slots, Hv] and [sequences, Hv].
+    // The number of this head in tensors [slots, Hv], [slots, Hk] and [sequences, Hv].
     __device__ i64 item(int chunk) const { return i64(sequence.slot + chunk) * heads + head; }
+    __device__ i64 key_item(int chunk) const { return i64(sequence.slot + chunk) * key_heads + key_head; }
     __device__ i64 sequence_item() const { return i64(s) * heads + head; }
     // The token of row 0 of a chunk, counted from the sequence's first one; negative if the cache has rows before it.
     __device__ int token(int chunk) const { return chunk * ROWS - sequence.opened; }
+
+    // Starts copies of a chunk's rows of each part to boxes.
+    __device__ void load_rows(char* boxes, const TensorMap& map, int chunk, Barrier& full) const {
+        for (int i = 0; i < PARTS; ++i)
+            load_box(boxes + i * BOX, map, sequence.batch, sequence.first + token(chunk), head, (part + i) * WIDTH,
+                     full);
+    }
 };
 
-// Fills the ring with the chunks of a sequence.
-__device__ inline void produce(const Job& job, const TensorMap& v_map, const char* units, const char* items) {
+// Fills the ring: `load(i, stage, full)` starts copies of BYTES for the i-th chunk.
+template <int STAGE, int BYTES, class Load>
+__device__ inline void produce(const Job& job, const Load& load) {
     Slot<STAGES> at;
-    for (int chunk = 0; chunk < job.chunks; ++chunk, at.advance()) {
+    for (int i = 0; i < job.chunks; ++i, at.advance()) {
         Barrier& full = job.ring.full[at.stage];
-        char* stage = job.stages + at.stage * STAGE;
         job.ring.empty[at.stage].wait(at.parity ^ 1);
-        full.arrive_expecting(UNITS + ITEM + PARTS * BOX);
-        load_bytes(stage, units + (i64(job.sequence.slot + chunk) * job.key_heads + job.key_head) * UNITS, UNITS, full);
-        const int token = job.sequence.first + job.token(chunk);
-        for (int i = 0; i < PARTS; ++i)
-            load_box(stage + AT_V + i * BOX, v_map, job.sequence.batch, token, job.head, (job.part + i) * WIDTH, full);
-        load_bytes(stage + AT_ITEM, items + job.item(chunk) * ITEM, ITEM, full);
+        full.arrive_expecting(BYTES);
+        load(i, job.stages + at.stage * STAGE, full);
     }
 }
 
@@ -119,11 +123,16 @@ struct Columns {
     // The row of word i of rows 16 n on, and the next one.
     __device__ int row_of(int n, int i) const { return 16 * n + i / 2 * 8 + lane % 4 * 2; }
 
-    // Writes words of 64 rows to a box, and reads this warp's columns of rows l / 2 + 16 i.
-    __device__ void transpose(char* box, const u32 (*words)[4], Chunk* rows) const {
+    // Writes words of 16 N rows to boxes of 64.
+    template <int N>
+    __device__ void put(char* boxes, const u32 (&words)[N][4]) const {
         __syncwarp();
 #pragma unroll
-        for (int n = 0; n < ROWS / 16; ++n) store_matrices<true>(box_at(box, n), words[n]);
+        for (int n = 0; n < N; ++n) store_matrices<true>(box_at(boxes + n / 4 * BOX, n % 4), words[n]);
+    }
+    // Writes words of 64 rows to a box, and reads this warp's columns of rows l / 2 + 16 i.
+    __device__ void transpose(char* box, const Rows& words, Chunk* rows) const {
+        put(box, words);
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < 4; ++i)
@@ -141,9 +150,48 @@ struct Columns {
     // Gives a stage back, once this warp has read it; before stores to global memory, for which the fence would wait.
     __device__ void give_back(Barrier& empty) const {
         fence_copies();
+        arrive(empty);
+    }
+    // The same after a fence.
+    __device__ void arrive(Barrier& empty) const {
         __syncwarp();
         if (lane == 0) empty.arrive();
     }
 };
+
+// x^T = v^T - exp(G_t) Y^T, rounded. Rows before `from` are the cache's, rows from `to` on are zeros.
+template <class T>
+__device__ inline void subtract(const Columns& c, const float (&y)[ROWS / 2], char* v, const float* decay,
+                                const char* held, int from, int to, Rows& x) {
+#pragma unroll
+    for (int n = 0; n < ROWS / 16; ++n) {
+        u32 words[4];
+        load_transposed(words, shared_address(c.box_at(v, n)));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 a = *reinterpret_cast<const float2*>(decay + c.row_of(n, i));
+            const float* product = y + 8 * n + 2 * i;
+            float pair[2];
+            T::unpack(words[i], pair);
+            pair[0] = fmaf(-a.x, product[0], pair[0]);
+            pair[1] = fmaf(-a.y, product[1], pair[1]);
+            x[n][i] = T::pack(pair);
+        }
+    }
+    if (from == 0 && to == ROWS) return;
+#pragma unroll
+    for (int n = 0; n < ROWS / 16; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int t = c.row_of(n, i) + e;
+                const u32 others = e ? 0x0000ffffu : 0xffff0000u;
+                if (t >= to) x[n][i] &= others;
+                if (t < from)
+                    x[n][i] =
+                        (x[n][i] & others) | T::bits(held + 2 * (t * SIZE + c.column() + i % 2 * 8)) << 16 * e;
+            }
+}
 
 }  // namespace rlk

@@ -8,6 +8,9 @@
 //   M        round(P) round(T), P[t, s] = exp(G_t - G_s) (q_t . k_s) for s <= t
 //   W[s]     sum over t of round(exp(G_63 - G_t) T[t, s]) k_t
 //
+// With GRADIENTS the solution is U = (1 + A)^-1, and T[t, c] is U[t, c] beta_c; U, G, and the rows of q and k one after
+// the other are written out too.
+//
 // Products are chains of 16 terms a step, ascending from 0. Rows without a token are zeros; those that a cache holds
 // have its keys, sums, and rows of T.
 //
@@ -48,6 +51,10 @@ struct Args : Places {
     float* tail;
     i64 q_batch, q_token, q_head, k_batch, k_token, k_head;
     int key_heads, heads, normalize, g_dtype, beta_dtype, padding;
+#if GRADIENTS
+    char *unit_q, *unit_k;
+    float *sums, *inverses;
+#endif
 };
 
 // A chunk of a call: row t is token `base + t` of the sequence's tokens, or held if that is negative.
@@ -96,6 +103,18 @@ __device__ inline void normalize_rows(const Where& w, char* boxes, bool is_key) 
     }
 }
 
+#if GRADIENTS
+// Writes the rows that this thread has normalized to tensors [slots, Hk, 64, 128].
+__device__ inline void store_rows(const Args& a, const char* boxes, i64 item, bool is_key) {
+    const int lane = threadIdx.x % LANES, first = threadIdx.x / LANES % APART;
+    char* out = (is_key ? a.unit_k : a.unit_q) + item * UNIT + lane * CHUNK;
+#pragma unroll 4
+    for (int t = first; t < ROWS; t += APART)
+        *reinterpret_cast<Chunk*>(out + t * (2 * SIZE)) =
+            *reinterpret_cast<const Chunk*>(boxes + lane / 8 * BOX + chunk_at(t, lane % 8));
+}
+#endif
+
 // By a warp: the sums of g, exp of what is left of them at the chunk's end, and beta, of a value head.
 __device__ inline void load_numbers(const Args& a, const Where& w, Numbers& numbers, int s, int head) {
     const int lane = threadIdx.x % WARP;
@@ -133,6 +152,9 @@ __device__ inline void load_numbers(const Args& a, const Where& w, Numbers& numb
         numbers.fade[t] = exp_fast(numbers.sums[ROWS - 1] - sum);
         out[t] = exp_fast(sum);
         out[ROWS + t] = sum;
+#if GRADIENTS
+        a.sums[(i64(w.slot) * a.heads + head) * ROWS + t] = sum;
+#endif
     }
 }
 
@@ -190,7 +212,7 @@ __device__ inline void multiply_keys(const Where& w, const Numbers* numbers, u32
     }
 }
 
-// By a warp: solves for T, whose first `held_rows` rows are those of `held`.
+// By a warp: solves for T, or for U, whose first `held_rows` rows are those of `held`.
 __device__ inline void solve(const Numbers& numbers, float* system, const float* held, int held_rows) {
     const int lane = threadIdx.x % WARP, h = lane / 16, c = lane % 16;
     float* columns = system + place_of(c);
@@ -198,7 +220,7 @@ __device__ inline void solve(const Numbers& numbers, float* system, const float*
     for (int block = 0; block < ROWS; block += 16) {
         // x[j][i] is row t = block + row_of(i) of column c + 16 j.
         const auto row_of = [=](int i) { return i / 2 * 4 + h * 2 + i % 2; };
-        const float beta = numbers.beta[block + c];
+        const float beta = GRADIENTS ? 1.0f : numbers.beta[block + c];
         float x[4][8];
 #pragma unroll
         for (int j = 0; j < 4; ++j)
@@ -254,9 +276,10 @@ __device__ inline void solve(const Numbers& numbers, float* system, const float*
 }
 
 // T[row, column] and T[row + 1, column], zeros above the diagonal.
-__device__ inline float2 solved_at(const float* system, int row, int column) {
+__device__ inline float2 solved_at(const Numbers& numbers, const float* system, int row, int column) {
     const float* at = system + row * STRIDE + place_of(column);
-    return make_float2(column > row ? 0.0f : at[0], column > row + 1 ? 0.0f : at[STRIDE]);
+    const float beta = GRADIENTS ? numbers.beta[column] : 1.0f;
+    return make_float2(column > row ? 0.0f : at[0] * beta, column > row + 1 ? 0.0f : at[STRIDE] * beta);
 }
 
 // Writes 16 columns of this warp's rows to a box.
@@ -266,7 +289,8 @@ __device__ inline void put(char* box, int row, int chunk, const float (&d)[2][4]
 }
 
 // M of this warp's rows: P[t, s] T[s, c] is 0 but for c <= s <= t.
-__device__ inline void mix(char* box, const u32 (&words)[4][4], const float* system, int warp) {
+__device__ inline void mix(const Numbers& numbers, char* box, const u32 (&words)[4][4], const float* system,
+                           int warp) {
     const int lane = threadIdx.x % WARP;
 #pragma unroll 1
     for (int j = 0; j < 4; ++j) {
@@ -278,7 +302,7 @@ __device__ inline void mix(char* box, const u32 (&words)[4][4], const float* sys
 #pragma unroll
                 for (int n = 0; n < 4; ++n) {
                     const int s = 16 * step + n % 2 * 8 + lane % 4 * 2, column = 16 * j + n / 2 * 8 + lane / 4;
-                    const float2 two = solved_at(system, s, column);
+                    const float2 two = solved_at(numbers, system, s, column);
                     const float pair[2] = {two.x, two.y};
                     right[n] = T::pack(pair);
                 }
@@ -297,14 +321,14 @@ __device__ inline void fade(const Numbers& numbers, const float* system, int war
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
             const int t = 16 * step + n / 2 * 8 + lane % 4 * 2, s = 16 * warp + n % 2 * 8 + lane / 4;
-            const float2 two = solved_at(system, t, s);
+            const float2 two = solved_at(numbers, system, t, s);
             const float2 factor = *reinterpret_cast<const float2*>(numbers.fade + t);
             const float pair[2] = {factor.x * two.x, factor.y * two.y};
             left[step][n] = T::pack(pair);
         }
 }
 
-// Writes the rows of T of a chunk.
+// Writes the rows of what was solved for a chunk.
 __device__ inline void store_inverse(const float* system, float* out) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < ROWS * ROWS; i += THREADS) {
@@ -365,6 +389,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) prepare(const Args a) {
         store_bytes(a.units + (i64(slot) * a.key_heads + key_head) * UNITS, units, UNITS);
         commit_stores();
     }
+#if GRADIENTS
+    if (pair == 0) store_rows(a, boxes, i64(slot) * a.key_heads + key_head, is_key);
+#endif
     u32 words[HEADS][4][4];
     multiply_keys(w, numbers, shared_address(units), systems, warp, count, words);
     __syncthreads();
@@ -382,9 +409,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) prepare(const Args a) {
     for (int i = 0; i < HEADS; ++i) {
         const float* system = reinterpret_cast<const float*>(systems + i * SYSTEM);
         if (i < count) {
-            mix(units + i * BOX, words[i], system, warp);
+            mix(numbers[i], units + i * BOX, words[i], system, warp);
             if (a.tail != nullptr && index + 1 == sequence.chunks())
                 store_inverse(system, a.tail + place + i * ROWS * ROWS);
+#if GRADIENTS
+            store_inverse(system, a.inverses + (i64(slot) * a.heads + head + i) * (ROWS * ROWS));
+#endif
         }
         fade(numbers[i], system, warp, left[i]);
     }

@@ -19,6 +19,9 @@ using T = BF16;
 using T = FP16;
 #endif
 
+// A stage: q, k, v of each part, then the item.
+constexpr int AT_K = UNIT, AT_V = UNITS, AT_ITEM = AT_V + PARTS * BOX, STAGE = whole(AT_ITEM + ITEM);
+
 // initial, state: [sequences, Hv, 128, 128]; either may be null.
 struct Args : Places {
     const char *units, *items;
@@ -30,40 +33,6 @@ struct Args : Places {
     float scale;
     int padding;
 };
-
-// x from Y, rounded. Rows before `from` are the cache's, rows from `to` on are zeros.
-__device__ inline void subtract(const Columns& c, const float (&y)[ROWS / 2], char* v, const float* decay,
-                                const char* held, int from, int to, Rows& x) {
-#pragma unroll
-    for (int n = 0; n < ROWS / 16; ++n) {
-        u32 words[4];
-        load_transposed(words, shared_address(c.box_at(v, n)));
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 a = *reinterpret_cast<const float2*>(decay + c.row_of(n, i));
-            const float* product = y + 8 * n + 2 * i;
-            float pair[2];
-            T::unpack(words[i], pair);
-            pair[0] = fmaf(-a.x, product[0], pair[0]);
-            pair[1] = fmaf(-a.y, product[1], pair[1]);
-            x[n][i] = T::pack(pair);
-        }
-    }
-    if (from == 0 && to == ROWS) return;
-#pragma unroll
-    for (int n = 0; n < ROWS / 16; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int t = c.row_of(n, i) + e;
-                const u32 others = e ? 0x0000ffffu : 0xffff0000u;
-                if (t >= to) x[n][i] &= others;
-                if (t < from)
-                    x[n][i] =
-                        (x[n][i] & others) | T::bits(held + 2 * (t * SIZE + c.column() + i % 2 * 8)) << 16 * e;
-            }
-}
 
 // Writes what a cache holds of the last chunk, but for x; by all threads of a consumer.
 __device__ inline void hold_chunk(const Args& a, const Job& job, const char* stage) {
@@ -122,7 +91,7 @@ __device__ inline void consume(const Args& a, const Job& job, int group) {
         }
         products_done<1>();
         hold(y);
-        subtract(c, y, v, decay, held, max(-job.token(chunk), 0), min(used, ROWS), x);
+        subtract<T>(c, y, v, decay, held, max(-job.token(chunk), 0), min(used, ROWS), x);
         c.scale(decay[ROWS - 1]);
         keep(x);
         issue_words<T, SIZE>(x, stage + AT_ITEM + AT_W, c.state);
@@ -166,6 +135,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) scan(const __grid_const
         consume(a, job, warp / WARPS);
     } else {
         if constexpr (PARTS > 1) give_registers<24>();
-        if (warp == PARTS * WARPS && elected()) produce(job, v_map, a.units, a.items);
+        if (warp == PARTS * WARPS && elected())
+            produce<STAGE, UNITS + PARTS * BOX + ITEM>(job, [&](int chunk, char* stage, Barrier& full) {
+                load_bytes(stage, a.units + job.key_item(chunk) * UNITS, UNITS, full);
+                job.load_rows(stage + AT_V, v_map, chunk, full);
+                load_bytes(stage + AT_ITEM, a.items + job.item(chunk) * ITEM, ITEM, full);
+            });
     }
 }

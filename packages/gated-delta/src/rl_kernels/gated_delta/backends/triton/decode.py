@@ -12,7 +12,7 @@ import triton.language as tl
 
 from rl_kernels.core.triton_lib.arithmetic import INTERPRETED
 from rl_kernels.gated_delta.backends.triton.prepare import faded_inverse
-from rl_kernels.gated_delta.backends.triton.tiles import CHUNK, STEP, column_of, dot, minus, row_of, scaled, times, unit
+from rl_kernels.gated_delta.triton_lib.tiles import CHUNK, STEP, column_of, dot, minus, row_of, scaled, times, unit
 
 _KEY, _QUERY = tl.constexpr(0), tl.constexpr(1)
 

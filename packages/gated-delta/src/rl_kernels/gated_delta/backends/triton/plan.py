@@ -49,7 +49,8 @@ class Plan:
         if self.is_empty:
             return
         places = (self.tokens, self.chunks, self.sequences, self.sequences.bit_length())
-        strides = [stride for x in with_copies(inputs[:3], self.copied, shapes_only=True) for stride in x.stride()[:3]]
+        shapes = with_copies(inputs[:3], self.copied, shapes_only=True)
+        strides = tuple(stride for x in shapes for stride in x.stride()[:3])
         self.sum_decays = Launch(
             prepare.sum_decays, (self.slots,), (*places, heads, next_power_of_2(heads)), num_warps=1
         )
@@ -57,7 +58,7 @@ class Plan:
         self.normalize = Launch(prepare.normalize, (self.slots, key_heads), numbers, num_warps=4)
         numbers = (*places, key_heads, heads, size, part_of_keys(q.dtype, size), for_gradients)
         self.prepare = Launch(prepare.prepare, (self.slots, heads), numbers, num_warps=2, num_stages=2)
-        self.places, self.strides = places, (strides[:3], strides[3:6], strides[6:])
+        self.places, self.strides, self.v_strides = places, (strides[:3], strides[3:6]), strides[6:]
         tile = tile_of_scan(q.dtype, size, value_size, tiles_change_no_bit(q.device))
         self.scan = self.over_chunks(scan.scan, tile, *strides[6:])
 

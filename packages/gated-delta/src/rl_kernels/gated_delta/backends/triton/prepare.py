@@ -10,11 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rl_kernels.gated_delta.backends.triton.tiles import (
+from rl_kernels.gated_delta.triton_lib.tiles import (
     CHUNK,
+    SIZES,
     STEP,
     between,
     dot,
+    faded_inverse,
     plus,
     row_of,
     rows_at,
@@ -24,8 +26,6 @@ from rl_kernels.gated_delta.backends.triton.tiles import (
     times,
     unit,
 )
-
-SIZES = ("tokens", "chunks", "sequences", "halvings")
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -149,13 +149,6 @@ def products_of(X, UNIT_K, item, D: tl.constexpr, PART: tl.constexpr):
         k = tile_at(UNIT_K, item, columns, CHUNK, D)
         total = dot(tile_at(X, item, columns, CHUNK, D), tl.trans(k), total)
     return total
-
-
-@triton.jit
-def faded_inverse(inverse, sums, dtype: tl.constexpr):
-    """Return ``F = fade T``, rounded: each row of T with its decay to the end of the chunk."""
-    last = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, sums, 0.0), 0)
-    return times(inverse, tl.exp(last - sums)[:, None]).to(dtype)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from rl_kernels.core.triton_lib.arithmetic import product
 from rl_kernels.gated_delta.backends.triton.scan import next_state, residuals_of
-from rl_kernels.gated_delta.backends.triton.tiles import (
+from rl_kernels.gated_delta.triton_lib.tiles import (
     CHUNK,
     dot,
     row_sum,

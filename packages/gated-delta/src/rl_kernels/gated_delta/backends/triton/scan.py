@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rl_kernels.gated_delta.backends.triton.tiles import (
+from rl_kernels.gated_delta.triton_lib.tiles import (
     CHUNK,
     dot,
     minus,

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from rl_kernels.core.triton_lib.launch import INTERPRETED
 from rl_kernels.core.triton_lib.schedule import HALF
-
-WIDEST = 128
-"""Largest Dk whose state fits into registers in the columns of a fast tile."""
-
-
-class Tile(NamedTuple):
-    """A schedule: columns of the state that a program holds, warps, and pipeline stages."""
-
-    width: int
-    warps: int
-    stages: int = 1
+from rl_kernels.gated_delta.triton_lib.schedule import WIDEST, Tile
 
 
 def tile_of_scan(dtype: torch.dtype, key_size: int, value_size: int, fast: bool) -> Tile:
@@ -41,9 +29,3 @@ def tile_of_decode(dtype: torch.dtype, key_size: int, value_size: int) -> Tile:
 def part_of_keys(dtype: torch.dtype, key_size: int) -> int:
     """Choose the columns of keys that a product takes at once."""
     return min(32 if dtype in HALF else 16, key_size)
-
-
-def tile_of_differentiate(dtype: torch.dtype, key_size: int, value_size: int, fast: bool) -> Tile:
-    """Choose the schedule of the kernels of ``differentiate``, with the columns of Dv that they take at once."""
-    width = 64 if fast and key_size <= WIDEST else 32
-    return Tile(min(width if dtype in HALF else 16, value_size), 8, 2 if fast else 1)

@@ -18,6 +18,8 @@ HALVINGS = tl.constexpr(12)
 CHUNK, EPS = tl.constexpr(constants.CHUNK), tl.constexpr(constants.EPS)
 STEP = tl.constexpr(16)
 """Terms that a tensor core adds in a step."""
+SIZES = ("tokens", "chunks", "sequences", "halvings")
+"""Sizes of a call, on which kernels of all chunks at once do not specialize."""
 
 
 @triton.jit
@@ -99,6 +101,13 @@ def unit(x):
     """Return the rows of FP32 ``x``, divided by their norms."""
     squares = row_sum(product(x, x))
     return times(x, tl.rsqrt(squares + EPS)[:, None])
+
+
+@triton.jit
+def faded_inverse(inverse, sums, dtype: tl.constexpr):
+    """Return ``F = fade T``, rounded: each row of T with its decay to the end of the chunk."""
+    last = tl.sum(tl.where(tl.arange(0, CHUNK) == CHUNK - 1, sums, 0.0), 0)
+    return times(inverse, tl.exp(last - sums)[:, None]).to(dtype)
 
 
 @triton.jit

@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 
 from rl_kernels.core.triton_lib.arithmetic import product
-from rl_kernels.gated_delta.backends.triton.prepare import SIZES, faded_inverse
-from rl_kernels.gated_delta.backends.triton.tiles import (
+from rl_kernels.gated_delta.triton_lib.tiles import (
     CHUNK,
     EPS,
+    SIZES,
     between,
     dot,
+    faded_inverse,
     minus,
     row_sum,
     rows_at,

@@ -1,0 +1,1 @@
+"""Kernels in Triton that backends share, and their launches."""
