@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INFINITY, SIGN = tl.constexpr(float("inf")), tl.constexpr(-(1 << 31))
-"""SIGN holds the bits of -0."""
+INFINITY, BEYOND, SIGN = tl.constexpr(float("inf")), tl.constexpr(2.0**128), tl.constexpr(-(1 << 31))
+"""BEYOND is the power of two after the largest FP32 number; SIGN holds the bits of -0."""
 
 
 @triton.jit
@@ -35,12 +35,13 @@ def least_kept(min_logit, temperature, rows, here, PER_ROW: tl.constexpr, MIN_LO
         m = tl.load(min_logit + rows, mask=here, other=-INFINITY)
         t = _temperature(m, temperature, rows, here, PER_ROW)
         # Between m and the number before it a quotient rounds to the nearer one, from the middle to the even one. In
-        # FP64 the middle is exact, and so is its product with t.
-        middle = (_next(m, False).to(tl.float64) + m.to(tl.float64)) * 0.5 * t.to(tl.float64)
+        # FP64 the middle is exact, and so is its product with t. To infinity a quotient rounds as to 2^128.
+        before = tl.maximum(_next(m, False).to(tl.float64), -BEYOND)
+        middle = (before + tl.minimum(m.to(tl.float64), BEYOND)) * 0.5 * t.to(tl.float64)
         least = middle.to(tl.float32)
         rounded, is_odd = least.to(tl.float64), (m.to(tl.int32, bitcast=True) & 1) != 0
         least = tl.where((rounded < middle) | (is_odd & (rounded == middle)), _next(least, True), least)
-        return tl.where(m == m, least, INFINITY)
+        return tl.where(m == m, tl.where(m == -INFINITY, m, least), INFINITY)
 
 
 @triton.jit
@@ -62,7 +63,7 @@ def _beside(least, x):
 
 @triton.jit
 def or_lowest(x, least, MIN_LOGIT: tl.constexpr):
-    """Return values of rows, ``x[rows, columns]`` or fewer dims, with -inf in place of those below ``least``; a NaN stays."""
+    """Return values x of rows, maybe in several columns, with -inf in place of those below ``least``; a NaN stays."""
     if MIN_LOGIT:
         return tl.where(x < _beside(least, x), -INFINITY, x)
     else:
