@@ -13,6 +13,8 @@ import torch
 
 from rl_kernels.core.testing.storage import with_layout
 
+LEAST = -1e9
+"""Replaces -inf, whose product with a power of 0 would be NaN."""
 State = Sequence[torch.Tensor]
 """Softmax states ``[N]``: top, total, and the sum of ``e^(z - top) (z - top)``."""
 Upstream = Sequence[torch.Tensor | None]
@@ -22,7 +24,8 @@ Upstream = Sequence[torch.Tensor | None]
 def state(z: torch.Tensor) -> torch.Tensor:
     """Return the softmax states ``[3, N]`` of logits ``[N, V]`` after the temperature."""
     top = z.amax(1)
-    shifted = z - top[:, None]
+    # Of a part that is all -inf nothing counts.
+    shifted = (z - top.clamp(min=LEAST)[:, None]).clamp(min=LEAST)
     return torch.stack((top, shifted.exp().sum(1), (shifted.exp() * shifted).sum(1)))
 
 
@@ -30,8 +33,9 @@ def merged(parts: torch.Tensor) -> torch.Tensor:
     """Return the state ``[3, N]`` of all of ``parts[k, 3, N]``."""
     tops, totals, weighted = parts.double().unbind(1)
     top = tops.amax(0)
-    scale = (tops - top).exp()
-    return torch.stack((top, (totals * scale).sum(0), ((weighted + totals * (tops - top)) * scale).sum(0)))
+    shift = (tops - top.clamp(min=LEAST)).clamp(min=LEAST)
+    scale = shift.exp()
+    return torch.stack((top, (totals * scale).sum(0), ((weighted + totals * shift) * scale).sum(0)))
 
 
 def write_statistics(
@@ -77,12 +81,15 @@ def dense(x: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 class Rows(NamedTuple):
-    """Arguments of a call for each row besides logits: ids, temperatures, the ignored id, upstream gradients."""
+    """Arguments of a call for each row besides logits: ids, temperatures, the ignored id, upstream gradients, and what
+    ``thresholds`` draws.
+    """
 
     ids: torch.Tensor
     temperature: torch.Tensor
     ignored: int | None
     upstream: list[torch.Tensor | None]
+    min_logit: torch.Tensor | None = None
 
     @property
     def active(self) -> torch.Tensor:
@@ -115,6 +122,33 @@ def rows_of(call: Mapping[str, Any], rows: int, vocab: int) -> Rows:
     return Rows(ids, scales[call.get("scale")], ignored, upstream)
 
 
+def thresholds(logits: torch.Tensor, rows: Rows, kind: str | None) -> Rows:
+    """Return rows with a ``min_logit`` between two of their logits, if ``kind`` is "rows" or "apart"; the first row has
+    -inf.
+
+    ``logits`` are in FP64, before the temperature. A target below its threshold has no upstream gradient of logp.
+    """
+    if kind is None:
+        return rows
+    z = logits.detach() / rows.scale
+    least = z[:, 0] - 1
+    if z.shape[1] > 1:
+        # The widest of the upper gaps: no rounding takes a logit across it.
+        top = z.topk(min(z.shape[1], 9)).values
+        gap = (top[:, :-1] - top[:, 1:]).argmax(1, keepdim=True)
+        least = 0.5 * (top.gather(1, gap) + top.gather(1, gap + 1))[:, 0]
+    least[0] = -torch.inf
+    is_below = z.gather(1, rows.ids.long().clamp(0)[:, None])[:, 0] < least
+    least = least.float().repeat_interleave(2)[::2] if kind == "apart" else least.float()
+    grad, *others = rows.upstream
+    return rows._replace(min_logit=least, upstream=[None if grad is None else grad.masked_fill(is_below, 0.0), *others])
+
+
+def below(x: torch.Tensor, temperature: torch.Tensor, least: torch.Tensor | None) -> torch.Tensor:
+    """Say which logits ``x[N, V]``, before the temperature ``[N]``, are below a threshold of their row."""
+    return torch.zeros_like(x, dtype=torch.bool) if least is None else x / temperature[:, None] < least[:, None]
+
+
 def laid_out(x: torch.Tensor, layout: str | tuple[int, int]) -> torch.Tensor:
     """Return a matrix in another layout.
 
@@ -131,9 +165,11 @@ def laid_out(x: torch.Tensor, layout: str | tuple[int, int]) -> torch.Tensor:
 def gold(logits: torch.Tensor, rows: Rows, active: torch.Tensor) -> list[torch.Tensor]:
     """Return logp, logsumexp, entropy and norm of logits in FP64 before the temperature; 0 in rows not active."""
     z = logits / rows.scale
+    if rows.min_logit is not None:
+        z = z.masked_fill(z < rows.min_logit[:, None], -torch.inf)
     logs, lse, top = z.log_softmax(-1), z.logsumexp(-1), logits.amax(-1)
     logp = logs.gather(1, rows.ids.long().clamp(0)[:, None])[:, 0]
-    results = logp, lse, -(logs.exp() * logs).sum(-1), torch.stack((top, lse - top / rows.temperature))
+    results = logp, lse, -(logs.exp() * logs.clamp(min=LEAST)).sum(-1), torch.stack((top, lse - top / rows.temperature))
     return [torch.where(active, value, 0.0).t() for value in results]
 
 

@@ -33,6 +33,7 @@ from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
     copyable,
     program,
     read,
+    variant,
 )
 from rl_kernels.linear_logp.backward import Backward
 from rl_kernels.linear_logp.inputs import Inputs, first_kept, inputs_of, number_or_rows, part_of, slices
@@ -48,8 +49,8 @@ MOST_ROWS = 16384
 @prepared
 def states(*args: Any) -> Launches:
     """Return the packed states and selected logits of a shard of the vocabulary, and its kept logits."""
-    vocab_start, slots, entropy, saved_mib = args[7:]
-    return _Forward(entropy, *args[:7], saved_mib, vocab_start, slots)
+    vocab_start, slots, entropy, saved_mib = args[8:]
+    return _Forward(entropy, *args[:8], saved_mib, vocab_start, slots)
 
 
 @prepared
@@ -81,12 +82,13 @@ def programs(arch: str) -> list[Program]:
     if arch != "sm_90a":
         return []
     return programs_of(arch) + [
-        program(file, dtype, cut, entropy=entropy, capped=capped, keeps=keeps)
+        program(file, dtype, cut, entropy=entropy, capped=capped, keeps=keeps, min_logit=min_logit)
         for file, keeps in ((FORWARD, False), (FORWARD, True), (BACKWARD, False))
         for dtype in CODES
         for cut in map(Cut.of, (HEIGHT, 2 * HEIGHT))
         for entropy in (False, True)
         for capped in (False, True)
+        for min_logit in (False, True)
     ]
 
 
@@ -124,11 +126,11 @@ class _Forward:
     """The forward pass for inputs of one kind; with ``slots`` the states of a shard that begins at column ``start``."""
 
     def __init__(self, entropy: bool, *args: Any) -> None:
-        hidden, weight, *_, saved_mib, start, slots = (*args, 0, None)[:10]
+        hidden, weight, *_, saved_mib, start, slots = (*args, 0, None)[:11]
         vocab = weight.shape[0]
         self._entropy, self._start, self._slots, self._vocab = entropy, start, slots, vocab
         self._width = inputs.kept_width(hidden, vocab, saved_mib)
-        call = inputs_of(args[:7], start=start, vocab=vocab)
+        call = inputs_of(args[:8], start=start, vocab=vocab)
         count = hidden.shape[0] if vocab else 0
         self._blocks = [self._block(call.block(rows), rows) for rows in slices(count, MOST_ROWS)]
 
@@ -138,7 +140,7 @@ class _Forward:
         count, cut, device = hidden.shape[0], fields.cut, hidden.get_device()
         width = cut.blocks(count, self._vocab, device)
         parts = -(-self._vocab // (BLOCK * width))
-        compiled = program(FORWARD, hidden.dtype, cut, entropy=self._entropy, capped=block.cap is not None, keeps=keeps)
+        compiled = program(FORWARD, hidden.dtype, cut, entropy=self._entropy, keeps=keeps, **variant(block))
         form, after, grid = ARGS.format(fields.form), None, _finish_grid(count)
         if self._slots is None:
             after = kernel(compiled, "finish", form, hidden.device)
@@ -163,7 +165,7 @@ class _Forward:
         """Launch the kernels, block by block."""
         hidden, entropy, slots = args[0], self._entropy, self._slots
         logits = hidden.new_empty(hidden.shape[0], self._width, dtype=torch.float32)
-        call = read(*args[:7], kept=logits, start=self._start, vocab=self._vocab)
+        call = read(*args[:8], kept=logits, start=self._start, vocab=self._vocab)
         results: tuple[torch.Tensor, ...] = statistics_room(hidden, entropy=entropy) if slots is None else ()
         packed = () if slots is None else inputs.packed_room(hidden, slots, entropy=entropy)
         for one in self._blocks:

@@ -20,6 +20,7 @@ from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
     copyable,
     program,
     read,
+    variant,
 )
 from rl_kernels.linear_logp.backward import Dlogits, Product
 from rl_kernels.linear_logp.inputs import Inputs
@@ -41,9 +42,9 @@ class Steps(backward.Steps):
 
     def begin(self, args: Any) -> Inputs:
         """Return the inputs in the layouts that the kernels read."""
-        grads = [None if grad is None else grad.contiguous() for grad in args[10:13]]
+        grads = [None if grad is None else grad.contiguous() for grad in args[11:14]]
         # What TMA cannot read is copied once here, not for each piece.
-        return read(copyable(args[0]), *args[1:10], *grads, *args[13:15])
+        return read(copyable(args[0]), *args[1:11], *grads, *args[14:16])
 
     def dlogits(self, block: Inputs, columns: slice, dbias: torch.Tensor | None, dz: torch.Tensor) -> Dlogits:
         """Write dz, rounded, and add its row sum to dbias."""
@@ -51,7 +52,7 @@ class Steps(backward.Steps):
         fields, kept, terms = Fields(block), block.kept_part(columns), -(-count // SUMMED)
         cut, form = fields.cut, ARGS.format(fields.form)
         has_entropy, sums_bias, is_kept = block.grad_entropy is not None, dbias is not None, kept is not None
-        compiled = program(BACKWARD, dz.dtype, cut, entropy=has_entropy, capped=block.cap is not None)
+        compiled = program(BACKWARD, dz.dtype, cut, entropy=has_entropy, **variant(block))
         numbers = columns.start, width, 0 if kept is None else kept.stride(0), dz.stride(0)
         place = slice(columns.start - block.first_kept, columns.stop - block.first_kept)
         if is_kept:
@@ -69,7 +70,7 @@ class Steps(backward.Steps):
             members, _order = fields.of(block)
             logits = block.kept[:, place] if is_kept and block.kept is not None else None
             # The kernel reads the entropy only if it has a gradient, and then it is there.
-            tensors = norm, norm if block.entropy is None else block.entropy, *block[10:13], sums, logits, dz
+            tensors = norm, norm if block.entropy is None else block.entropy, *block[11:14], sums, logits, dz
             arguments = *members, *[0 if x is None else x.data_ptr() for x in tensors], *numbers
             if not is_kept:
                 arguments = *maps.of(hidden, block.weight, dz), *arguments
