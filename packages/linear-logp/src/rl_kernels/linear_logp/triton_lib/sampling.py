@@ -1,0 +1,60 @@
+"""Launches of the kernels that draw tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from rl_kernels.core.gpu import device_of
+from rl_kernels.core.triton_lib.launch import Launch, ceil_div
+from rl_kernels.linear_logp.drawing import Drawn, Request
+from rl_kernels.linear_logp.inputs import number_or_rows
+from rl_kernels.linear_logp.triton_lib import kernels
+
+WIDTHS = ((16, 2048), (1 << 62, 8192))
+"""(rows, columns): of so many rows a program of survey takes so many columns, which changes no result."""
+
+
+def launches_of(
+    logits: torch.Tensor, norm: torch.Tensor, request: Request
+) -> Callable[[torch.Tensor, torch.Tensor, Request], Drawn]:
+    """Prepare ``drawing.draw`` for logits and a request of one kind; rows of logits are contiguous."""
+    (count, vocab), segments = logits.shape, ceil_div(logits.shape[1], kernels.SEGMENT.value)
+    has_k, has_p = request.top_k is not None, request.top_p is not None
+    sizes, per_row = (vocab, logits.stride(0)), [x is not None and x.ndim > 0 for x in request[:4]]
+    flags = (*per_row, has_k, has_p)
+    width = next(width for rows, width in WIDTHS if count <= rows)
+    parts = ceil_div(vocab, width)
+    surveys = [
+        Launch(kernels.survey, (count, parts), (*sizes, *flags, level, width), num_warps=4)
+        for level in ((1, 2) if has_k or has_p else ())
+    ]
+    collect = Launch(kernels.collect, (count, segments), (*sizes, segments, *flags), num_warps=4)
+    draw = Launch(kernels.draw, (count,), (*sizes, segments, *flags), num_warps=8)
+
+    def launch(logits: torch.Tensor, norm: torch.Tensor, request: Request) -> Drawn:
+        new = logits.new_empty
+        drawn = Drawn(new(count, dtype=torch.int64), new(count), new(count))
+        if not count:
+            return drawn
+        numbers = [_number(value, off) for value, off in zip(request[:4], (1.0, 0.0, 1.0, torch.inf), strict=True)]
+        is_listed = bool(surveys)
+        stats = logits.new_zeros(count, kernels.STATS.value if is_listed else 0, dtype=torch.int32)
+        sums, smallest = new(count, segments, 2, dtype=torch.int64), new(count, segments)
+        room = count, kernels.LISTED.value if is_listed else 0
+        listed = new(room), new(room, dtype=torch.int32)
+        inputs = logits, norm, *numbers, stats, stats.view(torch.float32)
+        with device_of(logits):
+            for survey in surveys:
+                survey(*inputs)
+            collect(*inputs, sums, smallest, *listed)
+            draw(*inputs, sums, smallest, *listed, request.uniform.contiguous(), *drawn)
+        return drawn
+
+    return launch
+
+
+def _number(value: torch.Tensor | None, off: float) -> float | torch.Tensor:
+    number: float | torch.Tensor = off if value is None else number_or_rows(value)
+    return number
