@@ -98,12 +98,12 @@ def head(tokens: int, size: int, vocab: int) -> tuple[dict[str, Callable[[], Any
     ids = torch.randint(vocab, (tokens,), device="cuda", generator=torch.Generator("cuda").manual_seed(5))
     upstream, temperature = torch.randn(tokens, device="cuda"), torch.ones(())
     backend = choose(heads.OPERATOR, heads.describe(hidden, weight, ids, vocab_size=vocab)).name
-    inputs = (hidden, weight, ids, None, temperature, None, None)
+    inputs = (hidden, weight, ids, None, temperature, None, None, None)
     logp, norm, _ = heads.ops["forward"](*inputs, 0, backend)
     saved = (norm, None, None, upstream, None, None)
 
     def backward(shard: torch.Tensor, partial: bool) -> Callable[[], Any]:
-        inputs = (hidden, shard, ids, None, temperature, None, None)
+        inputs = (hidden, shard, ids, None, temperature, None, None, None)
         return lambda: heads.ops["backward"](*inputs, *saved, 0, vocab, SEGMENTS, partial, 256, NEEDED, None, backend)
 
     calls: dict[str, Callable[[], Any]] = {
@@ -116,7 +116,7 @@ def head(tokens: int, size: int, vocab: int) -> tuple[dict[str, Callable[[], Any
 
         def states(rank: int, spans: Any = spans, units: int = units) -> torch.Tensor:
             start, stop = spans[rank]
-            inputs = (hidden, weight[start:stop], ids, None, temperature, None, None)
+            inputs = (hidden, weight[start:stop], ids, None, temperature, None, None, None)
             shard_states: torch.Tensor = heads.ops["states"](*inputs, start, units, False, 0, backend)[0]
             return shard_states
 

@@ -163,7 +163,7 @@ class TestLaunches(CudaHost):
     def check_choice(self, rows: int, vocab: int, backend: Any, recorder: Recorder) -> None:
         """Which kernels a size takes, at the real limits: rows of one storage that overlap stand for many."""
         x = torch.zeros(vocab, dtype=torch.bfloat16).as_strided((rows, vocab), (0, 1))
-        backend.forward(x, torch.zeros(rows, dtype=torch.int64), torch.ones(()), None, None)
+        backend.forward(x, torch.zeros(rows, dtype=torch.int64), torch.ones(()), None, None, None)
         split = vocab > 32 * SEGMENT or (vocab > STEP and rows < 2048)
         expected = ["forward_parts", "merge_parts"] if split else ["forward_rows"]
         assert [launch.entry for launch in recorder.launches] == expected

@@ -180,7 +180,7 @@ class TestLaunches(CudaHost):
     )
     watched = (*modules[3:], "rl_kernels.core.cuda.gemm.matmul")
     bugs = (
-        Bug("upstream gradients exchanged", "*block[10:13], sums", "*block[10:13][::-1], sums"),
+        Bug("upstream gradients exchanged", "*block[11:14], sums", "*block[11:14][::-1], sums"),
         Bug("chain of dH not continued", "weight, out, continues=continues", "weight, out"),
         Bug("one stage too many", "self._boxes(stores)) // STAGE\n", "self._boxes(stores)) // STAGE + 1\n"),
         Bug("unaligned rows copied by TMA", "row * x.itemsize | x.data_ptr()", "row * x.itemsize"),

@@ -82,7 +82,7 @@ class Batch:
         cap = self.options.get("softcap")
         cap = None if cap is None else torch.tensor([cap, self.options["logit_scale"] / cap], dtype=torch.float64)
         ignored, scale = self.options.get("ignore_index"), scale.to(self.wide)
-        whole = self.hidden, self.weight, self.ids, self.bias, scale, ignored, cap
+        whole = self.hidden, self.weight, self.ids, self.bias, scale, ignored, cap, None
         norm = ops["forward"](*whole, 0, backend)[1]
         width = self.wide if self.start is None else torch.float32
         totals = [torch.zeros_like(value, dtype=width) for value in (self.weight, self.bias)]
@@ -95,7 +95,7 @@ class Batch:
             saved = norm[rows], None, None, self.upstream[rows], None, None, 0, VOCAB, 1, False
             chain = [torch.zeros_like(total) for total in totals]
             rest = None, [False, True, True], None, *chain, backend
-            ops["backward_main_grad"](*inputs, ignored, cap, *saved, *rest)
+            ops["backward_main_grad"](*inputs, ignored, cap, None, *saved, *rest)
             for total, value in zip(totals, chain, strict=True):
                 total += value
         weight = totals[0] if self.start is not None else totals[0].to(self.dtype)

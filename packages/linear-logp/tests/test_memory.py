@@ -60,7 +60,7 @@ def test_memory_of_both_passes_is_bounded(
     draw = Draw(dtype, seed=3)
     operands = draw.normal(rows, size), draw.normal(vocab, size, scale=size**-0.5)
     tensors = (*operands, draw.ids(vocab, rows), draw.normal(vocab), torch.tensor(0.7))
-    inputs = (*tensors, None, None)
+    inputs = (*tensors, None, None, None)
     forget_scratch(monkeypatch)
     with Memory(*tensors) as forward:
         logp, lse, entropy, norm, _ = native.forward_stats(*inputs, 0)

@@ -10,6 +10,7 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.calls import Ready
 from rl_kernels.core.dispatch import choose, remembered
 from rl_kernels.core.outputs import LogpStats
+from rl_kernels.core.rowwise import min_logit as thresholds
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.saved import are_hooked, save
 from rl_kernels.core.torchlib.derivatives import apply_of, first_order, no_lost_derivatives
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         """Keyword arguments that the type of the result does not depend on."""
 
         temperature: float | torch.Tensor
+        min_logit: torch.Tensor | None
         ignore_index: int | None
         row_indices: torch.Tensor | None
         out: torch.Tensor | None
@@ -68,6 +70,7 @@ def fused_logp(
     target_ids: torch.Tensor,
     *,
     temperature: float | torch.Tensor = 1.0,
+    min_logit: torch.Tensor | None = None,
     ignore_index: int | None = None,
     row_indices: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -89,6 +92,11 @@ def fused_logp(
         target_ids: ``[...]``, int64 or int32, each in ``[0, V)`` or equal to ``ignore_index``.
         temperature: a number > 0, or a floating-point tensor of no dims or ``[...]`` (one value per token) that does
             not require grad.
+        min_logit: None, or ``[...]`` in FP32 (FP64 for FP64 logits), without grad: in each row only entries with
+            ``z >= min_logit`` count; the others have probability 0 and a gradient of exactly 0. z is the quotient that
+            PyTorch gives for tensors, ``logits.float() / temperature[..., None]``. ``-inf`` keeps all, with the bits
+            of None. A target that is not kept has a log-probability of -inf, without a gradient. A row of which nothing
+            is kept gives NaN.
         ignore_index: positions with this id give 0 in every output and get zero gradient; their logits have no effect.
         row_indices: ``[R]``, int64 or int32, indices into the flattened rows; only these rows are computed. The other
             rows keep their value in ``out``, or are 0 without ``out``; their ids are neither read nor checked.
@@ -100,9 +108,10 @@ def fused_logp(
         inplace_backward: backward writes the gradient over the logits. A later backward that needs the logits raises,
             as after any in-place write. Not available under torch.compile; has no effect inside
             ``torch.utils.checkpoint`` and under other hooks on saved tensors, where nothing would raise.
-        validate: check the values of ids, indices and temperature. This syncs with a GPU, and is skipped under
-            torch.compile and graph capture. Without the check, a row with an id out of range gives NaN, and row
-            indices are clamped to the valid range.
+        validate: check the values of ids, indices, temperature and min_logit, and that targets are kept. This syncs
+            with a GPU, with ``min_logit`` after the forward pass too, and is skipped under torch.compile and graph
+            capture. Without the check, a row with an id out of range gives NaN, and row indices are clamped to the
+            valid range.
         backend: name of a backend, ``auto``, or None: the backend that ``use_backend`` or ``RL_KERNELS_BACKEND``
             forces, otherwise ``auto``.
 
@@ -116,12 +125,13 @@ def fused_logp(
         RuntimeError: forward-mode AD, or gradients through a ``torch.func`` transform.
     """
     options = (out, out_dtype, return_stats, inplace_backward, backend)
-    ready, scale = _prepare(logits, target_ids, temperature, ignore_index, row_indices, *options)
+    ready, scale = _prepare(logits, target_ids, temperature, min_logit, ignore_index, row_indices, *options)
     if scale is None:
         dtype = compute_dtype(logits.dtype)
         check.temperature(temperature, target_ids.shape, logits.device, dtype, values=validate)
         scale = scalar_or_rows(temperature, target_ids.numel(), dtype)
     if validate:
+        thresholds.validate(min_logit, target_ids.shape, logits.device, compute_dtype(logits.dtype), values=True)
         checked = target_ids
         if row_indices is not None:
             check.ids_in_range("row_indices", row_indices, target_ids.numel(), ignorable=False)
@@ -130,13 +140,17 @@ def fused_logp(
     if out is not None:
         _check_writable(out, logits)
     no_lost_derivatives("fused_logp", logits, temperature, out)
-    ids, rows = _flat(target_ids, row_indices)
+    (ids, rows), least = _flat(target_ids, row_indices), _of_rows(min_logit)
     op = ops["forward_stats" if return_stats else "forward"]
     if logits.requires_grad and torch.is_grad_enabled():
-        settings = _Settings(op, ready, ids, scale, ignore_index, rows, inplace_backward)
+        settings = _Settings(op, ready, ids, scale, ignore_index, rows, least, inplace_backward)
         results = apply_of(_FusedLogp, ready)(logits, settings)
     else:
-        results = op.call(ready, logits.reshape(-1, logits.shape[-1]), ids, scale, ignore_index, rows)
+        results = op.call(ready, logits.reshape(-1, logits.shape[-1]), ids, scale, ignore_index, rows, least)
+    if validate and least is not None:
+        thresholds.check_targets(
+            results[0], least, lambda: _without_min_logit(logits, ready, ids, scale, ignore_index, rows)
+        )
     # Views and casts that change nothing would cost host time, those of a graph in backward too.
     if target_ids.ndim != 1:
         results = [value.view(target_ids.shape) for value in results[: 3 if return_stats else 1]]
@@ -154,6 +168,7 @@ def _prepare(
     logits: torch.Tensor,
     target_ids: torch.Tensor,
     temperature: float | torch.Tensor,
+    min_logit: torch.Tensor | None,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
     out: torch.Tensor | None,
@@ -186,9 +201,10 @@ def _prepare(
         check.own_storage("inplace_backward: logits", logits)
     dtype = compute_dtype(logits.dtype)
     check.temperature(temperature, target_ids.shape, logits.device, dtype, values=False)
+    thresholds.validate(min_logit, target_ids.shape, logits.device, dtype, values=False)
     (ids, rows), scale = _flat(target_ids, row_indices), scalar_or_rows(temperature, target_ids.numel(), dtype)
     op, name = ops["forward_stats" if return_stats else "forward"], choose(OPERATOR, describe(logits), backend).name
-    ready = op.ready(logits.reshape(-1, logits.shape[-1]), ids, scale, ignore_index, rows, name)
+    ready = op.ready(logits.reshape(-1, logits.shape[-1]), ids, scale, ignore_index, rows, _of_rows(min_logit), name)
     return ready, None if isinstance(temperature, torch.Tensor) else scale
 
 
@@ -210,6 +226,15 @@ def _flat(target_ids: torch.Tensor, row_indices: torch.Tensor | None) -> tuple[t
     return target_ids if target_ids.ndim == 1 else target_ids.reshape(-1), rows
 
 
+def _of_rows(min_logit: torch.Tensor | None) -> torch.Tensor | None:
+    return None if min_logit is None else min_logit.detach().reshape(-1)
+
+
+def _without_min_logit(logits: torch.Tensor, ready: Ready, *rest: Any) -> torch.Tensor:
+    logp: torch.Tensor = ops["forward"](logits.detach().reshape(-1, logits.shape[-1]), *rest, None, ready.backend)[0]
+    return logp
+
+
 def _write(out: torch.Tensor, logp: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     if rows is not None:
         logp = out.flatten().index_copy(0, rows, logp.flatten()[rows]).view(out.shape)
@@ -225,6 +250,7 @@ class _Settings(NamedTuple):
     temperature: torch.Tensor
     ignore_index: int | None
     row_indices: torch.Tensor | None
+    min_logit: torch.Tensor | None
     inplace: bool
 
 
@@ -233,10 +259,11 @@ class _FusedLogp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, settings: _Settings) -> tuple[torch.Tensor, ...]:
-        op, ready, target_ids, temperature, ignore_index, row_indices, inplace = settings
+        op, ready, target_ids, temperature, ignore_index, row_indices, min_logit, inplace = settings
         rows = logits if logits.ndim == 2 else logits.reshape(-1, logits.shape[-1])
-        results = op.call(ready, rows, target_ids, temperature, ignore_index, row_indices)
-        save(ctx, logits, target_ids, temperature, row_indices, results[-1], *results[2:3])
+        results = op.call(ready, rows, target_ids, temperature, ignore_index, row_indices, min_logit)
+        below = None if min_logit is None else thresholds.is_below(results[0], min_logit)
+        save(ctx, logits, target_ids, temperature, row_indices, min_logit, below, results[-1], *results[2:3])
         ctx.set_materialize_grads(False)
         # Saved by hooks, changed logits would not be noticed by another backward pass that needs them.
         ctx.ignore_index, ctx.inplace, ctx.backend = ignore_index, inplace and not are_hooked(), ready.backend
@@ -244,11 +271,13 @@ class _FusedLogp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        logits, target_ids, temperature, row_indices, norm, *entropy = ctx.saved_tensors
+        logits, target_ids, temperature, row_indices, min_logit, below, norm, *entropy = ctx.saved_tensors
         grads = [*upstream, *[None] * (3 - len(upstream))]
+        if below is not None and grads[0] is not None:
+            grads[0] = grads[0].masked_fill(below, 0.0)
         saved = (norm, entropy[0] if entropy else None, *grads)
         rows = logits if logits.ndim == 2 else logits.reshape(-1, logits.shape[-1])
-        arguments = (rows, target_ids, temperature, ctx.ignore_index, row_indices, *saved, ctx.backend)
+        arguments = (rows, target_ids, temperature, ctx.ignore_index, row_indices, min_logit, *saved, ctx.backend)
         if ctx.inplace:
             no_lost_derivatives("fused_logp", *arguments)
             ops["backward_inplace"](*arguments)

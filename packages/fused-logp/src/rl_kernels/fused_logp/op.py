@@ -1,9 +1,11 @@
 """Registry entry of fused_logp: torch schemas, fake kernels, backends and their promises.
 
 Arguments of the raw ops: logits ``[N, V]`` of any strides; ids ``[N]``; temperature ``[]`` or ``[N]`` in the compute
-dtype (FP32, or FP64 for FP64 logits); row_indices int64 in ``[0, N)``. Results: logp, logsumexp and entropy ``[N]``,
+dtype (FP32, or FP64 for FP64 logits); row_indices int64 in ``[0, N)``; min_logit ``[N]`` in the
+compute dtype. Results: logp, logsumexp and entropy ``[N]``,
 and norm ``[N, 2]``, all in the compute dtype. norm holds the largest raw logit of each row and the log of the sum of
-e^(z - max z); backward computes the gradient from these two.
+e^(z - max z); backward computes the gradient from these two. Of a row whose target is below min_logit it needs a
+grad_logp of 0.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from rl_kernels.core.triton_lib.launch import triton_backend
 
 COLUMNS = (1 << 31) - (1 << 15)
 """Upper limit of V in the CUDA kernels: their 32-bit column counter runs a little past the end of a row."""
-_INPUTS = "Tensor logits, Tensor target_ids, Tensor temperature, int? ignore_index, Tensor? row_indices"
+_INPUTS = (
+    "Tensor logits, Tensor target_ids, Tensor temperature, int? ignore_index, Tensor? row_indices, Tensor? min_logit"
+)
 _SAVED = "Tensor norm, Tensor? entropy, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
 
 SCHEMAS = {

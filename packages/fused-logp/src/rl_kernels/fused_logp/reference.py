@@ -14,13 +14,14 @@ def fused_logp(
     temperature: float | torch.Tensor = 1.0,
     ignore_index: int | None = None,
     row_indices: torch.Tensor | None = None,
+    min_logit: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     return_stats: bool = False,
 ) -> torch.Tensor | LogpStats:
     """Return ``z[id] - logsumexp(z)`` with ``z = logits / temperature``; shapes as in the public function.
 
     Computed in FP32, or FP64 for FP64 logits. The log-probability is cast to ``out_dtype``; logsumexp and entropy
-    stay in the compute dtype, or are FP64 if ``out_dtype`` is.
+    stay in the compute dtype, or are FP64 if ``out_dtype`` is. Logits below ``min_logit`` count as -inf.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     active = torch.ones_like(target_ids, dtype=torch.bool)
@@ -31,9 +32,15 @@ def fused_logp(
     scale = torch.as_tensor(temperature, dtype=dtype, device=logits.device)
     z = torch.where(active[..., None], logits, 0).to(dtype) / (scale[..., None] if scale.ndim else scale)
     ids = torch.where(active, target_ids, 0).long()
+    is_below = torch.zeros_like(active)
+    if min_logit is not None:
+        below = z < min_logit[..., None]
+        # If nothing is kept, all results are NaN.
+        is_below = below.gather(-1, ids[..., None]).squeeze(-1) & ~below.all(-1)
+        z = z.masked_fill(below, -torch.inf)
 
     log_p = torch.log_softmax(z, -1)
-    logp = torch.where(active, log_p.gather(-1, ids[..., None]).squeeze(-1), 0)
+    logp = torch.where(active, log_p.gather(-1, ids[..., None]).squeeze(-1).masked_fill(is_below, -torch.inf), 0)
     logp = logp if out_dtype is None else logp.to(out_dtype)
     if not return_stats:
         return logp

@@ -14,7 +14,7 @@ from rl_kernels.core.outputs import LogpStats
 from rl_kernels.core.torchlib.derivatives import apply_of
 from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.linear_logp.arguments import Call, Memory, Options
-from rl_kernels.linear_logp.autograd import LinearLogp, agreed, check_known, forward
+from rl_kernels.linear_logp.autograd import LinearLogp, agreed, check_known, check_targets, forward
 from rl_kernels.linear_logp.known import Known
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class Keywords(TypedDict, total=False):
     """The keyword arguments of ``linear_logp`` that its type does not depend on."""
 
     temperature: float | torch.Tensor
+    min_logit: torch.Tensor | None
     softcap: float
     logit_scale: float
     ignore_index: int | None
@@ -84,6 +85,7 @@ def linear_logp(
     bias: torch.Tensor | None = None,
     *,
     temperature: float | torch.Tensor = 1.0,
+    min_logit: torch.Tensor | None = None,
     softcap: float = 0.0,
     logit_scale: float = 1.0,
     ignore_index: int | None = None,
@@ -129,6 +131,11 @@ def linear_logp(
             ``process_group`` that of this rank's rows.
         temperature: a number > 0, or a floating-point tensor of no dims or ``[...]`` (one value per token) that does
             not require grad.
+        min_logit: None, or ``[...]`` in FP32 (FP64 for FP64 inputs), without grad: in each row only entries with
+            ``z >= min_logit`` count; the others have probability 0 and a gradient of exactly 0. z is the quotient that
+            PyTorch gives for tensors, ``linear_logits(...).logits / temperature[..., None]``. ``-inf`` keeps all, with
+            the bits of None. A target that is not kept has a log-probability of -inf, without a gradient. A row of
+            which nothing is kept gives NaN.
         softcap: >= 0; bound of the logits before the temperature (Gemma 2 uses 30), or 0 for none.
         logit_scale: > 0; multiplies the logits before the cap, as in Cohere models. For Granite give
             ``1 / logits_scaling``.
@@ -146,11 +153,12 @@ def linear_logp(
         vocab_segments: how the gradient of ``hidden`` is summed: 1, one chain over the vocabulary; 8, chains over eight
             segments of it, added by a balanced tree. The default is 8 with ``process_group``, otherwise 1. Groups of
             several ranks need 8; without a group 8 gives their bits.
-        validate: check the values of ids and temperature. This syncs with a GPU, and is skipped under torch.compile and
-            graph capture. Without the check, a row with an id out of range gives NaN, and so do the gradients that it
-            contributes to. In a group, the first call of a kind (dtypes and options) also compares arguments, hidden
-            states and ids with those of the other ranks, by one exchange: an error of one rank is then raised on all.
-            ``"ranks"``, or ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, compares every call.
+        validate: check the values of ids, temperature and min_logit, and that targets are kept. This syncs with a GPU,
+            with ``min_logit`` after the forward pass too, and is skipped under torch.compile and graph capture. Without
+            the check, a row with an id out of range gives NaN, and so do the gradients that it contributes to. In a
+            group, the first call of a kind (dtypes and options) also compares arguments, hidden states and ids with
+            those of the other ranks, by one exchange: an error of one rank is then raised on all. ``"ranks"``, or
+            ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, compares every call.
         backend: name of a backend, ``auto``, or None: the backend that ``use_backend`` or ``RL_KERNELS_BACKEND``
             forces, otherwise ``auto``.
 
@@ -165,11 +173,13 @@ def linear_logp(
             weight with ``main_grad`` was not None and the pass added to it.
     """
     options = Options(
-        *(temperature, softcap, logit_scale, ignore_index, return_stats, join_tokens),
+        *(temperature, min_logit, softcap, logit_scale, ignore_index, return_stats, join_tokens),
         *(memory, vocab_size, vocab_segments, validate, backend),
     )
     operands, call = agreed(hidden, lm_head_weight, target_ids, bias, process_group, options)
     results = (apply_of(LinearLogp, call.ready) if call.needs_gradient else forward)(*operands, call)
+    if validate:
+        check_targets(operands, call, results[0])
     return _finished(lm_head_weight, target_ids, call, results)
 
 
@@ -204,6 +214,8 @@ def linear_logp_known(
     settings = Options(**keywords, return_stats=return_stats, return_known=True)
     operands, call = agreed(hidden, lm_head_weight, target_ids, bias, group, settings)
     logp, *stats, norm, _ = forward(*operands, call)
+    if settings.validate:
+        check_targets(operands, call, logp)
     shape = target_ids.shape
     return Known(logp.view(shape), norm.view(*shape, 2), *[value.view(shape) for value in stats])
 
@@ -246,6 +258,8 @@ def linear_logp_from_known(
     if settings.validate and not values_hidden(hidden):
         check_known(operands, call, check_rows)
     results = (apply_of(LinearLogp, call.ready) if call.needs_gradient else forward)(*operands, call)
+    if settings.validate:
+        check_targets(operands, call, results[0])
     return _finished(lm_head_weight, target_ids, call, results)
 
 

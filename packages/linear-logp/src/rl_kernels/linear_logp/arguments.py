@@ -10,6 +10,7 @@ from rl_kernels.core import chains
 from rl_kernels.core import validate as check
 from rl_kernels.core.calls import Ready
 from rl_kernels.core.dispatch import choose, remembered
+from rl_kernels.core.rowwise import min_logit as thresholds
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
@@ -51,6 +52,7 @@ class Options(NamedTuple):
     """The arguments of a call besides its tensors and its group."""
 
     temperature: float | torch.Tensor = 1.0
+    min_logit: torch.Tensor | None = None
     softcap: float = 0.0
     logit_scale: float = 1.0
     ignore_index: int | None = None
@@ -76,6 +78,7 @@ class Call(NamedTuple):
     Attributes:
         target_ids: ``[N]``.
         temperature: ``[]`` or ``[N]`` in the compute dtype.
+        min_logit: ``[N]`` in the compute dtype, or None.
         ignore_index: the id of positions that are ignored, or None.
         cap: the numbers of ``inputs.Cap``, or None.
         has_stats: whether logsumexp and entropy are results.
@@ -91,6 +94,7 @@ class Call(NamedTuple):
 
     target_ids: torch.Tensor
     temperature: torch.Tensor
+    min_logit: torch.Tensor | None
     ignore_index: int | None
     cap: torch.Tensor | None
     has_stats: bool
@@ -106,10 +110,9 @@ class Call(NamedTuple):
     def of_rows(self, rows: slice | torch.Tensor, saved_mib: int | None) -> Call:
         """Return the call for some of the rows."""
         scale = self.temperature[rows] if self.temperature.ndim else self.temperature
-        ready = Ready(self.ready.backend)
-        return self._replace(
-            target_ids=self.target_ids[rows], temperature=scale, saved_mib=saved_mib, ready=ready, known=None
-        )
+        least = None if self.min_logit is None else self.min_logit[rows]
+        changed = self._replace(target_ids=self.target_ids[rows], temperature=scale, min_logit=least)
+        return changed._replace(saved_mib=saved_mib, ready=Ready(self.ready.backend), known=None)
 
 
 def call_of(
@@ -139,6 +142,9 @@ def call_of(
         check.temperature(options.temperature, target_ids.shape, hidden.device, dtype, values=is_read)
         scale = _scale(options, cap, target_ids.numel(), dtype)
     if options.validate:
+        thresholds.validate(
+            options.min_logit, target_ids.shape, hidden.device, compute_dtype(hidden.dtype), values=True
+        )
         check.ids_in_range("target_ids", target_ids, shard.size, options.ignore_index)
     main_grad = getattr(lm_head_weight, "main_grad", None) if lm_head_weight.requires_grad else None
     if main_grad is not None:
@@ -148,8 +154,15 @@ def call_of(
         raise ValueError("linear_logp_known: expected no gradients, call it under torch.no_grad()")
     ids, memory = flat(target_ids), options.memory or _DEFAULT
     call = Call(
-        *(ids, scale, options.ignore_index, cap, options.return_stats, memory.saved_mib if needs_gradient else 0),
-        *(memory.workspace_mib, options.join_tokens, main_grad, shard, ready),
+        *(ids, scale, _of_rows(options.min_logit), options.ignore_index, cap, options.return_stats),
+        *(
+            memory.saved_mib if needs_gradient else 0,
+            memory.workspace_mib,
+            options.join_tokens,
+            main_grad,
+            shard,
+            ready,
+        ),
         None if known is None else known.of_rows(ids, options.ignore_index),
         needs_gradient,
     )
@@ -180,9 +193,11 @@ def _prepare(
     ready = Ready(chosen)
     if group is None and options.known is None:
         memory = options.memory or _DEFAULT
-        inputs = rows_of(hidden), weight, flat(target_ids), bias, scale, options.ignore_index, cap
+        rows, least = (rows_of(hidden), weight, flat(target_ids), bias), _of_rows(options.min_logit)
         op = ops["forward_stats" if options.return_stats else "forward"]
-        ready = op.ready(*inputs, memory.saved_mib if needs_gradient else 0, chosen)
+        ready = op.ready(
+            *(*rows, scale, options.ignore_index, cap, least, memory.saved_mib if needs_gradient else 0, chosen)
+        )
     return shard, ready, None if isinstance(options.temperature, torch.Tensor) else scale, cap
 
 
@@ -226,6 +241,7 @@ def _check_options(options: Options, target_ids: torch.Tensor, device: torch.dev
     check.backend_name(options.backend)
     check.integer("check_rows", options.check_rows, least=0)
     check.temperature(options.temperature, target_ids.shape, device, dtype, values=False)
+    thresholds.validate(options.min_logit, target_ids.shape, device, dtype, values=False)
     check.number("softcap", options.softcap, least=0, dtype=dtype)
     check.number("logit_scale", options.logit_scale, above=0, dtype=dtype)
 
@@ -239,6 +255,10 @@ def _cap(options: Options, dtype: torch.dtype) -> torch.Tensor | None:
     check.number("softcap", softcap, above=0, dtype=dtype)
     check.number("logit_scale / softcap", rate, above=0, dtype=dtype)
     return scalars(softcap, rate)
+
+
+def _of_rows(min_logit: torch.Tensor | None) -> torch.Tensor | None:
+    return None if min_logit is None else flat(min_logit.detach())
 
 
 def _scale(options: Options, cap: torch.Tensor | None, rows: int, dtype: torch.dtype) -> torch.Tensor:

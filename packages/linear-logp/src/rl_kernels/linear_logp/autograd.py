@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_kernels.core.calls import Ready
+from rl_kernels.core.rowwise import min_logit as thresholds
 from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib.derivatives import first_order, is_asked_for
 from rl_kernels.core.torchlib.observed import values_hidden
@@ -57,7 +59,8 @@ def agreed(
         # Whatever it is, the other ranks would wait for this one.
         error = caught
     same = {name: getattr(options, name) for name in OF_ALL_RANKS}
-    same["bias"] = "none" if bias is None else "given"
+    for name, value in (("bias", bias), ("min_logit", options.min_logit)):
+        same[name] = "none" if value is None else "given"
     needs_gradient = torch.is_grad_enabled() and getattr(hidden, "requires_grad", False)
     same["gradient of hidden"] = "is computed" if needs_gradient else "is not computed"
     kinds = (getattr(hidden, "dtype", None), getattr(target_ids, "dtype", None), getattr(hidden, "shape", (None,))[-1:])
@@ -79,6 +82,8 @@ def _compared(tensors: Any, options: Options, checked: Any, same: dict[str, obje
         read["temperature"] = options.temperature
     else:
         values["temperature"] = options.temperature
+    if options.min_logit is not None:
+        read["min_logit"] = options.min_logit
     if options.known is not None:
         read |= {f"known.{name}": value for name, value in options.known._asdict().items() if value is not None}
     for name, value in read.items():
@@ -101,7 +106,7 @@ def forward(
         return _forward_over_ranks(hidden, weight, bias, call, call.shard.group)
     results: tuple[torch.Tensor, ...] = ops["forward_stats" if call.has_stats else "forward"].call(
         *(call.ready, hidden, weight, call.target_ids, bias, call.temperature, call.ignore_index, call.cap),
-        call.saved_mib,
+        *(call.min_logit, call.saved_mib),
     )
     return results
 
@@ -121,7 +126,7 @@ def _forward_over_ranks(
     for rows in slices(count, count if saved_mib or saved_mib is None else ROWS):
         part = call.of_rows(rows, saved_mib)
         rest = part.temperature, call.ignore_index
-        inputs = hidden[rows], weight, part.target_ids, bias, *rest, call.cap
+        inputs = hidden[rows], weight, part.target_ids, bias, *rest, call.cap, part.min_logit
         packed, kept = ops["states"](*inputs, shard.start, units, call.has_stats, saved_mib, backend)
         gathered = all_gather(packed, group).unflatten(0, (ranks, -1))
         per_slice.append(ops["finish"](gathered, part.target_ids, *rest, shard.size, call.has_stats, backend))
@@ -160,6 +165,23 @@ def check_known(operands: Operands, call: Call, count: int) -> None:
     compare(call.known, rows, Known(logp, norm, *stats))
 
 
+def check_targets(operands: Operands, call: Call, logp: torch.Tensor) -> None:
+    """Check that the target of each row is at or above ``min_logit``, if there is one.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if call.min_logit is None:
+        return
+    unbounded = call._replace(min_logit=None, known=None, saved_mib=0, ready=Ready(call.ready.backend))
+
+    @torch.no_grad()
+    def without() -> torch.Tensor:
+        return forward(*operands, unbounded)[0]
+
+    thresholds.check_targets(logp, call.min_logit, without)
+
+
 def arguments_of_backward(
     inputs: Sequence[Any], saved: Sequence[Any], grads: Sequence[Any], shard: Shard, limits: Sequence[Any]
 ) -> tuple[Any, ...]:
@@ -180,7 +202,9 @@ class LinearLogp(torch.autograd.Function):
         """Return logp, or the three statistics; what is known is not computed."""
         *results, norm, kept = forward(hidden, weight, bias, call)
         entropy = results[2] if call.has_stats else None
-        tensors = hidden, weight, call.target_ids, bias, call.temperature, call.cap
+        least = call.min_logit
+        below = None if least is None else thresholds.is_below(results[0], least)
+        tensors = hidden, weight, call.target_ids, bias, call.temperature, call.cap, least, below
         save(ctx, *tensors, norm, entropy, kept if kept.shape[1] else None)
         ctx.set_materialize_grads(False)
         # Not a saved tensor: other backward passes may add to the buffer before this one runs.
@@ -192,8 +216,10 @@ class LinearLogp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of the arguments that the pass under way asks for."""
-        hidden, weight, target_ids, bias, temperature, cap, *saved = ctx.saved_tensors
-        inputs = hidden, weight, target_ids, bias, temperature, ctx.ignore_index, cap
+        hidden, weight, target_ids, bias, temperature, cap, least, below, *saved = ctx.saved_tensors
+        inputs = hidden, weight, target_ids, bias, temperature, ctx.ignore_index, cap, least
+        if below is not None and upstream[0] is not None:
+            upstream = upstream[0].masked_fill(below, 0.0), *upstream[1:]
         asked = ctx.needs_input_grad
         needed = [asked[number] and is_asked_for(ctx, number) for number in (0, 1, 2)]
         limits, group = (ctx.workspace_mib, needed, ctx.join_tokens), ctx.shard.group

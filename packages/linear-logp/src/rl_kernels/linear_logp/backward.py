@@ -53,10 +53,13 @@ class Steps:
 
     def begin(self, args: Any) -> Inputs:
         """Return the inputs of a call, from the arguments of its raw op, in the layouts that the steps read."""
-        hidden, weight, ids, bias, scale, ignore_index, cap, norm, entropy, kept, *grads, start, vocab = args[:15]
+        hidden, weight, ids, bias, scale, ignore_index, cap, least, norm, entropy, kept, *grads, start, vocab = args[
+            :16
+        ]
         rows = [None if grad is None else grad.contiguous() for grad in grads]
         operands = hidden, weight, ids.contiguous(), bias, number_or_rows(scale), ignore_index, cap_of(cap)
-        return Inputs._make((*operands, norm, entropy, kept, *rows, start, vocab))
+        least = None if least is None else least.contiguous()
+        return Inputs._make((*operands, least, norm, entropy, kept, *rows, start, vocab))
 
     def room(self, hidden: torch.Tensor, width: int) -> torch.Tensor:
         """Return room for dz ``[rows, width]``; its rows are padded so that TMA can address them for every width."""
@@ -111,11 +114,11 @@ class Backward:
     """
 
     def __init__(self, steps: Steps, *args: Any) -> None:
-        inputs, (segments, partial, workspace_mib, needed, join_tokens) = inputs_of(args[:15]), args[15:20]
-        main_grad, bias_total = args[20:] or (None, None)
+        inputs, (segments, partial, workspace_mib, needed, join_tokens) = inputs_of(args[:16]), args[16:21]
+        main_grad, bias_total = args[21:] or (None, None)
         (count, size), columns, dtype = inputs.hidden.shape, inputs.weight.shape[0], inputs.hidden.dtype
         self._steps, self._needed, self._wide = steps, needed, compute_dtype(dtype)
-        self._has_totals, self._has_bias_total = len(args) > 20, bias_total is not None
+        self._has_totals, self._has_bias_total = len(args) > 21, bias_total is not None
         self._dlogits: dict[tuple[int, int, int], Dlogits] = {}
         self._products: dict[tuple[bool, int, int, bool], Product] = {}
         self._is_cleaned = needed[1] and inputs.ignore_index is not None
@@ -154,7 +157,7 @@ class Backward:
         """
         steps, needed, is_joined = self._steps, self._needed, self._is_joined
         dlogits, products = self._dlogits, self._products
-        inputs, dweight, main_grad, dbias = self._begin(steps.begin(args), *args[20:])
+        inputs, dweight, main_grad, dbias = self._begin(steps.begin(args), *args[21:])
         waiting: list[torch.Tensor] = []
         shape = inputs.hidden.shape if needed[0] else (0,)
         for number, pieces in enumerate(self._segments, 1):

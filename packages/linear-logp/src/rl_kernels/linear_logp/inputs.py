@@ -49,6 +49,7 @@ class Inputs(NamedTuple):
 
     Attributes:
         temperature: ``[]`` or ``[N]``; a backend may replace the former by a number.
+        min_logit: ``[N]``, or None: logits after temperature that are below it count as -inf.
         norm: ``[N, 2]`` of the backward pass, as entropy and the upstream gradients, ``[N]``.
         kept: logits of the last columns (``kept_room``), or None.
         start: the shard's first column in the vocabulary; ids count from the first column of the vocabulary.
@@ -62,6 +63,7 @@ class Inputs(NamedTuple):
     temperature: Any
     ignore_index: int | None
     cap: Cap | None
+    min_logit: torch.Tensor | None = None
     norm: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     kept: torch.Tensor | None = None
@@ -88,9 +90,9 @@ class Inputs(NamedTuple):
             return self
         scale = self.temperature
         per_row = isinstance(scale, torch.Tensor) and scale.ndim > 0
-        of_rows = [None if value is None else value[rows] for value in self[7:13]]
+        of_rows = [None if value is None else value[rows] for value in self[7:14]]
         operands = self.hidden[rows], self.weight, self.target_ids[rows], self.bias
-        return Inputs._make((*operands, scale[rows] if per_row else scale, *self[5:7], *of_rows, *self[13:]))
+        return Inputs._make((*operands, scale[rows] if per_row else scale, *self[5:7], *of_rows, *self[14:]))
 
     def keep(self, value: torch.Tensor) -> torch.Tensor:
         """Return ``value[n]`` or ``value[n, k]`` with 0 at ignored positions."""
@@ -101,7 +103,7 @@ class Inputs(NamedTuple):
 
 
 def inputs_of(args: Any, **more: Any) -> Inputs:
-    """Return the inputs of a pass: the first 7 arguments of its raw op, of the backward pass the first 15."""
+    """Return the inputs of a pass: the first 8 arguments of its raw op, of the backward pass the first 16."""
     fields: Any = (*args[:6], cap_of(args[6]), *args[7:])
     return Inputs(*fields, **more)
 

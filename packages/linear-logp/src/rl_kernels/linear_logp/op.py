@@ -2,17 +2,18 @@
 
 Arguments of the raw ops: hidden ``[N, D]``, weight ``[V, D]`` and bias ``[V]``, all of one dtype and of any strides;
 target_ids ``[N]``; temperature ``[]`` or ``[N]`` in the compute dtype (FP32, or FP64 for FP64 inputs); cap, the numbers
-of ``inputs.Cap`` as FP64 on the CPU, or None if logits are not capped. Results: logp, logsumexp and entropy ``[N]`` and
-norm ``[N, 2]``, all in the compute dtype. norm holds the largest logit of each row (capped, before the temperature) and
-the log of the sum of e^(z - max z); backward computes the gradient from these two. ``needed`` lists whether the
+of ``inputs.Cap`` as FP64 on the CPU, or None if logits are not capped; min_logit ``[N]`` in the compute dtype, or None.
+Results: logp, logsumexp and entropy ``[N]`` and norm ``[N, 2]``, all in the compute dtype. norm holds the largest logit
+of each row (capped, before the temperature) and the log of the sum of e^(z - max z); backward computes the gradient
+from these two, and of a row whose target is below min_logit needs a grad_logp of 0. ``needed`` lists whether the
 gradients of hidden, weight and bias are needed; one that is not comes back empty. ``backward_main_grad`` adds the
 gradient of the weight to ``main_grad[V, D]`` and that of the bias to ``bias_total[V]``, which may be None, and returns
 the gradients of hidden and of a bias without a total. Totals have the compute dtype; their chains are continued, or
 with ``join_tokens`` chains of that many rows are added to them (``backward``).
 
-The last result of ``forward``, ``forward_stats`` and ``states`` are logits that are kept for backward, at most
-``saved_mib`` of them (``inputs.kept_room``). Backward takes them as ``kept``; it recomputes the others. Those of
-ignored rows, and of columns beyond the weight's, are not defined.
+The last result of ``forward``, ``forward_stats`` and ``states`` are logits that are kept for backward, also those below
+min_logit, at most ``saved_mib`` of them (``inputs.kept_room``). Backward takes them as ``kept``; it recomputes the
+others. Those of ignored rows, and of columns beyond the weight's, are not defined.
 
 ``states`` and ``finish`` are the forward pass in two parts, between which ranks exchange states: weight and bias are a
 shard that begins at column ``vocab_start`` of ``vocab_size``; ids are those of the whole vocabulary. ``states`` returns
@@ -39,7 +40,8 @@ from rl_kernels.core.triton_lib.launch import triton_backend
 from rl_kernels.linear_logp.inputs import kept_room, packed_room
 
 _INPUTS = (
-    "Tensor hidden, Tensor weight, Tensor target_ids, Tensor? bias, Tensor temperature, int? ignore_index, Tensor? cap"
+    "Tensor hidden, Tensor weight, Tensor target_ids, Tensor? bias, Tensor temperature, int? ignore_index, "
+    "Tensor? cap, Tensor? min_logit"
 )
 _SAVED = "Tensor norm, Tensor? entropy, Tensor? kept, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
 _SHARD = "SymInt vocab_start, SymInt vocab_size, int vocab_segments, bool partial"

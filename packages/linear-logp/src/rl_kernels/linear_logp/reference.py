@@ -17,11 +17,13 @@ def linear_logp(
     softcap: float = 0.0,
     logit_scale: float = 1.0,
     ignore_index: int | None = None,
+    min_logit: torch.Tensor | None = None,
     return_stats: bool = False,
 ) -> torch.Tensor | LogpStats:
     """Return ``z[id] - logsumexp(z)``, ``z = (hidden @ W^T + bias) / temperature``; shapes as in the public function.
 
-    With a softcap, ``z = softcap tanh(logit_scale (hidden @ W^T + bias) / softcap) / temperature``.
+    With a softcap, ``z = softcap tanh(logit_scale (hidden @ W^T + bias) / softcap) / temperature``. Logits z below
+    ``min_logit`` count as -inf.
 
     Computed in FP32, or FP64 for FP64 inputs, and holds all logits. The gradient of the logits is rounded to the dtype
     of the inputs, as autograd of a product in that dtype does.
@@ -41,9 +43,15 @@ def linear_logp(
     scale = torch.as_tensor(temperature, dtype=dtype, device=hidden.device)
     z = logits / (scale[..., None] if scale.ndim else scale)
     ids = torch.where(active, target_ids, 0).long()
+    is_below = torch.zeros_like(active)
+    if min_logit is not None:
+        below = z < min_logit[..., None]
+        # If nothing is kept, all results are NaN.
+        is_below = below.gather(-1, ids[..., None]).squeeze(-1) & ~below.all(-1)
+        z = z.masked_fill(below, -torch.inf)
 
     log_p = torch.log_softmax(z, -1)
-    logp = torch.where(active, log_p.gather(-1, ids[..., None]).squeeze(-1), 0)
+    logp = torch.where(active, log_p.gather(-1, ids[..., None]).squeeze(-1).masked_fill(is_below, -torch.inf), 0)
     if not return_stats:
         return logp
     # -inf is replaced in the second factor: 0 * -inf would make the entropy and its gradient NaN.

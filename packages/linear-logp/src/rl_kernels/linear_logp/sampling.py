@@ -127,7 +127,7 @@ def linear_logits(
     rows, leading, vocab = rows_of(tensors[0]), tensors[0].shape[:-1], lm_head_weight.shape[0]
     # A CUDA graph keeps what was made while it was captured, and not what is remembered here.
     ids, scale, mib = _rest(rows, vocab) if rest is None or values_hidden(rows) else rest
-    _, norm, logits = ops["forward"].call(ready, rows, tensors[1], ids, tensors[2], scale, None, None, mib)
+    _, norm, logits = ops["forward"].call(ready, rows, tensors[1], ids, tensors[2], scale, None, None, None, mib)
     # Views take host time, and a decode step mostly needs none.
     if logits.shape != (*leading, vocab):
         logits, norm = logits[:, :vocab].view(*leading, vocab), norm.view(*leading, 2)
@@ -146,7 +146,7 @@ def _prepare(
     chosen = choose(OPERATOR, describe(hidden, lm_head_weight), backend).name
     rows = rows_of(hidden)
     ids, scale, mib = rest = _rest(rows, lm_head_weight.shape[0])
-    ready = ops["forward"].ready(rows, lm_head_weight, ids, bias, scale, None, None, mib, chosen)
+    ready = ops["forward"].ready(rows, lm_head_weight, ids, bias, scale, None, None, None, mib, chosen)
     # A tensor that is made while a CUDA graph is captured has values only when the graph runs.
     return ready, None if len(rows) > REMEMBERED or values_hidden(hidden) else rest
 

@@ -13,6 +13,7 @@ import torch
 
 from rl_kernels.core.rowwise.ids import outside, select
 from rl_kernels.core.rowwise.logp_gradient import LogpUpstream, dlogits
+from rl_kernels.core.rowwise.min_logit import below
 from rl_kernels.core.rowwise.softmax import finish, per_row, softmax_state
 
 BLOCK_ELEMENTS = 1 << 18
@@ -39,6 +40,7 @@ def _statistics(
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
+    min_logit: torch.Tensor | None,
     *,
     entropy: bool,
 ) -> list[torch.Tensor]:
@@ -48,6 +50,8 @@ def _statistics(
     for rows in _blocks(logits, row_indices):
         x, ids = logits[rows].to(temperature.dtype), target_ids[rows]
         scale = _column(temperature, rows, x)
+        if min_logit is not None:
+            x = x.masked_fill(below(x, scale, min_logit[rows]), -torch.inf)
         statistics = finish(softmax_state(x, scale, entropy=entropy), scale)
         logp = statistics.logp(select(x, ids), scale)
         values = [torch.where(_undefined(ids, x.shape[1], statistics.norm), torch.nan, logp), statistics.norm]
@@ -69,17 +73,17 @@ def backward(logits: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 def backward_inplace(logits: torch.Tensor, *rest: Any) -> None:
     """Overwrite logits with dlogits."""
-    *arguments, row_indices = rest[:4]
-    norm, *upstream = rest[4:]
+    *arguments, row_indices, min_logit = rest[:5]
+    saved = rest[5:]
     if row_indices is None:
-        for rows, dx in _gradients(logits, *arguments, None, norm, *upstream):
+        for rows, dx in _gradients(logits, *arguments, None, min_logit, *saved):
             logits[rows] = dx
         return
     inactive = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
     logits.masked_fill_(inactive.index_fill(0, row_indices, False)[:, None], 0)
     # Indices are sorted, so a row given twice may end one block and start the next; its second turn is skipped.
     done = torch.full_like(row_indices[:1], -1)
-    for rows, dx in _gradients(logits, *arguments, row_indices.sort().values, norm, *upstream):
+    for rows, dx in _gradients(logits, *arguments, row_indices.sort().values, min_logit, *saved):
         assert isinstance(rows, torch.Tensor)
         logits[rows] = torch.where((rows == done)[:, None], logits[rows], dx)
         done = rows[-1:]
@@ -91,13 +95,17 @@ def _gradients(
     temperature: torch.Tensor,
     ignore_index: int | None,
     row_indices: torch.Tensor | None,
+    min_logit: torch.Tensor | None,
     norm: torch.Tensor,
     *upstream: torch.Tensor | None,
 ) -> Iterator[tuple[Rows, torch.Tensor]]:
     for rows in _blocks(logits, row_indices):
         x = logits[rows].to(temperature.dtype)
         upstream_rows = LogpUpstream(target_ids, norm, *upstream).rows(rows)
-        dx = dlogits(x, _column(temperature, rows, x), upstream_rows)
+        scale = _column(temperature, rows, x)
+        dx = dlogits(x, scale, upstream_rows)
+        if min_logit is not None:
+            dx.masked_fill_(below(x, scale, min_logit[rows]), 0.0)
         active = _active(upstream_rows.ids, ignore_index)
         is_gradient = active & ~_undefined(upstream_rows.ids, x.shape[1], upstream_rows.norm)
         # Asking a GPU would sync.

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from rl_kernels.core.testing.logp_launches import back, gold, laid_out, rows_of
+from rl_kernels.core.testing.logp_launches import back, gold, laid_out, rows_of, thresholds
 
 
 def check_against_reference(call: Mapping[str, Any], backend: Any) -> None:
     """Compare forward and backward of a call with the definition.
 
-    ``call`` has ``rows``, ``vocab``, ``dtype`` and ``layout``; with ``indices`` only the first and the last row are
+    ``call`` has ``rows``, ``vocab``, ``dtype`` and ``layout``; ``least`` is the kind of ``thresholds``; with ``indices``
+    only the first and the last row are
     computed, the first one named twice. ``rows_of`` describes the remaining entries.
     """
     torch.manual_seed(1)
@@ -23,8 +24,9 @@ def check_against_reference(call: Mapping[str, Any], backend: Any) -> None:
     if "indices" in call:
         indices = torch.tensor([0, count - 1, 0])
         active = torch.zeros_like(active).index_fill(0, indices, True)
-    inputs = x, rows.ids, rows.temperature, rows.ignored, indices
     leaf: Any = x.double().requires_grad_()
+    rows = thresholds(leaf, rows, call.get("least"))
+    inputs = x, rows.ids, rows.temperature, rows.ignored, indices, rows.min_logit
     expected = gold(leaf, rows, active & rows.active)
     stats = backend.forward_stats(*inputs)
     results = *stats, *backend.forward(*inputs)

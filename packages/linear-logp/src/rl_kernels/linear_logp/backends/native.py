@@ -20,6 +20,7 @@ from rl_kernels.core.constants import FAN, UNIT
 from rl_kernels.core.rowwise import softmax
 from rl_kernels.core.rowwise.ids import outside, select
 from rl_kernels.core.rowwise.logp_gradient import LogpUpstream, dlogits
+from rl_kernels.core.rowwise.min_logit import below
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.rowwise.softmax import SoftmaxState, merge, per_row, softmax_state
 from rl_kernels.core.scratch import Scratch
@@ -53,7 +54,7 @@ def states(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the packed states and selected logits of a shard of the vocabulary, and its kept logits."""
     hidden, weight, *_, vocab_start, slots, entropy, saved_mib = args
     logits = kept_room(hidden, weight.shape[0], saved_mib)
-    inputs = inputs_of(args[:7], kept=logits, start=vocab_start)
+    inputs = inputs_of(args[:8], kept=logits, start=vocab_start)
     packed, parts, chosen = packed_room(hidden, slots, entropy=entropy)
     for rows in _blocks(inputs):
         for unit, state in enumerate(_walk(inputs.block(rows), chosen[rows], entropy=entropy)):
@@ -94,7 +95,7 @@ def _statistics(*args: Any, entropy: bool) -> tuple[list[torch.Tensor], torch.Te
     """Return logp and norm, with entropy also logsumexp and entropy; and the logits that are kept."""
     hidden, weight, *_, saved_mib = args
     logits, results = kept_room(hidden, weight.shape[0], saved_mib), []
-    inputs = inputs_of(args[:7], kept=logits, vocab=len(weight))
+    inputs = inputs_of(args[:8], kept=logits, vocab=len(weight))
     for rows in _blocks(inputs):
         block = inputs.block(rows)
         scale = per_row(block.temperature, block.hidden)
@@ -124,6 +125,8 @@ def _walk(block: Inputs, chosen: torch.Tensor, *, entropy: bool) -> Iterator[Sof
         kept = block.kept_part(slice(columns.start, columns.start + padded))
         if kept is not None:
             kept.copy_(x)
+        if block.min_logit is not None:
+            logits.masked_fill_(below(logits, scale, block.min_logit), -torch.inf)
         chosen += select(logits, block.target_ids, block.start + columns.start)
         # Without gaps, because exp takes half as long there.
         yield softmax_state(x, scale, entropy=entropy, out=_wide_room(x, x.shape, x.dtype))
@@ -161,7 +164,7 @@ class Steps(loop.Steps):
 
     def begin(self, args: Any) -> Inputs:
         """Return the inputs as they are."""
-        return inputs_of(args[:15])
+        return inputs_of(args[:16])
 
     def room(self, hidden: torch.Tensor, width: int) -> torch.Tensor:
         """Return room for dz."""
@@ -198,10 +201,13 @@ def _dlogits(columns: slice, block: Inputs, dbias: torch.Tensor | None, dz: torc
         x = _logits(block, columns, _logits_room(dz, dz.shape, compute_dtype(dz.dtype)))
     room = dz if dz.dtype == x.dtype else _wide_room(dz, dz.shape, x.dtype)
     assert block.norm is not None
-    upstream = LogpUpstream(block.target_ids, block.norm, block.entropy, *block[10:13])
-    gradient = dlogits(x, per_row(block.temperature, x), upstream, block.start + columns.start, room)
+    upstream = LogpUpstream(block.target_ids, block.norm, block.entropy, *block[11:14])
+    scale = per_row(block.temperature, x)
+    gradient = dlogits(x, scale, upstream, block.start + columns.start, room)
     if block.cap is not None:
         gradient *= block.cap.slope(x)
+    if block.min_logit is not None:
+        gradient.masked_fill_(below(x, scale, block.min_logit) & ~block.norm[:, 1:].isnan(), 0.0)
     if block.ignore_index is not None:
         gradient.masked_fill_((block.target_ids == block.ignore_index)[:, None], 0.0)
     if dbias is not None:

@@ -36,6 +36,7 @@ def linear_logp_loss(
     chunk_tokens: int = 4096,
     grad_scale: float = 1.0,
     temperature: float | torch.Tensor = 1.0,
+    min_logit: torch.Tensor | None = None,
     softcap: float = 0.0,
     logit_scale: float = 1.0,
     ignore_index: int | None = None,
@@ -77,6 +78,7 @@ def linear_logp_loss(
         chunk_tokens: tokens of a chunk, >= 1. A longer sequence is a chunk of its own. It changes no bit.
         grad_scale: the upstream gradient of the result, such as 1 / steps of gradient accumulation.
         temperature: as in ``linear_logp``, as all arguments that follow.
+        min_logit: in the shape of target_ids; logits below it count as -inf.
         softcap: >= 0.
         logit_scale: > 0.
         ignore_index: positions with this id have log-probability 0 and no gradient.
@@ -109,7 +111,7 @@ def linear_logp_loss(
     check.integer("chunk_tokens", chunk_tokens, least=1)
     check.number("grad_scale", grad_scale, dtype=torch.float32)
     options = Options(
-        *(temperature, softcap, logit_scale, ignore_index, return_stats, join_tokens),
+        *(temperature, min_logit, softcap, logit_scale, ignore_index, return_stats, join_tokens),
         *(memory, vocab_size, vocab_segments, validate, backend),
     )
     operands, call = agreed(hidden, lm_head_weight, target_ids, bias, process_group, options)

@@ -25,11 +25,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from rl_kernels.core import validate as check
 from rl_kernels.core.constants import BIAS_STEP, STEP
 from rl_kernels.core.outputs import LogpStats
+from rl_kernels.core.rowwise.min_logit import is_below
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.core.saved import are_hooked
 from rl_kernels.linear_logp.arguments import Call, Operands
-from rl_kernels.linear_logp.autograd import arguments_of_backward, backward_op, forward
+from rl_kernels.linear_logp.autograd import arguments_of_backward, backward_op, check_targets, forward
 
 WHOLE = 1 << 30
 """MiB that no chunk's logits take."""
@@ -184,7 +185,16 @@ class ChunkedLoss:
             return losses
         # norm, entropy and kept may have more rows than the backward pass.
         here, count, part = slice(start, stop), stop - start, call.of_rows(slice(start, stop), 0)
-        inputs = hidden[here], weight, part.target_ids, bias, part.temperature, call.ignore_index, call.cap
+        inputs = (
+            hidden[here],
+            weight,
+            part.target_ids,
+            bias,
+            part.temperature,
+            call.ignore_index,
+            call.cap,
+            part.min_logit,
+        )
         saved = norm[:count], results[2][:count] if call.has_stats else None, kept[:count] if kept.shape[1] else None
         grads = [value[here] for value in upstream]
         limits = call.workspace_mib, self._needed, call.join_tokens
@@ -201,8 +211,11 @@ class ChunkedLoss:
         return losses
 
     def _forward(self, rows: slice, saved_mib: int | None) -> tuple[torch.Tensor, ...]:
-        hidden, weight, bias = self._operands
-        return forward(hidden[rows], weight, bias, self._call.of_rows(rows, saved_mib))
+        call, operands = self._call.of_rows(rows, saved_mib), (self._operands[0][rows], *self._operands[1:])
+        results = forward(*operands, call)
+        if self._is_checked:
+            check_targets(operands, call, results[0])
+        return results
 
     def _differentiated(self, chunk: Chunk, results: list[torch.Tensor], upstream: list[torch.Tensor]) -> torch.Tensor:
         """Return the losses of a chunk, and write the gradients of its statistics to their rows of ``upstream``."""
@@ -217,6 +230,8 @@ class ChunkedLoss:
             grads = torch.autograd.grad(losses, leaves, scale, allow_unused=True)
         for into, grad in zip(upstream, grads, strict=True):
             into[chunk.tokens] = 0.0 if grad is None else grad
+        if self._call.min_logit is not None:
+            upstream[0][chunk.tokens].masked_fill_(is_below(results[0], self._call.min_logit[chunk.tokens]), 0.0)
         return losses.detach()
 
     def _of_chunk(self, chunk: Chunk, results: Any) -> torch.Tensor:

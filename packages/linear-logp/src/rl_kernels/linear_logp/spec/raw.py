@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rl_kernels.core.testing.logp_launches import Rows, back, gold, laid_out, rows_of
+from rl_kernels.core.testing.logp_launches import Rows, back, gold, laid_out, rows_of, thresholds
 from rl_kernels.linear_logp.vocabulary import slots, vocab_shards
 
 
@@ -39,7 +39,7 @@ def check_case(call: Mapping[str, Any], backend: Any) -> Checked:
 
     ``rows``, ``vocab``, ``size``, ``dtype``; ``layout`` of hidden and weight; ``bias`` True, or "row" for a contiguous
     one; ``cap``; ``saved``: MiB of logits that are kept, and their columns; ``needed``; ``main_grad``; ``join``: tokens
-    of a chain. For the others see ``rows_of``.
+    of a chain; ``least``: the kind of ``thresholds``. For the others see ``rows_of``.
     """
     torch.manual_seed(1)
     count, vocab, size, dtype, layout = (call[name] for name in ("rows", "vocab", "size", "dtype", "layout"))
@@ -50,8 +50,9 @@ def check_case(call: Mapping[str, Any], backend: Any) -> Checked:
     bias = bias.contiguous() if bias is not None and call["bias"] == "row" else bias
     rows, (saved_mib, width) = rows_of(call, count, vocab), call.get("saved", (0, 0))
     cap = torch.tensor(call["cap"], dtype=torch.float64) if "cap" in call else None
-    inputs = hidden, weight, rows.ids, bias, rows.temperature, rows.ignored, cap
     leaves = [None if x is None else x.double().detach().requires_grad_() for x in (hidden, weight, bias)]
+    rows = thresholds(_logits(leaves, call.get("cap")), rows, call.get("least"))
+    inputs = hidden, weight, rows.ids, bias, rows.temperature, rows.ignored, cap, rows.min_logit
     *stats, kept = backend.forward_stats(*inputs, saved_mib)
     checked = Checked(inputs, rows, stats, leaves, saved_mib)
     expected = _gold(checked, call.get("cap"))
@@ -67,9 +68,13 @@ def check_case(call: Mapping[str, Any], backend: Any) -> Checked:
 
 
 def _gold(checked: Checked, cap: tuple[float, float] | None) -> list[torch.Tensor]:
-    hidden, weight, bias = checked.leaves
-    z = hidden @ weight.t() + (0.0 if bias is None else bias)
-    return gold(z if cap is None else cap[0] * (z * cap[1]).tanh(), checked.rows, checked.rows.active)
+    return gold(_logits(checked.leaves, cap), checked.rows, checked.rows.active)
+
+
+def _logits(leaves: Sequence[Any], cap: tuple[float, float] | None) -> torch.Tensor:
+    hidden, weight, bias = leaves
+    z: torch.Tensor = hidden @ weight.t() + (0.0 if bias is None else bias)
+    return z if cap is None else cap[0] * (z * cap[1]).tanh()
 
 
 def _check_backward(checked: Checked, kept: torch.Tensor | None, call: Mapping[str, Any], backend: Any) -> None:
@@ -89,13 +94,13 @@ def _check_backward(checked: Checked, kept: torch.Tensor | None, call: Mapping[s
 
 def check_shards(checked: Checked, backend: Any) -> None:
     """Compare both parts of the forward pass over shards with the whole, and backward on them with the definition."""
-    hidden, weight, ids, bias, scale, ignored, cap = checked.inputs
+    hidden, weight, ids, bias, scale, ignored, cap, least = checked.inputs
     vocab, entropy = len(weight), bias is not None
     for ranks in (2, 8):
         bounds, shards, packed, kept = vocab_shards(vocab, ranks), [], [], []
         for start, stop in bounds:
             of_bias = None if bias is None else bias[start:stop]
-            shards.append((hidden, weight[start:stop], ids, of_bias, scale, ignored, cap))
+            shards.append((hidden, weight[start:stop], ids, of_bias, scale, ignored, cap, least))
             states, logits = backend.states(*shards[-1], start, slots(vocab, ranks), entropy, checked.saved_mib)
             packed.append(states)
             kept.append(logits)

@@ -25,6 +25,7 @@ class Call(NamedTuple):
     temperature: torch.Tensor
     ignore_index: int | None = None
     cap: torch.Tensor | None = None
+    min_logit: torch.Tensor | None = None
 
     def shard(self, columns: tuple[int, int]) -> Call:
         """Return the inputs of the rank that has these columns."""

@@ -77,12 +77,15 @@ def dense(x: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 class Rows(NamedTuple):
-    """Arguments of a call for each row besides logits: ids, temperatures, the ignored id, upstream gradients."""
+    """Arguments of a call for each row besides logits: ids, temperatures, the ignored id, upstream gradients, and what
+    ``thresholds`` draws.
+    """
 
     ids: torch.Tensor
     temperature: torch.Tensor
     ignored: int | None
     upstream: list[torch.Tensor | None]
+    min_logit: torch.Tensor | None = None
 
     @property
     def active(self) -> torch.Tensor:
@@ -115,6 +118,33 @@ def rows_of(call: Mapping[str, Any], rows: int, vocab: int) -> Rows:
     return Rows(ids, scales[call.get("scale")], ignored, upstream)
 
 
+def thresholds(logits: torch.Tensor, rows: Rows, kind: str | None) -> Rows:
+    """Return rows with a ``min_logit`` between two of their logits, if ``kind`` is "rows" or "apart"; the first row has
+    -inf.
+
+    ``logits`` are in FP64, before the temperature. A target below its threshold has no upstream gradient of logp.
+    """
+    if kind is None:
+        return rows
+    z = logits.detach() / rows.scale
+    least = z[:, 0] - 1
+    if z.shape[1] > 1:
+        # The widest of the upper gaps: no rounding takes a logit across it.
+        top = z.topk(min(z.shape[1], 9)).values
+        gap = (top[:, :-1] - top[:, 1:]).argmax(1, keepdim=True)
+        least = 0.5 * (top.gather(1, gap) + top.gather(1, gap + 1))[:, 0]
+    least[0] = -torch.inf
+    is_below = z.gather(1, rows.ids.long().clamp(0)[:, None])[:, 0] < least
+    least = least.float().repeat_interleave(2)[::2] if kind == "apart" else least.float()
+    grad, *others = rows.upstream
+    return rows._replace(min_logit=least, upstream=[None if grad is None else grad.masked_fill(is_below, 0.0), *others])
+
+
+def below(x: torch.Tensor, temperature: torch.Tensor, least: torch.Tensor | None) -> torch.Tensor:
+    """Say which logits ``x[N, V]`` before the temperature ``[N]`` are below the threshold of their row, if it has one."""
+    return torch.zeros_like(x, dtype=torch.bool) if least is None else x / temperature[:, None] < least[:, None]
+
+
 def laid_out(x: torch.Tensor, layout: str | tuple[int, int]) -> torch.Tensor:
     """Return a matrix in another layout.
 
@@ -131,9 +161,11 @@ def laid_out(x: torch.Tensor, layout: str | tuple[int, int]) -> torch.Tensor:
 def gold(logits: torch.Tensor, rows: Rows, active: torch.Tensor) -> list[torch.Tensor]:
     """Return logp, logsumexp, entropy and norm of logits in FP64 before the temperature; 0 in rows not active."""
     z = logits / rows.scale
+    if rows.min_logit is not None:
+        z = z.masked_fill(z < rows.min_logit[:, None], -torch.inf)
     logs, lse, top = z.log_softmax(-1), z.logsumexp(-1), logits.amax(-1)
     logp = logs.gather(1, rows.ids.long().clamp(0)[:, None])[:, 0]
-    results = logp, lse, -(logs.exp() * logs).sum(-1), torch.stack((top, lse - top / rows.temperature))
+    results = logp, lse, -(logs.exp() * logs.clamp(min=-1e9)).sum(-1), torch.stack((top, lse - top / rows.temperature))
     return [torch.where(active, value, 0.0).t() for value in results]
 
 

@@ -48,8 +48,8 @@ MOST_ROWS = 16384
 @prepared
 def states(*args: Any) -> Launches:
     """Return the packed states and selected logits of a shard of the vocabulary, and its kept logits."""
-    vocab_start, slots, entropy, saved_mib = args[7:]
-    return _Forward(entropy, *args[:7], saved_mib, vocab_start, slots)
+    vocab_start, slots, entropy, saved_mib = args[8:]
+    return _Forward(entropy, *args[:8], saved_mib, vocab_start, slots)
 
 
 @prepared
@@ -124,11 +124,11 @@ class _Forward:
     """The forward pass for inputs of one kind; with ``slots`` the states of a shard that begins at column ``start``."""
 
     def __init__(self, entropy: bool, *args: Any) -> None:
-        hidden, weight, *_, saved_mib, start, slots = (*args, 0, None)[:10]
+        hidden, weight, *_, saved_mib, start, slots = (*args, 0, None)[:11]
         vocab = weight.shape[0]
         self._entropy, self._start, self._slots, self._vocab = entropy, start, slots, vocab
         self._width = inputs.kept_width(hidden, vocab, saved_mib)
-        call = inputs_of(args[:7], start=start, vocab=vocab)
+        call = inputs_of(args[:8], start=start, vocab=vocab)
         count = hidden.shape[0] if vocab else 0
         self._blocks = [self._block(call.block(rows), rows) for rows in slices(count, MOST_ROWS)]
 
@@ -163,7 +163,7 @@ class _Forward:
         """Launch the kernels, block by block."""
         hidden, entropy, slots = args[0], self._entropy, self._slots
         logits = hidden.new_empty(hidden.shape[0], self._width, dtype=torch.float32)
-        call = read(*args[:7], kept=logits, start=self._start, vocab=self._vocab)
+        call = read(*args[:8], kept=logits, start=self._start, vocab=self._vocab)
         results: tuple[torch.Tensor, ...] = statistics_room(hidden, entropy=entropy) if slots is None else ()
         packed = () if slots is None else inputs.packed_room(hidden, slots, entropy=entropy)
         for one in self._blocks:

@@ -41,9 +41,9 @@ class Steps(backward.Steps):
 
     def begin(self, args: Any) -> Inputs:
         """Return the inputs in the layouts that the kernels read."""
-        grads = [None if grad is None else grad.contiguous() for grad in args[10:13]]
+        grads = [None if grad is None else grad.contiguous() for grad in args[11:14]]
         # What TMA cannot read is copied once here, not for each piece.
-        return read(copyable(args[0]), *args[1:10], *grads, *args[13:15])
+        return read(copyable(args[0]), *args[1:11], *grads, *args[14:16])
 
     def dlogits(self, block: Inputs, columns: slice, dbias: torch.Tensor | None, dz: torch.Tensor) -> Dlogits:
         """Write dz, rounded, and add its row sum to dbias."""
@@ -69,7 +69,7 @@ class Steps(backward.Steps):
             members, _order = fields.of(block)
             logits = block.kept[:, place] if is_kept and block.kept is not None else None
             # The kernel reads the entropy only if it has a gradient, and then it is there.
-            tensors = norm, norm if block.entropy is None else block.entropy, *block[10:13], sums, logits, dz
+            tensors = norm, norm if block.entropy is None else block.entropy, *block[11:14], sums, logits, dz
             arguments = *members, *[0 if x is None else x.data_ptr() for x in tensors], *numbers
             if not is_kept:
                 arguments = *maps.of(hidden, block.weight, dz), *arguments

@@ -154,10 +154,10 @@ class Maps:
 
 def read(*args: Any, **more: Any) -> Inputs:
     """Return the inputs of a raw op in the layouts that kernels read; hidden states and what is saved as they are."""
-    hidden, weight, ids, bias, temperature, ignore_index, cap, *saved = args
+    hidden, weight, ids, bias, temperature, ignore_index, cap, least, *saved = args
     ids = (ids if ids.dtype == torch.int64 else ids.to(torch.int64)).contiguous()
     operands = hidden, copyable(weight), ids, None if bias is None else bias.contiguous(), number_or_rows(temperature)
-    return Inputs(*operands, ignore_index, cap_of(cap), *saved, **more)
+    return Inputs(*operands, ignore_index, cap_of(cap), None if least is None else least.contiguous(), *saved, **more)
 
 
 @functools.cache

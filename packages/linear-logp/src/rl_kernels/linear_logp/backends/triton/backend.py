@@ -32,8 +32,8 @@ from rl_kernels.linear_logp.inputs import first_kept, number_or_rows
 @prepared
 def states(*args: Any) -> Launches:
     """Return the packed states and selected logits of a shard of the vocabulary, and its kept logits."""
-    vocab_start, slots, entropy, saved_mib = args[7:]
-    return _Forward(entropy, *args[:7], saved_mib, vocab_start, slots)
+    vocab_start, slots, entropy, saved_mib = args[8:]
+    return _Forward(entropy, *args[:8], saved_mib, vocab_start, slots)
 
 
 @prepared
@@ -66,7 +66,7 @@ class _Forward:
     """The forward pass for inputs of one kind; with ``slots`` the states of a shard that begins at column ``start``."""
 
     def __init__(self, entropy: bool, *args: Any) -> None:
-        hidden, weight, _, bias, temperature, ignore_index, cap, saved_mib, start, slots = (*args, 0, None)[:10]
+        hidden, weight, _, bias, temperature, ignore_index, cap, _, saved_mib, start, slots = (*args, 0, None)[:11]
         (count, size), vocab = hidden.shape, len(weight)
         self._entropy, self._slots, self._is_empty = entropy, slots, not (count and vocab)
         self._width = stored = inputs.kept_width(hidden, vocab, saved_mib)

@@ -77,7 +77,7 @@ class Steps(backward.Steps):
                     block.cap is not None,
                     isinstance(block.temperature, torch.Tensor),
                 ),
-                *(block.ignore_index is not None, *[grad is not None for grad in block[10:13]], sums_bias, is_kept),
+                *(block.ignore_index is not None, *[grad is not None for grad in block[11:14]], sums_bias, is_kept),
                 *(cut.rows, cut.inner, cut.group, cut.persistent),
             ),
             num_warps=cut.warps,
@@ -87,7 +87,7 @@ class Steps(backward.Steps):
 
         def step(block: Inputs, dbias: torch.Tensor | None, dz: torch.Tensor) -> None:
             hidden, norm = block.hidden, block.norm
-            saved = [norm if value is None else value for value in (block.entropy, *block[10:13])]
+            saved = [norm if value is None else value for value in (block.entropy, *block[11:14])]
             partial = hidden.new_empty(row_tiles, width, dtype=torch.float32) if sums_bias else hidden
             with device_of(hidden):
                 form(

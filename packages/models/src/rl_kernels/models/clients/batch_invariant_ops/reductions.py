@@ -50,7 +50,7 @@ def log_probabilities(x: torch.Tensor, dim: int, out_dtype: torch.dtype | None =
     chosen = choose(OPERATOR, describe(rows)).name
     work = compute_dtype(x.dtype)
     ids = torch.zeros(rows.shape[0], dtype=torch.int64, device=x.device)
-    _, norm = ops["forward"](rows, ids, scalar(1.0, work), None, None, chosen)
+    _, norm = ops["forward"](rows, ids, scalar(1.0, work), None, None, None, chosen)
     result = _minus_norm(rows, norm, out_dtype).view(turned.shape)
     return result.movedim(-1, place).contiguous() if x.ndim else result[0]
 
