@@ -98,9 +98,10 @@ def _of_rows(request: Request, rows: slice, logits: torch.Tensor) -> list[torch.
 
 def _draw(logits: torch.Tensor, norm: torch.Tensor, request: list[torch.Tensor]) -> Drawn:
     temperature, top_k, top_p, limit, uniform = request
-    vocab, is_greedy, is_undefined = logits.shape[1], temperature == 0, norm.isnan().any(1)
+    vocab, is_greedy = logits.shape[1], temperature == 0
     temperature = torch.where(is_greedy, 1.0, temperature)
     z, top = logits / temperature[:, None], (norm[:, 0] / temperature)[:, None]
+    is_undefined = norm.isnan().any(1) | ~top[:, 0].isfinite()
     # Numbers of rows without a distribution are arbitrary, but no NaN.
     z = torch.where(is_undefined[:, None], 0.0, z)
     top = torch.where(is_undefined[:, None], 0.0, top)

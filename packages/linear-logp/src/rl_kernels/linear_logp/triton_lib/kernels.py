@@ -234,7 +234,7 @@ def survey(
             x = tl.load(logits + row * row_stride + columns, mask=columns < V, other=-INF)
             d = top - tl.div_rn(x, tl.zeros_like(x) + t)
             # No edge is above NaN.
-            is_up_to = tl.where(x > -INF, d, NAN)[None, :] <= edges[:, None]
+            is_up_to = tl.where(d < INF, d, NAN)[None, :] <= edges[:, None]
             if HAS_P:
                 mass += tl.where(is_up_to, tl.exp2(-d * LOG2E)[None, :], 0.0)
             if HAS_K:
@@ -278,15 +278,15 @@ def collect(
     x = tl.load(logits + row * row_stride + columns, mask=columns < V, other=-INF)
     z = tl.div_rn(x, tl.zeros_like(x) + t)
     d = top - z
-    mass = tl.where(x > -INF, _mass(d), 0)
-    is_above = (x > -INF) & (d <= lower)
+    mass = tl.where(z > -INF, _mass(d), 0)
+    is_above = (z > -INF) & (d <= lower)
     place = row * segments + segment
     tl.store(sums + 2 * place, tl.sum(tl.where(is_above, mass, 0), 0))
     tl.store(smallest + place, tl.min(tl.where(is_above, z, INF), 0))
     if HAS_P:
         tl.store(sums + 2 * place + 1, tl.sum(mass, 0))
     if HAS_K or HAS_P:
-        is_in = (x > -INF) & (d > lower) & (d <= upper)
+        is_in = (z > -INF) & (d > lower) & (d <= upper)
         found = tl.sum(is_in.to(tl.int32), 0)
         if found > 0:
             first = tl.atomic_add(stats + row * STATS + (STATS - 1), found, sem="relaxed")
@@ -447,7 +447,7 @@ def draw(
     x = tl.load(logits + row * row_stride + columns, mask=columns < V, other=-INF)
     z = tl.div_rn(x, tl.zeros_like(x) + t)
     d = top - z
-    mass = tl.where((x > -INF) & (z >= least) & (d <= far), _mass(d), 0)
+    mass = tl.where((z > -INF) & (z >= least) & (d <= far), _mass(d), 0)
     token = tl.min(tl.where((mass > 0) & (reached + tl.cumsum(mass, 0) > wanted), columns, V), 0)
 
     keeps_all = greedy | ((least == -INF) & (far == INF))
@@ -459,8 +459,9 @@ def draw(
         for start in range(0, segments, 128):
             at = start + tl.arange(0, 128)
             low = tl.minimum(low, tl.min(tl.load(smallest + row * segments + at, mask=at < segments, other=INF), 0))
-    undefined = tl.load(norm + 2 * row) + tl.load(norm + 2 * row + 1)
-    undefined = undefined != undefined
+    # NaN if the norm is, or the largest z is infinite.
+    known = top - top + tl.load(norm + 2 * row + 1)
+    undefined = known != known
     tl.store(ids + row, tl.where(undefined | (token >= V), 0, token).to(tl.int64))
     tl.store(min_logit + row, tl.where(undefined, NAN, tl.where(keeps_all, -INF, low)))
     tl.store(scale + row, t)
