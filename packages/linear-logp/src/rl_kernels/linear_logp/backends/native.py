@@ -128,9 +128,7 @@ def _blocks(inputs: Inputs) -> Iterator[slice]:
     return slices(max(count, 1), max(BLOCK_ELEMENTS // max(UNIT, size), BLOCK))
 
 
-def _walk(
-    block: Inputs, chosen: torch.Tensor, *, entropy: bool, given: bool = False
-) -> Iterator[SoftmaxState]:
+def _walk(block: Inputs, chosen: torch.Tensor, *, entropy: bool, given: bool = False) -> Iterator[SoftmaxState]:
     """Yield the softmax states of each unit; add the logit that a row selects to ``chosen[N]``, and keep logits."""
     count, scale = block.hidden.shape[0], per_row(block.temperature, block.hidden)
     for columns in slices(block.weight.shape[0], UNIT):

@@ -40,7 +40,6 @@ SLACK = tl.constexpr(1e-4)
 ALL = tl.constexpr(1 << 30)
 """More than all columns."""
 INF = tl.constexpr(float("inf"))
-NAN = tl.constexpr(float("nan"))
 
 
 @triton.jit
@@ -213,9 +212,7 @@ def survey(
 ):
     """Add the masses and counts of WIDTH columns up to each edge of a level. Grid: rows, parts of the vocabulary."""
     row = tl.program_id(0).to(tl.int64)
-    t, top, k, p, _, _ = _request(
-        norm, temperature, top_k, top_p, limit, row, V, T_ROWS, K_ROWS, P_ROWS, L_ROWS
-    )
+    t, top, k, p, _, _ = _request(norm, temperature, top_k, top_p, limit, row, V, T_ROWS, K_ROWS, P_ROWS, L_ROWS)
     stats += row * STATS
     masses += row * STATS
     j = tl.arange(0, EDGES)
@@ -234,7 +231,7 @@ def survey(
             x = tl.load(logits + row * row_stride + columns, mask=columns < V, other=-INF)
             d = top - tl.div_rn(x, tl.zeros_like(x) + t)
             # No edge is above NaN.
-            is_up_to = tl.where(d < INF, d, NAN)[None, :] <= edges[:, None]
+            is_up_to = tl.where(d < INF, d, float("nan"))[None, :] <= edges[:, None]
             if HAS_P:
                 mass += tl.where(is_up_to, tl.exp2(-d * LOG2E)[None, :], 0.0)
             if HAS_K:
@@ -258,7 +255,7 @@ def collect(
     masses,
     sums,
     smallest,
-    listed_z,
+    listed_x,
     listed_columns,
     V,
     row_stride,
@@ -282,7 +279,7 @@ def collect(
     is_above = (z > -INF) & (d <= lower)
     place = row * segments + segment
     tl.store(sums + 2 * place, tl.sum(tl.where(is_above, mass, 0), 0))
-    tl.store(smallest + place, tl.min(tl.where(is_above, z, INF), 0))
+    tl.store(smallest + place, tl.min(tl.where(is_above, x, INF), 0))
     if HAS_P:
         tl.store(sums + 2 * place + 1, tl.sum(mass, 0))
     if HAS_K or HAS_P:
@@ -292,7 +289,7 @@ def collect(
             first = tl.atomic_add(stats + row * STATS + (STATS - 1), found, sem="relaxed")
             at = first + tl.cumsum(is_in.to(tl.int32), 0) - 1
             inside = is_in & (at < LISTED)
-            tl.store(listed_z + row * LISTED + at, z, mask=inside)
+            tl.store(listed_x + row * LISTED + at, x, mask=inside)
             tl.store(listed_columns + row * LISTED + at, columns, mask=inside)
 
 
@@ -309,14 +306,22 @@ def _kept_range(stats, masses, k, p, far, HAS_K: tl.constexpr, HAS_P: tl.constex
 
 
 @triton.jit
-def _items(source, start, column, listed, n, t):
-    """Return z and columns of ITEMS entries, of the list or of the row; -inf beyond the last."""
-    row_logits, row_z, row_columns = source
+def _items(source, start, column, listed, n):
+    """Return logits and columns of ITEMS entries, of the list or of the row; -inf beyond the last."""
+    row_logits, row_listed, row_columns = source
     at = start + tl.arange(0, ITEMS)
-    x = tl.load(row_logits + at, mask=(at < n) & ~listed, other=-INF)
-    z = tl.load(row_z + at, mask=(at < n) & listed, other=-INF)
-    found = tl.load(row_columns + at, mask=(at < n) & listed & (column < ALL), other=0)
-    return tl.where(listed, z, tl.div_rn(x, tl.zeros_like(x) + t)), tl.where(listed, found, at)
+    of_row = tl.load(row_logits + at, mask=(at < n) & ~listed, other=-INF)
+    x = tl.load(row_listed + at, mask=(at < n) & listed, other=-INF)
+    columns = tl.load(row_columns + at, mask=(at < n) & listed & (column < ALL), other=0)
+    return tl.where(listed, x, of_row), tl.where(listed, columns, at)
+
+
+@triton.jit
+def _kept(x, t, top, least, far):
+    """Return which logits are kept, z >= least and d <= far, and their d."""
+    z = tl.div_rn(x, tl.zeros_like(x) + t)
+    d = top - z
+    return (z > -INF) & (z >= least) & (d <= far), d
 
 
 @triton.jit
@@ -324,9 +329,9 @@ def _sum(source, listed, n, t, top, least, far, column, WEIGHED: tl.constexpr):
     """Return the mass, or the number, of entries with z >= least, d <= far, and a smaller column."""
     total = tl.zeros((ITEMS,), tl.int64)
     for start in range(0, n, ITEMS):
-        z, columns = _items(source, start, column, listed, n, t)
-        d = top - z
-        is_in = (z > -INF) & (z >= least) & (d <= far) & (columns < column)
+        x, columns = _items(source, start, column, listed, n)
+        is_in, d = _kept(x, t, top, least, far)
+        is_in = is_in & (columns < column)
         if WEIGHED:
             total += tl.where(is_in, _mass(d), 0)
         else:
@@ -345,7 +350,8 @@ def _threshold(source, listed, n, t, top, above, target, WEIGHED: tl.constexpr):
     """Return the largest z at which what is above and the entries from it on reach the target; -inf if none does."""
     low, high = tl.full((), INF, tl.float32), tl.full((), -INF, tl.float32)
     for start in range(0, n, ITEMS):
-        z, _ = _items(source, start, ALL, listed, n, t)
+        x, _ = _items(source, start, ALL, listed, n)
+        z = tl.div_rn(x, tl.zeros_like(x) + t)
         low = tl.minimum(low, tl.min(tl.where(z > -INF, z, INF), 0))
         high = tl.maximum(high, tl.max(z, 0))
     reached = above + _sum(source, listed, n, t, top, -INF, INF, ALL, WEIGHED) >= target
@@ -382,12 +388,13 @@ def draw(
     masses,
     sums,
     smallest,
-    listed_z,
+    listed_x,
     listed_columns,
     uniform,
     ids,
     min_logit,
     scale,
+    smallest_kept,
     V,
     row_stride,
     segments,
@@ -398,13 +405,11 @@ def draw(
     HAS_K: tl.constexpr,
     HAS_P: tl.constexpr,
 ):
-    """Write the token, the smallest kept z and the temperature of a row. Grid: rows."""
+    """Write the token, the smallest kept z, the temperature and the smallest kept logit of a row. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
-    t, top, k, p, far, greedy = _request(
-        norm, temperature, top_k, top_p, limit, row, V, T_ROWS, K_ROWS, P_ROWS, L_ROWS
-    )
+    t, top, k, p, far, greedy = _request(norm, temperature, top_k, top_p, limit, row, V, T_ROWS, K_ROWS, P_ROWS, L_ROWS)
     sums += row * segments * 2
-    source = (logits + row * row_stride, listed_z + row * LISTED, listed_columns + row * LISTED)
+    source = (logits + row * row_stride, listed_x + row * LISTED, listed_columns + row * LISTED)
     above, least = _summed(sums, segments, 0), tl.full((), -INF, tl.float32)
     listed, n = tl.full((), True, tl.int1), tl.full((), 0, tl.int32)
     if HAS_K or HAS_P:
@@ -445,16 +450,16 @@ def draw(
         reached += _summed(sums, first, 0)
     columns = first * SEGMENT + tl.arange(0, SEGMENT)
     x = tl.load(logits + row * row_stride + columns, mask=columns < V, other=-INF)
-    z = tl.div_rn(x, tl.zeros_like(x) + t)
-    d = top - z
-    mass = tl.where((z > -INF) & (z >= least) & (d <= far), _mass(d), 0)
+    is_in, d = _kept(x, t, top, least, far)
+    mass = tl.where(is_in, _mass(d), 0)
     token = tl.min(tl.where((mass > 0) & (reached + tl.cumsum(mass, 0) > wanted), columns, V), 0)
 
     keeps_all = greedy | ((least == -INF) & (far == INF))
     low = tl.full((), INF, tl.float32)
     for start in range(0, n, ITEMS):
-        z, _ = _items(source, start, ALL, listed, n, t)
-        low = tl.minimum(low, tl.min(tl.where((z > -INF) & (z >= least) & (top - z <= far), z, INF), 0))
+        x, _ = _items(source, start, ALL, listed, n)
+        is_in, _ = _kept(x, t, top, least, far)
+        low = tl.minimum(low, tl.min(tl.where(is_in, x, INF), 0))
     if listed:
         for start in range(0, segments, 128):
             at = start + tl.arange(0, 128)
@@ -463,5 +468,7 @@ def draw(
     known = top - top + tl.load(norm + 2 * row + 1)
     undefined = known != known
     tl.store(ids + row, tl.where(undefined | (token >= V), 0, token).to(tl.int64))
-    tl.store(min_logit + row, tl.where(undefined, NAN, tl.where(keeps_all, -INF, low)))
+    low = tl.where(undefined, float("nan"), tl.where(keeps_all, -INF, low))
+    tl.store(smallest_kept + row, low)
+    tl.store(min_logit + row, tl.div_rn(low, t))
     tl.store(scale + row, t)

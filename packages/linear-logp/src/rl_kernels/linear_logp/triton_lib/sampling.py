@@ -18,8 +18,11 @@ WIDTHS = ((16, 2048), (1 << 62, 8192))
 
 def launches_of(
     logits: torch.Tensor, norm: torch.Tensor, request: Request
-) -> Callable[[torch.Tensor, torch.Tensor, Request], Drawn]:
-    """Prepare ``drawing.draw`` for logits and a request of one kind; rows of logits are contiguous."""
+) -> Callable[[torch.Tensor, torch.Tensor, Request], tuple[Drawn, torch.Tensor]]:
+    """Prepare ``drawing.draw`` for logits and a request of one kind; rows of logits are contiguous.
+
+    It also returns the smallest kept logit of each row, before the temperature: kept are those from it on.
+    """
     (count, vocab), segments = logits.shape, ceil_div(logits.shape[1], kernels.SEGMENT.value)
     has_k, has_p = request.top_k is not None, request.top_p is not None
     sizes, per_row = (vocab, logits.stride(0)), [x is not None and x.ndim > 0 for x in request[:4]]
@@ -33,11 +36,11 @@ def launches_of(
     collect = Launch(kernels.collect, (count, segments), (*sizes, segments, *flags), num_warps=4)
     draw = Launch(kernels.draw, (count,), (*sizes, segments, *flags), num_warps=8)
 
-    def launch(logits: torch.Tensor, norm: torch.Tensor, request: Request) -> Drawn:
+    def launch(logits: torch.Tensor, norm: torch.Tensor, request: Request) -> tuple[Drawn, torch.Tensor]:
         new = logits.new_empty
-        drawn = Drawn(new(count, dtype=torch.int64), new(count), new(count))
+        drawn, smallest_kept = Drawn(new(count, dtype=torch.int64), new(count), new(count)), new(count)
         if not count:
-            return drawn
+            return drawn, smallest_kept
         numbers = [_number(value, off) for value, off in zip(request[:4], (1.0, 0.0, 1.0, torch.inf), strict=True)]
         is_listed = bool(surveys)
         stats = logits.new_zeros(count, kernels.STATS.value if is_listed else 0, dtype=torch.int32)
@@ -49,8 +52,8 @@ def launches_of(
             for survey in surveys:
                 survey(*inputs)
             collect(*inputs, sums, smallest, *listed)
-            draw(*inputs, sums, smallest, *listed, request.uniform.contiguous(), *drawn)
-        return drawn
+            draw(*inputs, sums, smallest, *listed, request.uniform.contiguous(), *drawn, smallest_kept)
+        return drawn, smallest_kept
 
     return launch
 
