@@ -129,7 +129,8 @@ def masses(d: torch.Tensor) -> torch.Tensor:
     """Return ``2^40 e^-d`` for d >= 0, rounded down."""
     t = (d * LOG2E).clamp(max=LONGEST_SHIFT)
     whole = t.floor()
-    f, power = t - whole, POWERS[-1]
+    f = t - whole
+    power = torch.full_like(f, POWERS[-1])
     for coefficient in POWERS[-2::-1]:
         power = power * f + coefficient
     return ((power * (1 << 24)).long() << (MASS_BITS - 24)) >> whole.long()

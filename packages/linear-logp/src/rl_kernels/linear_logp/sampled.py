@@ -106,7 +106,8 @@ def _check_values(norm: torch.Tensor, request: Request, top_k: Any, top_p: Any, 
     temperature, uniform = request.temperature, request.uniform
     top = norm[:, 0] / torch.where(temperature == 0, 1.0, temperature).to(norm.device)
     ranges = {
-        "logits: expected no NaN, no +inf, and an entry above -inf in every row": top.isfinite() & ~norm.isnan().any(1),
+        "logits: expected no NaN, finite maxima, also over the temperature, in every row": top.isfinite()
+        & ~norm.isnan().any(1),
         "uniform: expected numbers in [0, 1)": (uniform >= 0) & (uniform < 1),
     }
     if isinstance(top_k, torch.Tensor):

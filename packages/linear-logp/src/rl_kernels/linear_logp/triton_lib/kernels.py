@@ -27,13 +27,11 @@ EDGES = tl.constexpr(16)
 """Distances at which survey counts."""
 STATS = tl.constexpr(2 * 2 * 16 + 1)
 """Numbers of a row in ``stats``: for both levels masses and counts up to the edges, then the length of the list."""
-SEGMENT = tl.constexpr(2048)
+SEGMENT = tl.constexpr(1024)
 """Columns whose masses are summed together; the token is sought in one of them."""
 LISTED = tl.constexpr(8192)
 """Entries of a row for which the list has room."""
-STRIDE = tl.constexpr(512)
-"""Columns that a program of survey takes at a time."""
-ITEMS = tl.constexpr(2048)
+ITEMS = tl.constexpr(1024)
 """Entries that draw takes at a time."""
 SLACK = tl.constexpr(1e-4)
 """More than the relative error of a mass in FP32: of at most 16 + 1024 additions, and of a power."""
@@ -149,15 +147,13 @@ def _narrowed(stats, masses, k, p, edges, j, lower, before, lighter, whole, HAS_
         count = tl.load(stats + EDGES + j)
     if HAS_P:
         mass = tl.load(masses + j)
-    if HAS_K:
-        if k > 0.0:
-            first = tl.sum((count < k).to(tl.int32), 0)
-            last = first
-            low, high = tl.maximum(_at(mass, j, first - 1, lighter), 1.0), _at(mass, j, first, whole)
-    if HAS_P:
-        if p < 1.0:
-            first = tl.minimum(first, tl.sum((mass * (1.0 + SLACK) < low * p).to(tl.int32), 0))
-            last = tl.maximum(last, tl.sum((mass * (1.0 - SLACK) < high * p).to(tl.int32), 0))
+    if HAS_K and k > 0.0:
+        first = tl.sum((count < k).to(tl.int32), 0)
+        last = first
+        low, high = tl.maximum(_at(mass, j, first - 1, lighter), 1.0), _at(mass, j, first, whole)
+    if HAS_P and p < 1.0:
+        first = tl.minimum(first, tl.sum((mass * (1.0 + SLACK) < low * p).to(tl.int32), 0))
+        last = tl.maximum(last, tl.sum((mass * (1.0 - SLACK) < high * p).to(tl.int32), 0))
     lower, upper = _at(edges, j, first - 1, lower), _at(edges, j, last, INF)
     before, lighter = _at(count, j, first - 1, before), _at(mass, j, first - 1, lighter)
     if HAS_K:
@@ -180,12 +176,11 @@ def _range(stats, masses, k, p, LEVELS: tl.constexpr, HAS_K: tl.constexpr, HAS_P
         stats, masses, k, p, edges, j, lower, before, lighter, whole, HAS_K, HAS_P
     )
     is_wide = inside > LISTED
-    if LEVELS == 2:
-        if is_wide:
-            edges, stats, masses = _second_edge(j, lower, upper), stats + 2 * EDGES, masses + 2 * EDGES
-            lower, upper, before, lighter, inside = _narrowed(
-                stats, masses, k, p, edges, j, lower, before, lighter, whole, HAS_K, HAS_P
-            )
+    if LEVELS == 2 and is_wide:
+        edges, stats, masses = _second_edge(j, lower, upper), stats + 2 * EDGES, masses + 2 * EDGES
+        lower, upper, before, lighter, inside = _narrowed(
+            stats, masses, k, p, edges, j, lower, before, lighter, whole, HAS_K, HAS_P
+        )
     return lower, upper, before, is_wide
 
 
@@ -223,10 +218,13 @@ def survey(
         edges = _second_edge(j, lower, upper)
         active = active & is_wide
     if active:
+        # As many columns at a time as leave registers for the sums.
+        STRIDE: tl.constexpr = 256 if HAS_K and HAS_P else 512
+        UNROLLED: tl.constexpr = 1 if HAS_K and HAS_P else 2
         mass = tl.zeros((EDGES, STRIDE), tl.float32)
         count = tl.zeros((EDGES, STRIDE), tl.int32)
         begin = tl.program_id(1) * WIDTH
-        for start in range(begin, tl.minimum(begin + WIDTH, V), STRIDE):
+        for start in tl.range(begin, tl.minimum(begin + WIDTH, V), STRIDE, loop_unroll_factor=UNROLLED):
             columns = start + tl.arange(0, STRIDE)
             x = tl.load(logits + row * row_stride + columns, mask=columns < V, other=-INF)
             d = top - tl.div_rn(x, tl.zeros_like(x) + t)
@@ -266,77 +264,92 @@ def collect(
     L_ROWS: tl.constexpr,
     HAS_K: tl.constexpr,
     HAS_P: tl.constexpr,
+    EACH: tl.constexpr,
 ):
-    """List the entries of a segment in the range, in any order; sum the masses above it, and all. Grid: rows, segments."""
-    row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """List the entries of EACH segments in the range, in any order; sum the masses above it, and all, for each segment.
+
+    Grid: rows, groups of segments.
+    """
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * EACH
     t, top, k, p, far, _ = _request(norm, temperature, top_k, top_p, limit, row, V, T_ROWS, K_ROWS, P_ROWS, L_ROWS)
     lower, upper, _ = _kept_range(stats + row * STATS, masses + row * STATS, k, p, far, HAS_K, HAS_P)
-    columns = segment * SEGMENT + tl.arange(0, SEGMENT)
-    x = tl.load(logits + row * row_stride + columns, mask=columns < V, other=-INF)
-    z = tl.div_rn(x, tl.zeros_like(x) + t)
-    d = top - z
-    mass = tl.where(z > -INF, _mass(d), 0)
-    is_above = (z > -INF) & (d <= lower)
-    place = row * segments + segment
-    tl.store(sums + 2 * place, tl.sum(tl.where(is_above, mass, 0), 0))
-    tl.store(smallest + place, tl.min(tl.where(is_above, x, INF), 0))
-    if HAS_P:
-        tl.store(sums + 2 * place + 1, tl.sum(mass, 0))
-    if HAS_K or HAS_P:
-        is_in = (z > -INF) & (d > lower) & (d <= upper)
-        found = tl.sum(is_in.to(tl.int32), 0)
-        if found > 0:
-            first = tl.atomic_add(stats + row * STATS + (STATS - 1), found, sem="relaxed")
-            at = first + tl.cumsum(is_in.to(tl.int32), 0) - 1
-            inside = is_in & (at < LISTED)
-            tl.store(listed_x + row * LISTED + at, x, mask=inside)
-            tl.store(listed_columns + row * LISTED + at, columns, mask=inside)
+    # Top-p without top-k takes its share of the whole row.
+    needs_all = (p < 1.0) & (k == 0.0)
+    for segment in range(first, tl.minimum(first + EACH, segments)):
+        columns = segment * SEGMENT + tl.arange(0, SEGMENT)
+        x = tl.load(logits + row * row_stride + columns, mask=columns < V, other=-INF)
+        z = tl.div_rn(x, tl.zeros_like(x) + t)
+        d = top - z
+        is_above = (z > -INF) & (d <= lower)
+        nearest = tl.min(tl.where(z > -INF, d, INF), 0)
+        above, whole = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+        if needs_all | (nearest <= lower):
+            mass = tl.where(z > -INF, _mass(d), 0)
+            above, whole = tl.sum(tl.where(is_above, mass, 0), 0), tl.sum(mass, 0)
+        place = row * segments + segment
+        tl.store(sums + 2 * place, above)
+        if HAS_P:
+            tl.store(sums + 2 * place + 1, whole)
+        tl.store(smallest + place, tl.min(tl.where(is_above, x, INF), 0))
+        if HAS_K or HAS_P:
+            is_in = (z > -INF) & (d > lower) & (d <= upper)
+            found = tl.sum(is_in.to(tl.int32), 0)
+            if found > 0:
+                start = tl.atomic_add(stats + row * STATS + (STATS - 1), found, sem="relaxed")
+                at = start + tl.cumsum(is_in.to(tl.int32), 0) - 1
+                inside = is_in & (at < LISTED)
+                tl.store(listed_x + row * LISTED + at, x, mask=inside)
+                tl.store(listed_columns + row * LISTED + at, columns, mask=inside)
 
 
 @triton.jit
 def _kept_range(stats, masses, k, p, far, HAS_K: tl.constexpr, HAS_P: tl.constexpr):
     """Return lower, upper and the entries up to lower; both are the limit of min-p if that alone decides."""
     lower, upper, before = far, far, tl.full((), 0, tl.int32)
-    if HAS_K or HAS_P:
-        if (k > 0.0) | (p < 1.0):
-            low, high, entries, _ = _range(stats, masses, k, p, 2, HAS_K, HAS_P)
-            if low < far:
-                lower, upper, before = low, high, entries
+    if (HAS_K or HAS_P) and (k > 0.0) | (p < 1.0):
+        low, high, entries, _ = _range(stats, masses, k, p, 2, HAS_K, HAS_P)
+        if low < far:
+            lower, upper, before = low, high, entries
     return lower, upper, before
 
 
 @triton.jit
-def _items(source, start, column, listed, n):
-    """Return logits and columns of ITEMS entries, of the list or of the row; -inf beyond the last."""
+def _items(source, start, listed, n, t, top):
+    """Return logits, z, d and columns of ITEMS entries, of the list or of the row; -inf beyond the last."""
     row_logits, row_listed, row_columns = source
     at = start + tl.arange(0, ITEMS)
     of_row = tl.load(row_logits + at, mask=(at < n) & ~listed, other=-INF)
     x = tl.load(row_listed + at, mask=(at < n) & listed, other=-INF)
-    columns = tl.load(row_columns + at, mask=(at < n) & listed & (column < ALL), other=0)
-    return tl.where(listed, x, of_row), tl.where(listed, columns, at)
-
-
-@triton.jit
-def _kept(x, t, top, least, far):
-    """Return which logits are kept, z >= least and d <= far, and their d."""
+    columns = tl.load(row_columns + at, mask=(at < n) & listed, other=0)
+    x = tl.where(listed, x, of_row)
     z = tl.div_rn(x, tl.zeros_like(x) + t)
-    d = top - z
-    return (z > -INF) & (z >= least) & (d <= far), d
+    return x, z, top - z, tl.where(listed, columns, at)
 
 
 @triton.jit
-def _sum(source, listed, n, t, top, least, far, column, WEIGHED: tl.constexpr):
-    """Return the mass, or the number, of entries with z >= least, d <= far, and a smaller column."""
-    total = tl.zeros((ITEMS,), tl.int64)
-    for start in range(0, n, ITEMS):
-        x, columns = _items(source, start, column, listed, n)
-        is_in, d = _kept(x, t, top, least, far)
-        is_in = is_in & (columns < column)
-        if WEIGHED:
-            total += tl.where(is_in, _mass(d), 0)
-        else:
-            total += is_in.to(tl.int64)
+def _is_kept(z, d, least, far):
+    return (z > -INF) & (z >= least) & (d <= far)
+
+
+@triton.jit
+def _sum(items, mass, source, listed, n, t, top, least, far, column, WEIGHED: tl.constexpr):
+    """Return the mass, or the number, of entries with z >= least, d <= far, and a smaller column.
+
+    The first ITEMS entries, and their masses, are in registers.
+    """
+    _, z, d, columns = items
+    is_in = _is_kept(z, d, least, far) & (columns < column)
+    total = tl.where(is_in, mass, 0) if WEIGHED else is_in.to(tl.int64)
+    for start in range(ITEMS, n, ITEMS):
+        _, z, d, columns = _items(source, start, listed, n, t, top)
+        is_in = _is_kept(z, d, least, far) & (columns < column)
+        total += tl.where(is_in, _mass(d), 0) if WEIGHED else is_in.to(tl.int64)
     return tl.sum(total, 0)
+
+
+@triton.jit
+def _bounds(z):
+    return tl.min(tl.where(z > -INF, z, INF), 0), tl.max(z, 0)
 
 
 @triton.jit
@@ -346,20 +359,20 @@ def _key(x):
 
 
 @triton.jit
-def _threshold(source, listed, n, t, top, above, target, WEIGHED: tl.constexpr):
+def _threshold(items, mass, source, listed, n, t, top, above, target, WEIGHED: tl.constexpr):
     """Return the largest z at which what is above and the entries from it on reach the target; -inf if none does."""
-    low, high = tl.full((), INF, tl.float32), tl.full((), -INF, tl.float32)
-    for start in range(0, n, ITEMS):
-        x, _ = _items(source, start, ALL, listed, n)
-        z = tl.div_rn(x, tl.zeros_like(x) + t)
-        low = tl.minimum(low, tl.min(tl.where(z > -INF, z, INF), 0))
-        high = tl.maximum(high, tl.max(z, 0))
-    reached = above + _sum(source, listed, n, t, top, -INF, INF, ALL, WEIGHED) >= target
+    _, z, _, _ = items
+    low, high = _bounds(z)
+    for start in range(ITEMS, n, ITEMS):
+        _, z, _, _ = _items(source, start, listed, n, t, top)
+        low_of_these, high_of_these = _bounds(z)
+        low, high = tl.minimum(low, low_of_these), tl.maximum(high, high_of_these)
+    reached = above + _sum(items, mass, source, listed, n, t, top, -INF, INF, ALL, WEIGHED) >= target
     first, last = _key(low.to(tl.int32, bitcast=True)).to(tl.int64), _key(high.to(tl.int32, bitcast=True)).to(tl.int64)
     while first < last:
         middle = first + (last - first + 1) // 2
         least = _key(middle.to(tl.int32)).to(tl.float32, bitcast=True)
-        if above + _sum(source, listed, n, t, top, least, INF, ALL, WEIGHED) >= target:
+        if above + _sum(items, mass, source, listed, n, t, top, least, INF, ALL, WEIGHED) >= target:
             first = middle
         else:
             last = middle - 1
@@ -412,54 +425,55 @@ def draw(
     source = (logits + row * row_stride, listed_x + row * LISTED, listed_columns + row * LISTED)
     above, least = _summed(sums, segments, 0), tl.full((), -INF, tl.float32)
     listed, n = tl.full((), True, tl.int1), tl.full((), 0, tl.int32)
+    before = tl.full((), 0, tl.int32)
     if HAS_K or HAS_P:
         lower, upper, before = _kept_range(stats + row * STATS, masses + row * STATS, k, p, far, HAS_K, HAS_P)
         if lower < upper:
             n = tl.load(stats + row * STATS + (STATS - 1))
             listed = n <= LISTED
-            n = tl.where(listed, n, V)
-            above = tl.where(listed, above, 0)
-            if HAS_K:
-                if k > 0.0:
-                    first = tl.where(listed, before, 0).to(tl.int64)
-                    least = _threshold(source, listed, n, t, top, first, k.to(tl.int64), False)
-            if HAS_P:
-                if p < 1.0:
-                    whole = _summed(sums, segments, 1)
-                    if HAS_K:
-                        if k > 0.0:
-                            whole = above + _sum(source, listed, n, t, top, least, INF, ALL, True)
-                    target = tl.maximum(_share(whole, _fraction(p)), 1)
-                    least = tl.maximum(least, _threshold(source, listed, n, t, top, above, target, True))
-    kept = above + _sum(source, listed, n, t, top, least, far, ALL, True)
+            if not listed:
+                n, above, before = V, tl.zeros_like(above), tl.zeros_like(before)
+        else:
+            k, p = tl.zeros_like(k), tl.zeros_like(p) + 1.0
+    items = _items(source, 0, listed, n, t, top)
+    mass = _mass(items[2])
+    if HAS_K and k > 0.0:
+        count = k.to(tl.int64) - before
+        least = _threshold(items, mass, source, listed, n, t, top, 0, count, False)
+    if HAS_P and p < 1.0:
+        whole = _summed(sums, segments, 1)
+        if HAS_K and k > 0.0:
+            whole = above + _sum(items, mass, source, listed, n, t, top, least, INF, ALL, True)
+        target = tl.maximum(_share(whole, _fraction(p)), 1)
+        least = tl.maximum(least, _threshold(items, mass, source, listed, n, t, top, above, target, True))
+    kept = above + _sum(items, mass, source, listed, n, t, top, least, far, ALL, True)
     units = tl.where(greedy, 0, tl.minimum(_fraction(tl.load(uniform + row)), LOW_BITS))
     wanted = _share(kept, units)
     first, last = tl.full((), 0, tl.int32), segments - 1
     while first < last:
         middle = (first + last) // 2
-        end = (middle + 1) * SEGMENT
-        reached = _sum(source, listed, n, t, top, least, far, end, True)
+        reached = _sum(items, mass, source, listed, n, t, top, least, far, (middle + 1) * SEGMENT, True)
         if listed:
             reached += _summed(sums, middle + 1, 0)
         if reached > wanted:
             last = middle
         else:
             first = middle + 1
-    reached = _sum(source, listed, n, t, top, least, far, first * SEGMENT, True)
+    reached = _sum(items, mass, source, listed, n, t, top, least, far, first * SEGMENT, True)
     if listed:
         reached += _summed(sums, first, 0)
     columns = first * SEGMENT + tl.arange(0, SEGMENT)
     x = tl.load(logits + row * row_stride + columns, mask=columns < V, other=-INF)
-    is_in, d = _kept(x, t, top, least, far)
-    mass = tl.where(is_in, _mass(d), 0)
-    token = tl.min(tl.where((mass > 0) & (reached + tl.cumsum(mass, 0) > wanted), columns, V), 0)
+    z = tl.div_rn(x, tl.zeros_like(x) + t)
+    weights = tl.where(_is_kept(z, top - z, least, far), _mass(top - z), 0)
+    token = tl.min(tl.where((weights > 0) & (reached + tl.cumsum(weights, 0) > wanted), columns, V), 0)
 
     keeps_all = greedy | ((least == -INF) & (far == INF))
-    low = tl.full((), INF, tl.float32)
-    for start in range(0, n, ITEMS):
-        x, _ = _items(source, start, ALL, listed, n)
-        is_in, _ = _kept(x, t, top, least, far)
-        low = tl.minimum(low, tl.min(tl.where(is_in, x, INF), 0))
+    x, z, d, _ = items
+    low = tl.min(tl.where(_is_kept(z, d, least, far), x, INF), 0)
+    for start in range(ITEMS, n, ITEMS):
+        x, z, d, _ = _items(source, start, listed, n, t, top)
+        low = tl.minimum(low, tl.min(tl.where(_is_kept(z, d, least, far), x, INF), 0))
     if listed:
         for start in range(0, segments, 128):
             at = start + tl.arange(0, 128)

@@ -12,8 +12,8 @@ from rl_kernels.linear_logp.drawing import Drawn, Request
 from rl_kernels.linear_logp.inputs import number_or_rows
 from rl_kernels.linear_logp.triton_lib import kernels
 
-WIDTHS = ((16, 2048), (1 << 62, 8192))
-"""(rows, columns): of so many rows a program of survey takes so many columns, which changes no result."""
+FEW = 16
+"""Rows up to which a program takes few columns, so that many share a row; that changes no result."""
 
 
 def launches_of(
@@ -27,13 +27,13 @@ def launches_of(
     has_k, has_p = request.top_k is not None, request.top_p is not None
     sizes, per_row = (vocab, logits.stride(0)), [x is not None and x.ndim > 0 for x in request[:4]]
     flags = (*per_row, has_k, has_p)
-    width = next(width for rows, width in WIDTHS if count <= rows)
+    width, each = (2048, 1) if count <= FEW else (8192, 8)
     parts = ceil_div(vocab, width)
     surveys = [
         Launch(kernels.survey, (count, parts), (*sizes, *flags, level, width), num_warps=4)
         for level in ((1, 2) if has_k or has_p else ())
     ]
-    collect = Launch(kernels.collect, (count, segments), (*sizes, segments, *flags), num_warps=4)
+    collect = Launch(kernels.collect, (count, ceil_div(segments, each)), (*sizes, segments, *flags, each), num_warps=4)
     draw = Launch(kernels.draw, (count,), (*sizes, segments, *flags), num_warps=8)
 
     def launch(logits: torch.Tensor, norm: torch.Tensor, request: Request) -> tuple[Drawn, torch.Tensor]:
