@@ -158,16 +158,17 @@ def check_bits(dtype: torch.dtype, device: str, backend: str, rows: int, vocab: 
     """Compare a row alone with the batch, and its log-probabilities with those of linear_logp."""
     draw = Draw(dtype, seed=5, device=device)
     hidden, weight, u = draw.normal(rows, 16), draw.normal(vocab, 16), uniform_of(rows, torch.device(device))
-    for request in (*REQUESTS, per_row(rows, torch.device(device))):
-        found = linear_logits(hidden, weight, backend=backend).sample(uniform=u, **request)
+    for place, request in enumerate((*REQUESTS, per_row(rows, torch.device(device)))):
+        common = dict(softcap=[0.0, 5.0][place % 2], backend=backend)
+        found = linear_logits(hidden, weight, **common).sample(uniform=u, **request)
         t = torch.as_tensor(request.get("temperature", 1.0), dtype=torch.float32, device=device)
         t = torch.where(t == 0, 1.0, t)
-        options = dict(temperature=t, backend=backend)
+        options = dict(temperature=t, **common)
         assert same(found.logp, linear_logp(hidden, weight, found.ids, **options))
         assert same(found.kept_logp, linear_logp(hidden, weight, found.ids, min_logit=found.min_logit, **options))
         for part in (slice(1, 2), slice(rows // 2, rows)):
             of = {name: value[part] if isinstance(value, torch.Tensor) else value for name, value in request.items()}
-            alone = linear_logits(hidden[part], weight, backend=backend).sample(uniform=u[part], **of)
+            alone = linear_logits(hidden[part], weight, **common).sample(uniform=u[part], **of)
             assert all(same(one, whole[part]) for one, whole in zip(alone, found, strict=True))
 
 
@@ -202,9 +203,9 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     reason = OPERATOR.backend("triton").why_not(Call.of(torch.zeros(1)))
     if reason is not None:
         pytest.skip(reason)
-    from rl_kernels.linear_logp.triton_lib import kernels
+    from rl_kernels.linear_logp.triton_lib import rows
 
-    monkeypatch.setattr(kernels, "LISTED", type(kernels.LISTED)(request.param))
+    monkeypatch.setattr(rows, "LISTED", type(rows.LISTED)(request.param))
     return
 
 

@@ -19,7 +19,7 @@ from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
 from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.core.torchlib.scalars import scalar
-from rl_kernels.linear_logp.arguments import Options, checked
+from rl_kernels.linear_logp.arguments import Options, cap_of, checked
 from rl_kernels.linear_logp.inputs import rows_of
 from rl_kernels.linear_logp.op import OPERATOR, describe, ops
 from rl_kernels.linear_logp.sampled import Sampled, request_of
@@ -153,18 +153,21 @@ def linear_logits(
     lm_head_weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    softcap: float = 0.0,
     backend: str | None = None,
 ) -> LinearLogits:
-    """Return ``hidden @ W^T + bias`` unrounded, and what ``linear_logp`` would make of any token.
+    """Return ``x = hidden @ W^T + bias`` unrounded, and what ``linear_logp`` would make of any token.
 
-    For rollouts: ``linear_logits(hidden, weight).logp(ids)`` has the bits of ``linear_logp(hidden, weight, ids)``, and
-    the weight is read once. A row of the logits depends on that row of ``hidden`` and the parameters alone, bit for
-    bit. No gradients: call it under ``torch.no_grad()`` or ``torch.inference_mode()``.
+    With a softcap the logits are ``softcap tanh(x / softcap)``. For rollouts:
+    ``linear_logits(hidden, weight).logp(ids)`` has the bits of ``linear_logp(hidden, weight, ids)``, and the weight is
+    read once. A row of the logits depends on that row of ``hidden`` and the parameters alone, bit for bit. No
+    gradients: call it under ``torch.no_grad()`` or ``torch.inference_mode()``.
 
     Args:
         hidden: ``[..., D]``, FP32, BF16, FP16 or FP64, any strides.
         lm_head_weight: ``[V, D]``, dtype and device of ``hidden``, any strides.
         bias: ``[V]``, dtype and device of ``hidden``, or None.
+        softcap: as for ``linear_logp``.
         backend: name of a backend, ``auto``, or None, as for ``linear_logp``.
 
     Raises:
@@ -173,7 +176,7 @@ def linear_logits(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
     """
     tensors = autocast_linear(hidden, lm_head_weight, bias)
-    ready, rest = _prepare(*tensors, backend)
+    ready, cap, rest = _prepare(*tensors, softcap, backend)
     # Not in `_prepare`, which is remembered: derivatives are not part of a kind of arguments.
     no_lost_derivatives("linear_logits", *tensors)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
@@ -181,7 +184,7 @@ def linear_logits(
     rows, leading, vocab = rows_of(tensors[0]), tensors[0].shape[:-1], lm_head_weight.shape[0]
     # A CUDA graph keeps what was made while it was captured, and not what is remembered here.
     ids, scale, mib = _rest(rows, vocab) if rest is None or values_hidden(rows) else rest
-    _, norm, logits = ops["forward"].call(ready, rows, tensors[1], ids, tensors[2], scale, None, None, None, mib)
+    _, norm, logits = ops["forward"].call(ready, rows, tensors[1], ids, tensors[2], scale, None, cap, None, mib)
     # Views take host time, and a decode step mostly needs none.
     if logits.shape != (*leading, vocab):
         logits, norm = logits[:, :vocab].view(*leading, vocab), norm.view(*leading, 2)
@@ -190,19 +193,27 @@ def linear_logits(
 
 @remembered
 def _prepare(
-    hidden: torch.Tensor, lm_head_weight: torch.Tensor, bias: torch.Tensor | None, backend: str | None
-) -> tuple[Ready, _Rest | None]:
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    softcap: float,
+    backend: str | None,
+) -> tuple[Ready, torch.Tensor | None, _Rest | None]:
     """Check the arguments as ``linear_logp`` does, and choose its backend."""
     check.tensor("hidden", hidden, check.FLOATS, least=1)
     ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-    checked(hidden, lm_head_weight, ids, bias, None, Options())
+    options = Options(softcap=softcap)
+    checked(hidden, lm_head_weight, ids, bias, None, options)
+    dtype = compute_dtype(hidden.dtype)
+    check.number("softcap", softcap, least=0, dtype=dtype)
+    cap = cap_of(options, dtype)
     check.backend_name(backend)
     chosen = choose(OPERATOR, describe(hidden, lm_head_weight), backend).name
     rows = rows_of(hidden)
     ids, scale, mib = rest = _rest(rows, lm_head_weight.shape[0])
-    ready = ops["forward"].ready(rows, lm_head_weight, ids, bias, scale, None, None, None, mib, chosen)
+    ready = ops["forward"].ready(rows, lm_head_weight, ids, bias, scale, None, cap, None, mib, chosen)
     # A tensor that is made while a CUDA graph is captured has values only when the graph runs.
-    return ready, None if len(rows) > REMEMBERED or values_hidden(hidden) else rest
+    return ready, cap, None if len(rows) > REMEMBERED or values_hidden(hidden) else rest
 
 
 def _rest(rows: torch.Tensor, vocab: int) -> _Rest:
