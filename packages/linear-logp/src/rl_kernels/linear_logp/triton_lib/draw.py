@@ -121,15 +121,14 @@ def draw(
     t, top, k, p, far, greedy = rows.request(
         norm, temperature, top_k, top_p, limit, row, V, T_ROWS, K_ROWS, P_ROWS, L_ROWS
     )
+    stats += row * rows.STATS
     sums += row * segments * 2
     source = (logits + row * row_stride, listed_x + row * rows.LISTED, listed_columns + row * rows.LISTED)
     above, least = _summed(sums, segments, 0), tl.full((), -rows.INF, tl.float32)
     listed, n = tl.full((), True, tl.int1), tl.full((), 0, tl.int32)
     before = tl.full((), 0, tl.int32)
     if HAS_K or HAS_P:
-        lower, upper, before = ranges.kept_range(
-            stats + row * rows.STATS, masses + row * rows.STATS, k, p, far, HAS_K, HAS_P
-        )
+        lower, upper, before = ranges.kept_range(stats, masses + row * rows.STATS, k, p, far, HAS_K, HAS_P)
         if lower < upper:
             n = tl.load(stats + (rows.STATS - 1))
             listed = n <= rows.LISTED
@@ -179,9 +178,8 @@ def draw(
     if listed:
         for start in range(0, segments, 128):
             at = start + tl.arange(0, 128)
-            low = tl.minimum(
-                low, tl.min(tl.load(smallest + row * segments + at, mask=at < segments, other=rows.INF), 0)
-            )
+            of_segments = tl.load(smallest + row * segments + at, mask=at < segments, other=rows.INF)
+            low = tl.minimum(low, tl.min(of_segments, 0))
     # NaN if the norm is, or the largest z is infinite.
     known = top - top + tl.load(norm + 2 * row + 1)
     undefined = known != known
