@@ -260,6 +260,8 @@ extern "C" __global__ void __launch_bounds__(1024) sort_tiles(Inputs p, int* ord
     if (threadIdx.x == 0) order[0] = before;
 }
 
+#if !ENTROPY
+
 // Given logits: their log-probabilities have the bits of `states` and `finish`, because the order of the sums is the
 // same. Each row has two, over all logits and over those from `smallest` on.
 struct Given {
@@ -323,11 +325,13 @@ extern "C" __global__ void __launch_bounds__(256) given_logp(Given p) {
     const float inverse = __frcp_rn(p.temperatures[row]), c = __fmul_rn(inverse, LOG2E);
     const float x = p.logits[row * p.stride + p.ids[row]];
     for (int set = 0; set < 2; ++set) {
-        const State s = over_states<ENTROPY>(p.units(), c, [&](int unit) -> State {
+        const State s = over_states<false>(p.units(), c, [&](int unit) -> State {
             const float* from = p.states(set) + static_cast<i64>(unit) * 3 * p.rows + row;
-            return {from[0], from[p.rows], ENTROPY ? from[2 * static_cast<i64>(p.rows)] : 0.0f};
+            return {from[0], from[p.rows], 0.0f};
         });
-        const float logp = finished<ENTROPY>(s, x, inverse, c).logp;
+        const float logp = finished<false>(s, x, inverse, c).logp;
         if (threadIdx.x % WARP == 0) p.logp[static_cast<i64>(set) * p.rows + row] = logp;
     }
 }
+
+#endif
