@@ -158,7 +158,7 @@ def test_forced_backend_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
             return forward(*args, "native")
 
     monkeypatch.setitem(sampling.ops, "forward", Asked())
-    monkeypatch.setattr(sampling, "_prepare", lambda *args: (Ready(args[-1]), None))
+    monkeypatch.setattr(sampling, "_prepare", lambda *args: (Ready(args[-1]), None, None))
     hidden, weight, _, _ = drawn((4, 16, 90), torch.float32)
     linear_logits(hidden, weight, backend="triton")
     assert asked == ["triton"]
@@ -208,10 +208,10 @@ def test_ids_are_remembered_for_few_rows_alone(monkeypatch: pytest.MonkeyPatch) 
     from rl_kernels.linear_logp import sampling
 
     hidden, weight, _, _ = drawn((sampling.REMEMBERED, 4, 90), torch.float32)
-    _, rest = sampling._prepare(hidden, weight, None, None)
-    assert sampling._prepare(hidden, weight, None, None)[1] is rest
+    rest = sampling._prepare(hidden, weight, None, 0.0, None)[-1]
+    assert sampling._prepare(hidden, weight, None, 0.0, None)[-1] is rest
     assert rest[0].tolist() == [0] * sampling.REMEMBERED
-    assert sampling._prepare(hidden.repeat(2, 1), weight, None, None)[1] is None
+    assert sampling._prepare(hidden.repeat(2, 1), weight, None, 0.0, None)[-1] is None
     monkeypatch.setattr(sampling, "values_hidden", lambda value: True)
-    assert sampling._prepare(hidden[1:], weight, None, None)[1] is None
+    assert sampling._prepare(hidden[1:], weight, None, 0.0, None)[-1] is None
     assert linear_logits(hidden[1:], weight).logits.shape == (sampling.REMEMBERED - 1, 90)

@@ -6,6 +6,7 @@ from rl_kernels.linear_logp.arguments import Memory
 from rl_kernels.linear_logp.known import BitsDiffer, Known
 from rl_kernels.linear_logp.loss.api import linear_logp_loss
 from rl_kernels.linear_logp.loss.chunks import Chunk
+from rl_kernels.linear_logp.sampled import Sampled
 from rl_kernels.linear_logp.sampling import LinearLogits, linear_logits
 from rl_kernels.linear_logp.vocabulary import vocab_shards
 
@@ -16,6 +17,7 @@ __all__ = [
     "LinearLogits",
     "LogpStats",
     "Memory",
+    "Sampled",
     "linear_logits",
     "linear_logp",
     "linear_logp_from_known",

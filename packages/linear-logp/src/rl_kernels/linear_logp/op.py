@@ -20,6 +20,10 @@ shard that begins at column ``vocab_start`` of ``vocab_size``; ids are those of 
 ``packed[slots k + 1, N]`` and ``finish`` takes ``gathered[ranks, slots k + 1, N]`` (``inputs``); without ``entropy``
 two of its results are empty. Backward takes a shard too. With ``partial`` its gradient of hidden is the sum over the
 shard, in the compute dtype.
+
+``sample`` draws a token for each row of logits, as ``drawing`` defines. It takes ``logits[N, V]`` in FP32, contiguous
+rows of the kept logits, and their norm; the numbers of ``drawing.Request``; and the dtype of the operands of which the
+logits are products. It returns ids, the log-probabilities over the kept and over all entries, and min_logit, ``[N]``.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ _INPUTS = (
 _SAVED = "Tensor norm, Tensor? entropy, Tensor? kept, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
 _SHARD = "SymInt vocab_start, SymInt vocab_size, int vocab_segments, bool partial"
 _BACKWARD = f"{_INPUTS}, {_SAVED}, {_SHARD}, int? workspace_mib, bool[3] needed, int? join_tokens"
+_REQUEST = "Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? limit, Tensor uniform, ScalarType dtype"
 _GATHERED = "Tensor gathered, Tensor target_ids, Tensor temperature, int? ignore_index, SymInt vocab_size, bool entropy"
 
 SCHEMAS = {
@@ -55,6 +60,7 @@ SCHEMAS = {
         f"({_INPUTS}, SymInt vocab_start, int slots, bool entropy, int? saved_mib, str backend) -> (Tensor, Tensor)"
     ),
     "finish": f"({_GATHERED}, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    "sample": f"(Tensor logits, Tensor norm, {_REQUEST}, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
     "backward": f"({_BACKWARD}, str backend) -> (Tensor, Tensor, Tensor)",
     "backward_main_grad": (
         f"({_BACKWARD}, Tensor(a!)? main_grad, Tensor(b!)? bias_total, str backend) -> (Tensor, Tensor)"
@@ -81,6 +87,11 @@ def _finished(gathered: torch.Tensor, target_ids: torch.Tensor, *rest: Any) -> t
     return tuple(gathered.new_empty(shape) for shape in (count, extra, extra, (count, 2)))
 
 
+def _sampled(logits: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    numbers = [_rows(logits) for _ in range(3)]
+    return logits.new_empty(len(logits), dtype=torch.int64), *numbers
+
+
 def _gradients(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
     *_, is_partial, _, needed, _ = rest
     shapes = (hidden.shape, weight.shape, weight.shape[:1])
@@ -102,6 +113,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "forward_stats": partial(_forward, 3),
     "states": _states,
     "finish": _finished,
+    "sample": _sampled,
     "backward": _gradients,
     "backward_main_grad": _continued,
 }

@@ -25,6 +25,7 @@ from rl_kernels.core.rowwise.softmax import SoftmaxState, below, merge, per_row,
 from rl_kernels.core.scratch import Scratch
 from rl_kernels.linear_logp import backward as loop
 from rl_kernels.linear_logp.backward import Backward, Dlogits, Product
+from rl_kernels.linear_logp.drawing import Request, draw
 from rl_kernels.linear_logp.inputs import Inputs, inputs_of, kept_room, packed_room, slices, unpacked
 
 BLOCK = 64
@@ -81,6 +82,18 @@ def finish(
     return logp, lse, row_entropy, norm
 
 
+def sample(logits: torch.Tensor, norm: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    """Return ids, their log-probabilities over the kept and over all entries, and min_logit."""
+    drawn = draw(logits, norm, Request(*rest[:-1]))
+    # The logits stand for hidden states; of the weight only the number of rows is read.
+    inputs = Inputs(logits, logits.t(), drawn.ids, None, drawn.temperature, None, None, vocab=logits.shape[1])
+    return drawn.ids, _logp_of(inputs._replace(min_logit=drawn.min_logit)), _logp_of(inputs), drawn.min_logit
+
+
+def _logp_of(inputs: Inputs) -> torch.Tensor:
+    return torch.cat([_block_statistics(inputs.block(rows), entropy=False, given=True)[0] for rows in _blocks(inputs)])
+
+
 @prepared
 def backward(*args: Any) -> Launches:
     """Return the gradients of hidden, weight and bias, or with totals those of hidden and bias; empty if not needed."""
@@ -96,12 +109,16 @@ def _statistics(*args: Any, entropy: bool) -> tuple[list[torch.Tensor], torch.Te
     logits, results = kept_room(hidden, weight.shape[0], saved_mib), []
     inputs = inputs_of(args[:8], kept=logits, vocab=len(weight))
     for rows in _blocks(inputs):
-        block = inputs.block(rows)
-        scale = per_row(block.temperature, block.hidden)
-        chosen = block.hidden.new_zeros(block.hidden.shape[0], dtype=compute_dtype(block.hidden.dtype))
-        state = _merged(_walk(block, chosen, entropy=entropy), scale)
-        results.append(_results(block, state, chosen, scale))
+        results.append(_block_statistics(inputs.block(rows), entropy=entropy))
     return results[0] if len(results) == 1 else [torch.cat(parts) for parts in zip(*results, strict=True)], logits
+
+
+def _block_statistics(block: Inputs, *, entropy: bool, given: bool = False) -> list[torch.Tensor]:
+    """Return the statistics of a block of rows, whose hidden states are the logits if they are ``given``."""
+    scale = per_row(block.temperature, block.hidden)
+    chosen = block.hidden.new_zeros(block.hidden.shape[0], dtype=compute_dtype(block.hidden.dtype))
+    state = _merged(_walk(block, chosen, entropy=entropy, given=given), scale)
+    return _results(block, state, chosen, scale)
 
 
 def _blocks(inputs: Inputs) -> Iterator[slice]:
@@ -110,7 +127,7 @@ def _blocks(inputs: Inputs) -> Iterator[slice]:
     return slices(max(count, 1), max(BLOCK_ELEMENTS // max(UNIT, size), BLOCK))
 
 
-def _walk(block: Inputs, chosen: torch.Tensor, *, entropy: bool) -> Iterator[SoftmaxState]:
+def _walk(block: Inputs, chosen: torch.Tensor, *, entropy: bool, given: bool = False) -> Iterator[SoftmaxState]:
     """Yield the softmax states of each unit; add the logit that a row selects to ``chosen[N]``, and keep logits."""
     count, scale = block.hidden.shape[0], per_row(block.temperature, block.hidden)
     for columns in slices(block.weight.shape[0], UNIT):
@@ -120,7 +137,7 @@ def _walk(block: Inputs, chosen: torch.Tensor, *, entropy: bool) -> Iterator[Sof
         x = _logits_room(block.hidden, (count, padded + GAP), chosen.dtype)[:, :padded]
         if padded > width:
             x[:, width:].fill_(-torch.inf)
-        logits = _logits(block, columns, x[:, :width])
+        logits = x[:, :width].copy_(block.hidden[:, columns]) if given else _logits(block, columns, x[:, :width])
         kept = block.kept_part(slice(columns.start, columns.start + padded))
         if kept is not None:
             kept.copy_(x)

@@ -18,6 +18,7 @@ from rl_kernels.core.cuda.launch import Kernel, kernel
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.outputs import statistics_room
 from rl_kernels.linear_logp import inputs
+from rl_kernels.linear_logp.backends.cuda_sm90 import given
 from rl_kernels.linear_logp.backends.cuda_sm90.backward import Steps
 from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
     BACKWARD,
@@ -197,3 +198,4 @@ class _Forward:
 
 forward, forward_stats = prepared(partial(_Forward, False)), prepared(partial(_Forward, True))
 backward = backward_main_grad = prepared(partial(Backward, Steps()))
+sample = given.sample

@@ -259,3 +259,79 @@ extern "C" __global__ void __launch_bounds__(1024) sort_tiles(Inputs p, int* ord
     }
     if (threadIdx.x == 0) order[0] = before;
 }
+
+#if !ENTROPY
+
+// Given logits: their log-probabilities have the bits of `states` and `finish`, because the order of the sums is the
+// same. Each row has two, over all logits and over those from `smallest` on.
+struct Given {
+    const float* logits;  // [rows, columns]; an address, and rows `stride` apart, that are multiples of two numbers
+    const float* temperatures;
+    const float* smallest;
+    const i64* ids;
+    float* parts;  // [2, units, 3, rows]
+    float* logp;   // [2, rows]
+    i64 stride;
+    int rows, columns;
+
+    __device__ int units() const { return (columns + UNIT * TILE_N - 1) / (UNIT * TILE_N); }
+    __device__ float* states(int set) const { return parts + static_cast<i64>(set) * units() * 3 * rows; }
+};
+
+constexpr int GIVEN_ROWS = 8, GIVEN_WARPS = 4;
+
+// Four lanes share a row, as in a tile; a warp has 8 rows and one unit. blockIdx: 32 rows, unit.
+extern "C" __global__ void __launch_bounds__(GIVEN_WARPS* WARP) given_states(Given p) {
+    const int lane = threadIdx.x % WARP, first = (blockIdx.x * GIVEN_WARPS + threadIdx.x / WARP) * GIVEN_ROWS;
+    if (first >= p.rows) return;
+    const int row = first + lane / 4, safe = min(row, p.rows - 1), unit = static_cast<int>(blockIdx.y);
+    const float c = __fmul_rn(__frcp_rn(p.temperatures[safe]), LOG2E), smallest = p.smallest[safe];
+    const float* from = p.logits + safe * p.stride + lane % 4 * 2;
+    Pairs all, kept;
+    for (int block = 0; block < UNIT; ++block) {
+        const int column = (unit * UNIT + block) * TILE_N, left = p.columns - column;
+        if (left <= 0) break;
+        // The sums of the second of two rows that a thread has in a tile; state_of<0> does not read them.
+        Sums d = {};
+#pragma unroll
+        for (int j = 0; j < TILE_N / 8; ++j) {
+            const int at = 8 * j + lane % 4 * 2;
+            const float* x = from + column + 8 * j;
+            float2 two = {-infinity(), -infinity()};
+            if (at + 1 < left)
+                two = *reinterpret_cast<const float2*>(x);
+            else if (at < left)
+                two.x = *x;
+            d[4 * j] = two.x, d[4 * j + 1] = two.y;
+        }
+        all.add(block, state_of<0>(d, c), c);
+#pragma unroll
+        for (int j = 0; j < TILE_N / 8; ++j) {
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+                if (!(d[4 * j + k] >= smallest)) d[4 * j + k] = -infinity();
+        }
+        kept.add(block, state_of<0>(d, c), c);
+    }
+    if (lane % 4 || row >= p.rows) return;
+    store(p.states(0), unit, p.rows, row, all.all(c));
+    store(p.states(1), unit, p.rows, row, kept.all(c));
+}
+
+// One warp per row.
+extern "C" __global__ void __launch_bounds__(256) given_logp(Given p) {
+    const int row = static_cast<int>((static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / WARP);
+    if (row >= p.rows) return;
+    const float inverse = __frcp_rn(p.temperatures[row]), c = __fmul_rn(inverse, LOG2E);
+    const float x = p.logits[row * p.stride + p.ids[row]];
+    for (int set = 0; set < 2; ++set) {
+        const State s = over_states<false>(p.units(), c, [&](int unit) -> State {
+            const float* from = p.states(set) + static_cast<i64>(unit) * 3 * p.rows + row;
+            return {from[0], from[p.rows], 0.0f};
+        });
+        const float logp = finished<false>(s, x, inverse, c).logp;
+        if (threadIdx.x % WARP == 0) p.logp[static_cast<i64>(set) * p.rows + row] = logp;
+    }
+}
+
+#endif

@@ -35,6 +35,11 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
         yield partial(backend.backward, *few, norm, None, kept, each, None, None, *gradients)
         gradients = (0, RAGGED, 1, False, 1024, [True, True, True], None)
         yield partial(backend.backward, *many, norm, each, None, each, each, each, *gradients)
+        uniform, limit, logits = empty(rows, dtype=torch.float64), torch.tensor(3.0, device="cpu"), empty(rows, VOCAB)
+        yield partial(backend.sample, logits, norm, limit, None, None, limit, uniform, dtype)
+        yield partial(backend.sample, logits, norm, each, each, None, None, uniform, dtype)
+        yield partial(backend.sample, logits, norm, limit, None, limit, None, uniform, dtype)
+        yield partial(backend.sample, logits[:, :RAGGED], norm, each, each, each, each, uniform, dtype)
     packed = packed_room(hidden, 4, entropy=True)[0]
     gathered = packed.new_empty((2, *packed.shape))
     yield partial(backend.finish, gathered, ids, each, -100, RAGGED, True)

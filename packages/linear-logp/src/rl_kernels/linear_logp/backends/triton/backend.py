@@ -23,7 +23,7 @@ from rl_kernels.core.triton_lib import gemm
 from rl_kernels.core.triton_lib.launch import INTERPRETED, Launch, ceil_div
 from rl_kernels.core.triton_lib.schedule import processors
 from rl_kernels.linear_logp import inputs
-from rl_kernels.linear_logp.backends.triton import kernels
+from rl_kernels.linear_logp.backends.triton import given, kernels
 from rl_kernels.linear_logp.backends.triton.backward import NO_CAP, Steps, schedule_of
 from rl_kernels.linear_logp.backward import Backward
 from rl_kernels.linear_logp.inputs import first_kept, number_or_rows
@@ -148,3 +148,4 @@ class _Forward:
 
 forward, forward_stats = prepared(partial(_Forward, False)), prepared(partial(_Forward, True))
 backward = backward_main_grad = prepared(partial(Backward, Steps()))
+sample = given.sample

@@ -71,7 +71,8 @@ class GraphedLogits:
                 self._pool = new_pool()
             result, replay = captured(lambda: linear_logits(copy, weight, bias), self._pool)
             counts = range(1, size + 1)
-            views = [LinearLogits(result.logits[:rows], result.norm[:rows], None) for rows in counts]
+            result = result._replace(version=None)
+            views = [result._replace(logits=result.logits[:rows], norm=result.norm[:rows]) for rows in counts]
             return _Graph(places, replay, [copy[:rows] for rows in counts], views)
 
 

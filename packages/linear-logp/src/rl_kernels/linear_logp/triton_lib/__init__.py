@@ -1,0 +1,1 @@
+"""Triton kernels that the GPU backends share: they draw tokens from logits."""
