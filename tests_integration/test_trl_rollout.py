@@ -239,7 +239,7 @@ def test_continuous_batching_that_is_not_known_is_refused(
 
 def test_a_request_that_failed_is_told() -> None:
     failed = SimpleNamespace(error="out of pages", logprobs=[], generated_tokens=[])
-    model = SimpleNamespace(generate_batch=lambda: {"a": failed})
+    model = SimpleNamespace(generate_batch=lambda: {"a": failed}, _get_logits_processor=None)
     theirs, config = model.generate_batch, SimpleNamespace(return_logprobs=False)
     given = (SimpleNamespace(module=None), model, nullcontext, config)
     sampled = continuous.recorded(lambda prompts: ([list(model.generate_batch())[1:]], None), *given)
@@ -306,8 +306,8 @@ def test_each_token_comes_of_its_own_pass(passes: int) -> None:
             module(each)
         return torch.cat((input_ids, torch.ones(2, 4, dtype=torch.long)), 1)
 
-    model = SimpleNamespace(generate=generate)
-    scorer: Any = SimpleNamespace(module=module, logps=lambda rows, ids: rows[:, 0] * ids)
+    model = SimpleNamespace(generate=generate, _get_logits_processor=None)
+    scorer: Any = SimpleNamespace(module=module, logps=lambda rows, ids, _: rows[:, 0] * ids)
 
     def sample() -> Any:
         whole, ended = model.generate(input_ids=torch.zeros(2, 3, dtype=torch.long))[:, 3:].tolist()
