@@ -16,7 +16,7 @@ import torch
 from rl_kernels.models import invariance
 from rl_kernels.models.clients.trl import continuous
 from rl_kernels.models.clients.trl.checks import KNOWN, check_invariant, check_trainer
-from rl_kernels.models.clients.trl.engine import check_engine
+from rl_kernels.models.clients.trl.engine import ask_for_min_logit, check_engine, drops_tokens
 from rl_kernels.models.clients.trl.head import Head, score_with
 from rl_kernels.models.clients.trl.kept import Carried, refusal_of
 from rl_kernels.models.clients.trl.loss import compute_loss, normalizer, objective, rollout_ratio
@@ -74,8 +74,8 @@ def use_in(
     if compute_dtype is not None:
         check_compute_dtype(trainer, compute_dtype)
     record, in_batches = invariant if record is None else record, trainer.use_transformers_continuous_batching
+    refusal = refusal_of(trainer, bases[0], invariant=invariant)
     if record:
-        refusal = refusal_of(trainer, bases[0], invariant=invariant)
         check_rollout(trainer, bases[0], refusal)
         if in_batches:
             continuous.check_settings(trainer)
@@ -83,7 +83,7 @@ def use_in(
     if invariant:
         dtype = dtype_of_passes(trainer, bases[0].dtype, compute_dtype)
         if trainer.use_vllm:
-            check_engine(trainer, dtype)
+            check_engine(trainer, dtype, refusal)
     if compute_dtype is not None:
         compute_in(trainer, bases, compute_dtype)
     heads = [Head(base, trainer.temperature, in_fp32=in_fp32, entropy=base is bases[0]) for base in bases]
@@ -108,6 +108,8 @@ def use_in(
             sampled = recorded(*recording, refusal)
         trainer._generate_single_turn = sampled
     if invariant:
+        if trainer.use_vllm and drops_tokens(trainer):
+            ask_for_min_logit(trainer.vllm_generation)
         # The bits of a server's log-probs are not known before the first batch.
         is_recorded = record or (trainer.use_vllm and trainer.vllm_mode == "colocate")
         replace_old_pass(trainer, Carried(trainer), is_recorded=is_recorded)

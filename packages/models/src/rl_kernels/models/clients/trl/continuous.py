@@ -114,9 +114,10 @@ def _logprobs_enabled(config: Any) -> Iterator[None]:
 @contextmanager
 def _room_for_min_logit() -> Iterator[None]:
     """Add a row to the output of each batch, for the smallest kept logits, and return these with log-probabilities."""
-    from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs as Outputs
+    from transformers.generation.continuous_batching import input_outputs
 
-    set_up, update = Outputs._setup_static_tensors, Outputs.prepare_batch_update
+    outputs: Any = input_outputs.ContinuousBatchingIOs
+    set_up, update = outputs._setup_static_tensors, outputs.prepare_batch_update
 
     def widened(self: Any, *args: Any, **options: Any) -> None:
         set_up(self, *args, **options)
@@ -130,11 +131,11 @@ def _room_for_min_logit() -> Iterator[None]:
         pairs = zip(logps, smallest, strict=True)
         return requests, tokens, [logp if least == -torch.inf else KeptLogp(logp, least) for logp, least in pairs]
 
-    Outputs._setup_static_tensors, Outputs.prepare_batch_update = widened, updated
+    outputs._setup_static_tensors, outputs.prepare_batch_update = widened, updated
     try:
         yield
     finally:
-        Outputs._setup_static_tensors, Outputs.prepare_batch_update = set_up, update
+        outputs._setup_static_tensors, outputs.prepare_batch_update = set_up, update
 
 
 @contextmanager

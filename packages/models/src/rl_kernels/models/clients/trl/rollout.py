@@ -55,6 +55,9 @@ def check_rollout(trainer: Any, model: Any, refusal: str | None) -> None:
     mode = config.get_generation_mode().value
     if mode not in ("sample", "greedy_search"):
         raise ValueError(f"generation_kwargs: expected one pass for each token, as in sampling, got {mode}")
+    if config.do_sample and (config.temperature or 1.0) != trainer.temperature:
+        got = f"{config.temperature} where training has {trainer.temperature}"
+        raise ValueError(f"generation_kwargs: expected no temperature but GRPOConfig's, got {got}")
     # What generate sets itself, for processors that hide the end of a sequence.
     config._eos_token_tensor = torch.zeros(1, dtype=torch.int64)
     watched(model._get_logits_processor(config, input_ids_seq_length=1, device="cpu"), [], refusal)
