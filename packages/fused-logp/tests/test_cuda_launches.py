@@ -9,7 +9,14 @@ import torch
 
 from rl_kernels.core.testing.host_tests import CudaHost
 from rl_kernels.core.testing.launches import Launch, Recorder, strided
-from rl_kernels.core.testing.logp_launches import logits_gradient, merged, state, write_statistics
+from rl_kernels.core.testing.logp_launches import (
+    LEAST,
+    below,
+    logits_gradient,
+    merged,
+    state,
+    write_statistics,
+)
 from rl_kernels.core.testing.planted import Bug
 from rl_kernels.fused_logp.spec.raw import check_against_reference
 
@@ -41,7 +48,8 @@ def inputs(launch: Launch, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch
     temperatures = launch["temperatures"]
     number = torch.full((rows,), launch["temperature"]) if temperatures is None else temperatures
     assert number.shape == (rows,)
-    return x, active, number.double()
+    is_below = below(x, number, launch["min_logits"] if launch.constants["MIN_LOGIT"] else None)
+    return x.masked_fill(is_below, -torch.inf), active, number.double()
 
 
 def forward_parts(launch: Launch) -> None:
@@ -54,7 +62,7 @@ def forward_parts(launch: Launch) -> None:
     assert warps - 8 < parts.shape[0] * rows <= warps
     place = units.expand_as(z)
     top = torch.full((rows, parts.shape[0]), -torch.inf, dtype=z.dtype).scatter_reduce(1, place, z, "amax")
-    shifted = z - top.gather(1, place)
+    shifted = (z - top.gather(1, place).clamp(min=LEAST)).clamp(min=LEAST)
     total = torch.zeros_like(top).index_add(1, units, shifted.exp())
     weighted = torch.zeros_like(top).index_add(1, units, shifted.exp() * shifted)
     state = torch.stack((top.t(), total.t(), weighted.t()), 1)
@@ -99,7 +107,7 @@ def backward(launch: Launch) -> None:
     chosen = launch["ids"][:, None] == torch.arange(vocab)
     entropy = launch["entropy"] if launch.constants["ENTROPY"] else None
     found = logits_gradient(x / temperature[:, None], temperature, launch["norm"], chosen, upstream, entropy)
-    found = torch.where(active[:, None], found, 0.0)
+    found = torch.where(active[:, None] & (x > -torch.inf), found, 0.0)
     out = matrix(launch, "out", "out_row_stride", "out_column_stride", rows)
     out[:, :computed].copy_(found[:, :computed])
 
@@ -125,6 +133,7 @@ class TestLaunches(CudaHost):
         ),
         Bug("strides in elements", "count, *(stride * logits.itemsize for", "count, *(stride for"),
         Bug("no room for the states of a row", "units * STATE)]", "STATE)]"),
+        Bug("strided thresholds read as if contiguous", "else min_logit.contiguous()", "else min_logit"),
         Bug("norm in the dtype of logits", "count, 2, dtype=torch.float32", "count, 2, dtype=like.dtype"),
     )
     stand_ins = {one.__name__: one for one in (forward_parts, merge_parts, forward_rows, backward)}
@@ -142,6 +151,8 @@ class TestLaunches(CudaHost):
         dict(rows=3, vocab=16385, dtype=torch.float32, limits=MANY, upstream="entropy"),
         dict(rows=3, vocab=2 * 32768 + 3, dtype=torch.float32, limits={"SPLIT_BELOW": 1, "MOST_UNITS": 16}),
         dict(rows=2, vocab=2048, limits=MANY, layout="expanded"),
+        dict(rows=5, vocab=2100, layout="odd", least="apart", scale="rows", ignored=0),
+        dict(rows=4, vocab=40000, limits=MANY, least="rows", indices=True, upstream="expanded"),
         *(dict(rows=rows, columns=size) for rows in (1, 2047, 2048, 100_000) for size in (1, STEP, STEP + 1)),
         *(dict(rows=rows, columns=32 * SEGMENT + more) for rows in (1, 2048) for more in (0, 1)),
     )

@@ -35,6 +35,8 @@ RAW = (
     dict(rows=1, vocab=3 * 8192 + 5, layout=(3, 1), ids=torch.int32, upstream="apart", scale="rows"),
     dict(rows=3, vocab=1024, layout=(16, 1), upstream="logp", dtype=torch.float16),
     dict(rows=70, vocab=1, scale="rows"),
+    dict(rows=5, vocab=8200, least="apart", layout="odd", scale="rows", ignored=0),
+    dict(rows=3, vocab=700, least="rows", indices=True, upstream="expanded"),
 )
 
 

@@ -31,8 +31,8 @@ def test_programs_of_a_target():
     assert of_products
     programs = [one for one in backend.programs("sm_90a") if one not in of_products]
     cuts = {cuda_tiles.Cut.of(count) for count in range(1, 300)}
-    # Forward, forward that keeps logits, and backward; with entropy and cap or without.
-    assert len(set(programs)) == len(programs) == len(HALVES) * 3 * 2 * 2 * len(cuts)
+    # Forward, forward that keeps logits, and backward; with entropy, cap and thresholds or without.
+    assert len(set(programs)) == len(programs) == len(HALVES) * 3 * 2**3 * len(cuts)
     assert not any(backend.programs(arch) for arch in ("sm_80", "sm_90", "sm_100a"))
 
 

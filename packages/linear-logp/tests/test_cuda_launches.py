@@ -13,7 +13,7 @@ import torch
 from rl_kernels.core.testing.cuda_gemm import gemm
 from rl_kernels.core.testing.host_tests import CudaHost
 from rl_kernels.core.testing.launches import Box, Launch, Recorder, strided, vector
-from rl_kernels.core.testing.logp_launches import logits_gradient, merged, state, write_statistics
+from rl_kernels.core.testing.logp_launches import below, logits_gradient, merged, state, write_statistics
 from rl_kernels.core.testing.planted import Bug
 from rl_kernels.linear_logp.spec.raw import check_case, check_shards
 
@@ -80,6 +80,10 @@ def temperature(launch: Launch) -> torch.Tensor:
     return launch["temperatures"].double()
 
 
+def least(launch: Launch) -> torch.Tensor | None:
+    return vector(launch["min_logits"], launch["rows"]) if launch.constants["MIN_LOGIT"] else None
+
+
 def states(launch: Launch) -> None:
     parts, width = launch["parts"], 256 * launch["blocks"]
     count = -(-launch["columns"] // width)
@@ -95,10 +99,13 @@ def states(launch: Launch) -> None:
         kept.tensor[:, : raw.shape[1]] = torch.where(
             rows_of_tiles(launch)[:, None], raw, kept.tensor[:, : raw.shape[1]]
         )
+    raw = z * temperature(launch)[:, None]
+    is_below = below(raw, temperature(launch), least(launch))
+    z, raw = z.masked_fill(is_below, -torch.inf), raw.masked_fill(is_below, -torch.inf)
     column = launch["ids"] - launch["start"]
     here = (column >= 0) & (column < launch["columns"])
     # Other ranks have the logits of the other rows.
-    launch["chosen"][here] = (z * temperature(launch)[:, None]).float()[here, column[here]]
+    launch["chosen"][here] = raw.float()[here, column[here]]
     for part, columns in zip(parts, z.split(width, 1), strict=True):
         part.copy_(state(columns))
 
@@ -145,8 +152,10 @@ def gradient(launch: Launch) -> None:
     upstream = [launch[name] for name in ("grad_logp", "grad_lse", "grad_entropy")]
     entropy = launch["entropy"] if constants["ENTROPY"] else None
     result = logits_gradient(z, temperature(launch), launch["norm"], chosen, upstream, entropy)
+    raw = z * temperature(launch)[:, None]
     if constants["CAPPED"]:
-        result *= launch["steepest"] * (1 - (z * temperature(launch)[:, None] / softcap_of(launch)).square())
+        result *= launch["steepest"] * (1 - (raw / softcap_of(launch)).square())
+    result = result.masked_fill(below(raw, temperature(launch), least(launch)), 0.0)
     bad = (launch["ids"] < 0) | (launch["ids"] >= launch["vocab"])
     result = torch.where(bad[:, None], torch.nan, result)
     if launch["has_ignored"]:
@@ -184,6 +193,11 @@ class TestLaunches(CudaHost):
         Bug("chain of dH not continued", "weight, out, continues=continues", "weight, out"),
         Bug("one stage too many", "self._boxes(stores)) // STAGE\n", "self._boxes(stores)) // STAGE + 1\n"),
         Bug("unaligned rows copied by TMA", "row * x.itemsize | x.data_ptr()", "row * x.itemsize"),
+        Bug(
+            "thresholds of the first rows",
+            "(inputs.min_logit.data_ptr(),)",
+            "(inputs.min_logit[:1].clone().data_ptr(),)",
+        ),
         Bug("last rows are not finished", "-(-count * WARP // 256)", "max(count * WARP // 256, 1)"),
         Bug("shard counted from column 0", "inputs.start, inputs.vocab, _group()", "0, inputs.vocab, _group()"),
     )
@@ -207,6 +221,8 @@ class TestLaunches(CudaHost):
         dict(rows=300, vocab=2500, saved=(9, 2560), dtype=torch.bfloat16, cap=(5.0, 0.3), main_grad=True),
         dict(rows=40, vocab=9000, saved=(1, 6144), upstream="logp"),
         dict(rows=700, vocab=1100, bias="row", ignored=7, masked=300, join=144),
+        dict(rows=300, vocab=1300, least="apart", scale="rows", ignored=7, masked=130, cap=(5.0, 0.3)),
+        dict(rows=40, vocab=2500, least="rows", saved=(1, 2560), bias="row", upstream="expanded"),
         dict(rows=400, vocab=900, main_grad=True, layout=(8, 1), join=256),
     )
 

@@ -21,6 +21,7 @@ from rl_kernels.linear_logp import (
     linear_logp_loss,
     vocab_shards,
 )
+from rl_kernels.linear_logp.spec.raw import below_targets
 
 ROWS, SIZE = 9, 16
 OPERANDS = ("hidden", "lm_head_weight", "bias")
@@ -33,6 +34,7 @@ CALLS: tuple[dict[str, Any], ...] = (
     dict(vocab=700, rows=0, return_stats=True),
     dict(vocab=700, rows=1, leading=(), bias=True),
     dict(vocab=3000, rows=40, bias=True, join_tokens=16),
+    dict(vocab=9001, bias=True, per_token=True, ignore_index=7, return_stats=True, least=True),
 )
 
 
@@ -52,7 +54,8 @@ def drawn(vocab: int, **options: Any) -> dict[str, Any]:
         options["temperature"] = draw.uniform(0.5, 2.0, rows, dtype=torch.float32)
     leading = options.pop("leading", (rows,))
     call["hidden"] = call["hidden"].view(*leading, SIZE)
-    return {**call, "target_ids": ids.view(leading), **options}
+    has_least, call = options.pop("least", False), {**call, "target_ids": ids.view(leading), **options}
+    return {**call, "min_logit": below_targets(**call)} if has_least else call
 
 
 def part_of(call: dict[str, Any], group: Any) -> slice:
@@ -180,6 +183,8 @@ def errors(group: Any) -> dict[str, str]:
     attempt("temperature", temperature=1.0 + last)
     attempt("temperatures", temperature=torch.full((ROWS,), 1.0 + last))
     attempt("statistics", return_stats=last)
+    attempt("thresholds", min_logit=torch.full((ROWS,), -50.0 - last))
+    attempt("targets", min_logit=torch.full((ROWS,), 50.0))
     attempt("chains", join_tokens=16 + 16 * last)
     attempt("hidden", hidden=[1.0] if last else call["hidden"])
     attempt("size", vocab_size=None)
@@ -238,6 +243,10 @@ def check(texts: dict[str, str], world: int) -> None:
     assert texts["values"].startswith(f"ValueError: hidden (hash of its values): {differ}")
     assert texts["temperature"].startswith(f"ValueError: temperature: {differ}")
     assert texts["temperatures"].startswith(f"ValueError: temperature (hash of its values): {differ}")
+    assert texts["thresholds"].startswith(f"ValueError: min_logit (hash of its values): {differ}")
+    assert texts["targets"].startswith(
+        "ValueError: target_ids: expected tokens whose logit is at least min_logit, 9 of 9"
+    )
     assert texts["statistics"].startswith(f"ValueError: return_stats: {differ}")
     assert texts["chains"].startswith(f"ValueError: join_tokens: {differ}, got 16, ")
     assert texts["hidden"] == f"TypeError: hidden: expected a tensor, got list {where}"
@@ -253,4 +262,4 @@ def check(texts: dict[str, str], world: int) -> None:
     assert "double backward is not supported" in texts["double"]
     assert texts["known"].startswith(f"ValueError: known.logp (hash of its values): {differ}")
     assert texts["bits"].startswith("BitsDiffer: known.norm: expected the bits that these inputs give, row ")
-    assert len(texts) == 17
+    assert len(texts) == 19

@@ -23,6 +23,7 @@ from rl_kernels.linear_logp import (
     linear_logp_from_known,
     linear_logp_known,
 )
+from rl_kernels.linear_logp.spec.raw import below_targets
 
 PACKAGE = "rl_kernels.linear_logp"
 MODULES = tuple(f"{PACKAGE}.{name}" for name in ("known", "arguments", "autograd", "api"))
@@ -36,6 +37,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"softcap": 15.0, "temperature": 0.7, "bias": True},
     {"bias": True, "vocab_segments": 8, "ignore_index": IGNORED, "return_stats": True, "main_grad": True},
     {"memory": Memory(1, 1), "main_grad": True, "join_tokens": 48},
+    {"min_logit": True, "temperature": "tensor", "bias": True, "return_stats": True, "ignore_index": IGNORED},
 )
 SHAPES = ((1, 64, 300), (63, 72, 1025), (130, 128, 5003), (700, 64, 16500))
 
@@ -53,6 +55,8 @@ def drawn(shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dty
         ids[::3] = IGNORED
     if options.get("temperature") == "tensor":
         options["temperature"] = draw.uniform(0.5, 2.0, rows, dtype=torch.float32)
+    if options.get("min_logit") is True:
+        options["min_logit"] = below_targets(**call, target_ids=ids, **options)
     if options.pop("main_grad", False) and dtype != torch.float64:
         weight.main_grad = torch.ones(vocab, size, device=device)
     return {**call, "target_ids": ids, **options}
@@ -91,6 +95,8 @@ def check_case(
     shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dtype, device: str, backend: str
 ) -> None:
     options = {**options, "backend": backend}
+    if "min_logit" in options:
+        options["min_logit"] = drawn(shape, options, dtype, device)["min_logit"]
     plain = results(drawn(shape, options, dtype, device))
     for saved_mib in (0, 1, 3, 4096):
         memory = options.get("memory", Memory())._replace(saved_mib=saved_mib)

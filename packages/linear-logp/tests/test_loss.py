@@ -21,6 +21,7 @@ from rl_kernels.lab.check.relations.integration import RawCalls
 from rl_kernels.linear_logp import Chunk, LogpStats, Memory, linear_logp, linear_logp_loss
 from rl_kernels.linear_logp.loss.chunks import chunks_of
 from rl_kernels.linear_logp.op import OPERATOR
+from rl_kernels.linear_logp.spec.raw import below_targets
 
 MODULES = tuple(f"rl_kernels.linear_logp.{name}" for name in ("autograd", "loss.chunks", "loss.api"))
 BUG = Bug("upstream gradients of the first rows", "value[here] for", "value[:count] for")
@@ -36,6 +37,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"vocab_segments": 8, "main_grad": True, "bias": True, "return_stats": True},
     {"join_tokens": 48, "bias": True, "memory": Memory(1), "ignore_index": IGNORED},
     {"join_tokens": 144, "main_grad": True, "bias": True, "return_stats": True},
+    {"min_logit": True, "main_grad": True, "bias": True, "return_stats": True, "temperature": "tensor"},
 )
 
 
@@ -71,6 +73,9 @@ class Batch:
             options["temperature"] = torch.tensor(0.7, device=device)
         if options.pop("main_grad", False):
             self.weight.main_grad = torch.ones(vocab, size, device=device)
+        if options.pop("min_logit", False):
+            call = dict(hidden=self.hidden, lm_head_weight=self.weight, target_ids=self.ids, bias=self.bias, **options)
+            options["min_logit"] = below_targets(**call)
         self.advantages = draw.normal(count, dtype=torch.float32).view(leading)
         self.options = options
 

@@ -41,6 +41,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"vocab": 700, "zero": 1e-4, "entropy": True, "dtype": torch.float16},
     {"vocab": 16384},
     {"vocab": 9001, "rows": 40, "bias": True, "dtype": torch.bfloat16, "join": 16},
+    {"vocab": 9001, "bias": True, "temperature": True, "ignored": 7, "entropy": True, "least": True},
 )
 """Vocabularies smaller than a unit, with empty segments and shards, of odd size, with short and with full shards."""
 
@@ -72,7 +73,8 @@ def drawn(options: dict[str, Any], device: str = DEVICE) -> tuple[Any, list[torc
     temperature = scale if "temperature" in options else torch.tensor(0.7)
     cap = torch.tensor(options["cap"], dtype=torch.float64) if "cap" in options else None
     hidden = draw.normal(rows, size)
-    return virtual.Call(hidden, weight, ids, bias, temperature, options.get("ignored"), cap), upstream
+    least = draw.normal(rows, dtype=torch.float32) if "least" in options else None
+    return virtual.Call(hidden, weight, ids, bias, temperature, options.get("ignored"), cap, least), upstream
 
 
 def same(result: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:
@@ -144,7 +146,7 @@ def test_ranks_have_the_bits_of_one_process(backend: str, options: dict[str, Any
 @pytest.mark.parametrize("rows", [3, 64, 300, 5000])
 @pytest.mark.parametrize("vocab", [700, 5003, 40000, 151936])
 def test_ranks_have_the_bits_of_one_gpu(gpu_backend: str, rows: int, vocab: int) -> None:
-    for more in ({}, {"bias": True, "temperature": True, "ignored": IGNORED, "cap": (30.0, 0.02)}):
+    for more in ({}, {"bias": True, "temperature": True, "ignored": IGNORED, "cap": (30.0, 0.02), "least": True}):
         for dtype in (torch.bfloat16, torch.float16):
             check_case(
                 {"vocab": vocab, "rows": rows, "size": 136, "dtype": dtype, "entropy": bool(more), **more}, gpu_backend

@@ -60,6 +60,8 @@ RAW: tuple[dict[str, Any], ...] = (
     dict(rows=33, vocab=1100, cap=(5.0, 0.3), bias=True, scale="rows", ignored=0),
     dict(rows=40, vocab=2304, saved=(1, 2304), scale="rows", ignored=-100, cap=(5.0, 0.3)),
     dict(rows=150, vocab=600, bias=True, join=128),
+    dict(rows=40, vocab=1300, least="apart", scale="rows", ignored=0, cap=(5.0, 0.3), bias=True),
+    dict(rows=33, vocab=600, least="rows", saved=(1, 768)),
 )
 
 

@@ -10,7 +10,7 @@ import torch  # which brings a part of cuda.bindings where that is installed
 warnings.simplefilter("error")
 before = set(sys.modules)
 import rl_kernels.core
-NAMES = ("arithmetic", "gemm", "gemm_kernels", "peer_kernels", "peers", "softcap", "softmax", "sums")
+NAMES = ("arithmetic", "gemm", "gemm_kernels", "min_logit", "peer_kernels", "peers", "softcap", "softmax", "sums")
 KERNELS = {f"rl_kernels.core.triton_lib.{name}" for name in NAMES}
 names = {module.name for module in pkgutil.walk_packages(rl_kernels.core.__path__, "rl_kernels.core.")}
 assert names > KERNELS

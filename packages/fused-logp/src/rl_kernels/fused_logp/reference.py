@@ -12,9 +12,9 @@ def fused_logp(
     target_ids: torch.Tensor,
     *,
     temperature: float | torch.Tensor = 1.0,
+    min_logit: torch.Tensor | None = None,
     ignore_index: int | None = None,
     row_indices: torch.Tensor | None = None,
-    min_logit: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     return_stats: bool = False,
 ) -> torch.Tensor | LogpStats:

@@ -14,10 +14,10 @@ def linear_logp(
     bias: torch.Tensor | None = None,
     *,
     temperature: float | torch.Tensor = 1.0,
+    min_logit: torch.Tensor | None = None,
     softcap: float = 0.0,
     logit_scale: float = 1.0,
     ignore_index: int | None = None,
-    min_logit: torch.Tensor | None = None,
     return_stats: bool = False,
 ) -> torch.Tensor | LogpStats:
     """Return ``z[id] - logsumexp(z)``, ``z = (hidden @ W^T + bias) / temperature``; shapes as in the public function.

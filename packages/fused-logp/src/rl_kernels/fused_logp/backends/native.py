@@ -13,8 +13,7 @@ import torch
 
 from rl_kernels.core.rowwise.ids import outside, select
 from rl_kernels.core.rowwise.logp_gradient import LogpUpstream, dlogits
-from rl_kernels.core.rowwise.min_logit import below
-from rl_kernels.core.rowwise.softmax import finish, per_row, softmax_state
+from rl_kernels.core.rowwise.softmax import below, finish, per_row, softmax_state
 
 BLOCK_ELEMENTS = 1 << 18
 """Logits processed at once, so that they stay in the cache. Rows are independent, so this changes no bit."""

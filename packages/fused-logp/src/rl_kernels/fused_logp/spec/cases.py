@@ -12,6 +12,7 @@ from rl_kernels.fused_logp.spec.cases_dimensions import DIMENSIONS, with_values
 from rl_kernels.fused_logp.spec.illegal import ILLEGAL
 from rl_kernels.fused_logp.spec.transforms import HYGIENE, TRANSFORMS
 from rl_kernels.lab.magnitudes import of_log_softmax
+from rl_kernels.lab.thresholds import in_gaps
 
 STATS = {"return_stats": True}
 LOWEST = {**STATS, "minus_inf": 0.3, "finite": True}
@@ -26,6 +27,7 @@ CASES = (
     Case("stats", {"batch": 2, "seq": 9, "vocab": 1000}, STATS),
     Case("temperature", {"batch": 2, "seq": 5, "vocab": 333}, {**STATS, "temperature": 0.7}),
     Case("temperature-per-token", {"batch": 3, "seq": 5, "vocab": 129}, {**STATS, "temperature": "tensor"}),
+    Case("min-logit", {"batch": 3, "seq": 5, "vocab": 1030}, {**STATS, "min_logit": True, "temperature": "tensor"}),
     Case("equal-rows", {"batch": 2, "seq": 6, "vocab": 130}, {**STATS, "temperature": "tensor", "equal": True}),
     Case("ignored", {"batch": 4, "seq": 7, "vocab": 65}, {**STATS, "ignore_index": IGNORED}),
     Case("indexed", {"batch": 4, "seq": 8, "vocab": 100}, {**STATS, "row_indices": True}),
@@ -53,7 +55,7 @@ TEMPERATURES = {"tensor": (0.5, 2.0), "cold": (0.001, 0.003)}
 DRAWN = frozenset(
     {
         *("scale", "offset", "minus_inf", "low", "hidden", "edges", "equal", "finite", "specials", "row_indices"),
-        *("out", "temperature", "values", "ids"),
+        *("out", "temperature", "min_logit", "values", "ids"),
     }
 )
 """Options that shape the inputs; all others become keyword arguments of the call."""
@@ -98,9 +100,20 @@ def inputs(case: Case, draw: Draw) -> Inputs:
     if options.get("row_indices"):
         rows = draw.permutation(batch * seq)[: max(batch * seq // 2, 1)].to(draw.device)
         call["row_indices"] = rows.repeat(2) if options["row_indices"] == "twice" else rows
+    if options.get("min_logit"):
+        # Not checked: some targets are below it, and rows beside these have others.
+        call |= {"min_logit": in_gaps(_z(call), draw), "validate": False}
     if options.get("out"):
         call["out"] = torch.full((batch, seq), 7.0, device=draw.device, dtype=call.get("out_dtype", torch.float32))
     return call
+
+
+def _z(call: Inputs) -> torch.Tensor:
+    """Return the logits in FP64, after the temperature."""
+    temperature = call.get("temperature", 1.0)
+    scale = temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature
+    z: torch.Tensor = call["logits"].double() / scale
+    return z
 
 
 def put_specials(logits: torch.Tensor) -> None:
@@ -124,6 +137,8 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
     temperature = call.get("temperature", 1.0)
     scale = temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature
     z = torch.where(call["logits"].isnan(), 0.0, call["logits"]) / scale
+    if "min_logit" in call:
+        z = z.masked_fill(z < call["min_logit"][..., None], -torch.inf)
     size = torch.where(z == -torch.inf, 0.0, z).abs()
     rounded = (size if "temperature" in call else torch.zeros_like(size)) if call.get("return_stats") else None
     upstream_sizes = {name: value.abs() for name, value in upstream.items()}

@@ -13,6 +13,7 @@ from rl_kernels.lab.dimensions import CHECKED, EDGES, ROWS, drawn, paired, swept
 AXES = {
     "return_stats": (None, True),
     "temperature": (None, 0.7, 0.703, 3, "tensor", "cold"),
+    "min_logit": (None, True),
     "ignore_index": (None, IGNORED, 0, 7),
     "row_indices": (None, True, "twice"),
     "inplace_backward": (None, True),
@@ -28,7 +29,7 @@ TURNS: tuple[Mapping[str, Any], ...] = (
     {"temperature": 0.7},
     {"return_stats": True, "row_indices": True},
     {},
-    {"return_stats": True, "temperature": 1.3, "ids": torch.int32},
+    {"return_stats": True, "temperature": 1.3, "ids": torch.int32, "min_logit": True},
 )
 """Options of the sweeps; the cases take them in turn."""
 VOCABS = (*EDGES, 2048, 4096, 4097, 8191, 8192, 16384, 32767, 32768)

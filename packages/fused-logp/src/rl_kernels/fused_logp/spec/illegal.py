@@ -8,7 +8,13 @@ import torch
 
 from rl_kernels.core.testing import IllegalCall, Inputs, edited, given
 from rl_kernels.core.testing.spec import Change
-from rl_kernels.lab.check.illegal import Row, illegal_backends, illegal_ids, illegal_temperatures
+from rl_kernels.lab.check.illegal import (
+    Row,
+    illegal_backends,
+    illegal_ids,
+    illegal_temperatures,
+    illegal_thresholds,
+)
 
 
 def _two_rows(make: Callable[[torch.Tensor], Inputs]) -> Change:
@@ -47,4 +53,5 @@ ILLEGAL = (
     *(IllegalCall(*row) for row in _rows()),
     *illegal_ids("target_ids"),
     *illegal_temperatures("target_ids"),
+    *illegal_thresholds("target_ids"),
 )

@@ -13,9 +13,8 @@ from rl_kernels.core.testing.logp_launches import back, gold, laid_out, rows_of,
 def check_against_reference(call: Mapping[str, Any], backend: Any) -> None:
     """Compare forward and backward of a call with the definition.
 
-    ``call`` has ``rows``, ``vocab``, ``dtype`` and ``layout``; ``least`` is the kind of ``thresholds``; with ``indices``
-    only the first and the last row are
-    computed, the first one named twice. ``rows_of`` describes the remaining entries.
+    ``call`` has ``rows``, ``vocab``, ``dtype`` and ``layout``; ``least``: the kind of ``thresholds``; with ``indices``
+    only the first and the last row are computed, the first one named twice. ``rows_of`` describes the other entries.
     """
     torch.manual_seed(1)
     count, vocab = call["rows"], call["vocab"]

@@ -11,7 +11,7 @@ from rl_kernels.lab.check.rows import RowLayout
 from rl_kernels.lab.check.transforms import as_int32, bad_ids, options, temperature_as_tensor
 
 ROWS = RowLayout(
-    arguments={"logits": 1, "target_ids": 0, "temperature": 0, "out": 0},
+    arguments={"logits": 1, "target_ids": 0, "temperature": 0, "min_logit": 0, "out": 0},
     results=frozenset({"logp", "logsumexp", "entropy", "gradient:logits"}),
     ids="target_ids",
 )

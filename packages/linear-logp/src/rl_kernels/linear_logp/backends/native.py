@@ -20,9 +20,8 @@ from rl_kernels.core.constants import FAN, UNIT
 from rl_kernels.core.rowwise import softmax
 from rl_kernels.core.rowwise.ids import outside, select
 from rl_kernels.core.rowwise.logp_gradient import LogpUpstream, dlogits
-from rl_kernels.core.rowwise.min_logit import below
 from rl_kernels.core.rowwise.operands import compute_dtype
-from rl_kernels.core.rowwise.softmax import SoftmaxState, merge, per_row, softmax_state
+from rl_kernels.core.rowwise.softmax import SoftmaxState, below, merge, per_row, softmax_state
 from rl_kernels.core.scratch import Scratch
 from rl_kernels.linear_logp import backward as loop
 from rl_kernels.linear_logp.backward import Backward, Dlogits, Product

@@ -13,6 +13,7 @@ from rl_kernels.core.constants import UNIT
 from rl_kernels.core.testing import IGNORED, Case, Draw, Inputs, Spec
 from rl_kernels.lab.dimensions import CHECKED
 from rl_kernels.lab.magnitudes import of_log_softmax
+from rl_kernels.lab.thresholds import in_gaps
 from rl_kernels.linear_logp import reference
 from rl_kernels.linear_logp.arguments import Memory
 from rl_kernels.linear_logp.spec.cases_dimensions import DIMENSIONS, with_values
@@ -39,6 +40,7 @@ _CASES = (
     _case("bias", (2, 7, 32, 131), BIASED),
     _case("temperature", (2, 5, 40, 333), {**STATS, "temperature": 0.7}),
     _case("temperature-per-token", (3, 5, 24, 129), EACH),
+    _case("min-logit", (3, 5, 24, 1030), {**EACH, "min_logit": True}),
     _case("ignored", (4, 7, 32, 65), {**BIASED, "ignore_index": IGNORED}),
     _case("segments", (2, 9, 17, 4200), {**BIASED, "edges": True, "workspace_mib": 1}),
     # The last 952 columns are kept, in blocks of rows.
@@ -89,10 +91,11 @@ EMPTY = (_case("no-rows", (0, 5, 16, 33), BIASED),)
 SHARD = ("process_group", "vocab_size", "vocab_segments")
 TEMPERATURES = {"tensor": (0.5, 2.0), "cold": (0.001, 0.003)}
 """Range of per-token temperatures, by option value."""
+FLOATS = ("hidden", "lm_head_weight", "bias", "temperature")
 DRAWN = frozenset(
     {
         *("whole", "scale", "offset", "minus_inf", "minus_inf_first", "low", "edges", "equal"),
-        *("bias", "temperature", "values", "ids"),
+        *("bias", "temperature", "min_logit", "values", "ids"),
     }
 )
 """Options that shape the inputs; all others become keyword arguments of the call."""
@@ -134,6 +137,10 @@ def inputs(case: Case, draw: Draw) -> Inputs:
     if options.get("whole"):
         call["vocab_size"] = vocab
     call["target_ids"] = call["target_ids"].to(options.get("ids", torch.int64))
+    if options.get("min_logit"):
+        # Not checked: some targets are below it, and rows beside these have others.
+        wide = {name: call[name].double() for name in FLOATS if isinstance(call.get(name), torch.Tensor)}
+        call |= {"min_logit": in_gaps(_terms({**options, **call, **wide})[0], draw), "validate": False}
     return call | {name: value for name, value in options.items() if name not in DRAWN}
 
 
@@ -158,23 +165,28 @@ def with_edges(ids: torch.Tensor, vocab: int) -> torch.Tensor:
 def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the magnitudes of the terms: sum |hidden| |W| + |bias| for logits, and the gradients through them."""
     ids, hidden, weight = call["target_ids"], call["hidden"], call["lm_head_weight"].abs()
+    z, size, factor = _terms(call)
+    if "min_logit" in call:
+        is_below = z < call["min_logit"][..., None]
+        z, size = z.masked_fill(is_below, -torch.inf), size.masked_fill(is_below, 0.0)
     active = (ids != call["ignore_index"]).double() if "ignore_index" in call else torch.ones_like(ids).double()
-    temperature = call.get("temperature", 1.0)
-    scale = temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature
-    bias = call.get("bias", hidden.new_zeros(()))
-    z, size, slope = _capped(
-        call,
-        hidden @ call["lm_head_weight"].T + bias,
-        hidden.abs() @ weight.T + torch.where(bias == -torch.inf, 0.0, bias.abs()),
-    )
-    z, size = z / scale, size / scale
     taken = {name: value.abs() * active for name, value in upstream.items()}
     terms, dz = of_log_softmax(z, size, ids % z.shape[-1], taken, size if call.get("return_stats") else None)
-    dlogits = dz / scale * slope
+    dlogits = dz * factor
     rows = dlogits.flatten(0, -2)
     dweight = rows.T @ hidden.abs().flatten(0, -2)
     gradients = {"hidden": dlogits @ weight, "lm_head_weight": dweight, "bias": rows.sum(0)}
     return {**terms, **{f"gradient:{name}": value for name, value in gradients.items()}}
+
+
+def _terms(call: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
+    """Return the logits after the temperature, the magnitudes of their terms, and of the factor of their gradient."""
+    temperature, hidden, weight = call.get("temperature", 1.0), call["hidden"], call["lm_head_weight"]
+    scale = temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature
+    bias = call.get("bias", hidden.new_zeros(()))
+    size = hidden.abs() @ weight.abs().T + torch.where(bias == -torch.inf, 0.0, bias.abs())
+    z, size, slope = _capped(call, hidden @ weight.T + bias, size)
+    return z / scale, size / scale, slope / scale
 
 
 def _capped(

@@ -14,6 +14,7 @@ AXES = {
     "return_stats": (None, True),
     "bias": (None, True),
     "temperature": (None, 0.7, 0.703, 3, "tensor", "cold"),
+    "min_logit": (None, True),
     "softcap": (None, 30.0, 4.0),
     "logit_scale": (None, 0.0625, 3),
     "ignore_index": (None, IGNORED, 0, 7),
@@ -28,7 +29,7 @@ TURNS = (
     {"return_stats": True, "bias": True},
     {"return_stats": True, "temperature": "tensor", "ignore_index": IGNORED},
     {"temperature": 0.7},
-    {"return_stats": True, "workspace_mib": 1, "ids": torch.int32},
+    {"return_stats": True, "workspace_mib": 1, "ids": torch.int32, "min_logit": True},
     {"bias": True},
 )
 """Options of the sweeps; the cases take them in turn."""

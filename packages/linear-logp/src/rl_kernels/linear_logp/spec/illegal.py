@@ -14,6 +14,7 @@ from rl_kernels.lab.check.illegal import (
     illegal_ids,
     illegal_numbers,
     illegal_temperatures,
+    illegal_thresholds,
     with_main_grad,
 )
 
@@ -83,4 +84,5 @@ ILLEGAL = (
     *(IllegalCall(*row) for row in (*_operands(), *_options())),
     *illegal_ids("target_ids"),
     *illegal_temperatures("target_ids"),
+    *illegal_thresholds("target_ids"),
 )

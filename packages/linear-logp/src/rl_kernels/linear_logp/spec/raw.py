@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rl_kernels.core.testing.logp_launches import Rows, back, gold, laid_out, rows_of, thresholds
+from rl_kernels.linear_logp.api import linear_logp
 from rl_kernels.linear_logp.vocabulary import slots, vocab_shards
 
 
@@ -32,6 +33,13 @@ class Checked(NamedTuple):
     def saved(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Norm and entropy, as the backward pass takes them."""
         return self.stats[3], None if self.rows.upstream[2] is None else self.stats[2]
+
+
+def below_targets(**call: Any) -> torch.Tensor:
+    """Return a ``min_logit`` for a call of ``linear_logp``: half below the logit of each target."""
+    with torch.no_grad():
+        stats = linear_logp(**{**call, "return_stats": True})
+    return stats.logp + stats.logsumexp - 0.5
 
 
 def check_case(call: Mapping[str, Any], backend: Any) -> Checked:

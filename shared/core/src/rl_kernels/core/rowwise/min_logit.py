@@ -12,13 +12,6 @@ from rl_kernels.core.torchlib.observed import are_plain, ops_are_observed, value
 from rl_kernels.core.torchlib.ops import define_check
 
 
-def below(x: torch.Tensor, temperature: torch.Tensor | None, min_logit: torch.Tensor) -> torch.Tensor:
-    """Say which raw values ``x[N, n]`` have a logit ``x / temperature`` below ``min_logit[N]``; all if that is NaN."""
-    least = torch.where(min_logit.isnan(), math.inf, min_logit)[:, None]
-    # A NaN is not below, so it reaches the results.
-    return (x if temperature is None else x / temperature) < least
-
-
 def is_below(logp: torch.Tensor, min_logit: torch.Tensor) -> torch.Tensor:
     """Say of which rows the target is below ``min_logit``: the gradient of their log-probability counts as 0."""
     # Of a target that is masked, and kept by a threshold of -inf, it counts as it does without thresholds.

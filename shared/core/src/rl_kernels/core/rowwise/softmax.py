@@ -100,6 +100,13 @@ def finish(state: SoftmaxState, temperature: torch.Tensor | None) -> Statistics:
     return Statistics(norm, *(value.masked_fill_(undefined, torch.nan) for value in (lse, entropy)))
 
 
+def below(x: torch.Tensor, temperature: torch.Tensor | None, min_logit: torch.Tensor) -> torch.Tensor:
+    """Say which raw values ``x[N, n]`` have a logit ``x / temperature`` below ``min_logit[N]``; all if that is NaN."""
+    least = torch.where(min_logit.isnan(), torch.inf, min_logit)[:, None]
+    # A NaN is not below, so it reaches the results.
+    return (x if temperature is None else x / temperature) < least
+
+
 def per_row(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
     """Return a column for the rows of ``like``, of one value per row or of one number (without dims, maybe on the CPU).
 

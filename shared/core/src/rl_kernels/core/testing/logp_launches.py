@@ -13,6 +13,8 @@ import torch
 
 from rl_kernels.core.testing.storage import with_layout
 
+LEAST = -1e9
+"""Replaces -inf, whose product with a power of 0 would be NaN."""
 State = Sequence[torch.Tensor]
 """Softmax states ``[N]``: top, total, and the sum of ``e^(z - top) (z - top)``."""
 Upstream = Sequence[torch.Tensor | None]
@@ -22,7 +24,8 @@ Upstream = Sequence[torch.Tensor | None]
 def state(z: torch.Tensor) -> torch.Tensor:
     """Return the softmax states ``[3, N]`` of logits ``[N, V]`` after the temperature."""
     top = z.amax(1)
-    shifted = z - top[:, None]
+    # Of a part that is all -inf nothing counts.
+    shifted = (z - top.clamp(min=LEAST)[:, None]).clamp(min=LEAST)
     return torch.stack((top, shifted.exp().sum(1), (shifted.exp() * shifted).sum(1)))
 
 
@@ -30,8 +33,9 @@ def merged(parts: torch.Tensor) -> torch.Tensor:
     """Return the state ``[3, N]`` of all of ``parts[k, 3, N]``."""
     tops, totals, weighted = parts.double().unbind(1)
     top = tops.amax(0)
-    scale = (tops - top).exp()
-    return torch.stack((top, (totals * scale).sum(0), ((weighted + totals * (tops - top)) * scale).sum(0)))
+    shift = (tops - top.clamp(min=LEAST)).clamp(min=LEAST)
+    scale = shift.exp()
+    return torch.stack((top, (totals * scale).sum(0), ((weighted + totals * shift) * scale).sum(0)))
 
 
 def write_statistics(
@@ -141,7 +145,7 @@ def thresholds(logits: torch.Tensor, rows: Rows, kind: str | None) -> Rows:
 
 
 def below(x: torch.Tensor, temperature: torch.Tensor, least: torch.Tensor | None) -> torch.Tensor:
-    """Say which logits ``x[N, V]`` before the temperature ``[N]`` are below the threshold of their row, if it has one."""
+    """Say which logits ``x[N, V]``, before the temperature ``[N]``, are below a threshold of their row."""
     return torch.zeros_like(x, dtype=torch.bool) if least is None else x / temperature[:, None] < least[:, None]
 
 
@@ -165,7 +169,7 @@ def gold(logits: torch.Tensor, rows: Rows, active: torch.Tensor) -> list[torch.T
         z = z.masked_fill(z < rows.min_logit[:, None], -torch.inf)
     logs, lse, top = z.log_softmax(-1), z.logsumexp(-1), logits.amax(-1)
     logp = logs.gather(1, rows.ids.long().clamp(0)[:, None])[:, 0]
-    results = logp, lse, -(logs.exp() * logs.clamp(min=-1e9)).sum(-1), torch.stack((top, lse - top / rows.temperature))
+    results = logp, lse, -(logs.exp() * logs.clamp(min=LEAST)).sum(-1), torch.stack((top, lse - top / rows.temperature))
     return [torch.where(active, value, 0.0).t() for value in results]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.testing import IllegalCall, Inputs, edited, given
 from rl_kernels.core.testing.spec import Change
 
@@ -61,6 +62,34 @@ def illegal_ids(name: str) -> Iterator[IllegalCall]:
     integer = "ignore_index: expected an integer"
     yield IllegalCall("ignore_index float", given(ignore_index=1.5), TypeError, integer)
     yield IllegalCall("ignore_index of 70 bits", given(ignore_index=2**70), ValueError, integer)
+
+
+def illegal_thresholds(ids: str) -> Iterator[IllegalCall]:
+    """Yield calls with a bad ``min_logit``; per-token ones have the shape and device of the argument ``ids``."""
+
+    def filled(value: float, **options: object) -> Change:
+        def change(call: Inputs) -> Inputs:
+            given_options: dict[str, object] = {"dtype": compute_dtype(next(iter(call.values())).dtype), **options}
+            least: torch.Tensor = torch.full_like(call[ids], value, **given_options)  # type: ignore[arg-type]
+            return {**call, "min_logit": least}
+
+        return change
+
+    def shorter(call: Inputs) -> Inputs:
+        call = filled(0.0)(call)
+        return {**call, "min_logit": call["min_logit"][1:]}
+
+    bad: list[tuple[str, Change, type[Exception], str]] = [
+        ("a number", given(min_logit=0.5), TypeError, "min_logit: expected a tensor"),
+        ("of FP16", filled(0.0, dtype=torch.float16), TypeError, "min_logit: expected dtype"),
+        ("of another shape", shorter, ValueError, "min_logit: expected shape"),
+        ("elsewhere", filled(0.0, device="meta"), ValueError, "min_logit: expected device"),
+        ("that requires grad", filled(-torch.inf, requires_grad=True), ValueError, "min_logit: .* require grad"),
+        ("with NaN", filled(torch.nan), ValueError, "min_logit: expected numbers"),
+        ("above all logits", filled(1e30), ValueError, f"{ids}: expected tokens whose logit is at least min_logit"),
+    ]
+    for label, change, error, match in bad:
+        yield IllegalCall(f"min_logit {label}", change, error, match)
 
 
 def illegal_temperatures(ids: str) -> Iterator[IllegalCall]:

@@ -37,9 +37,10 @@ MOST_THREADS, COLUMNS = 512, 32
 GENERIC, GRADIENT = "fused_logp_generic", "fused_logp_backward"
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Values of the kernels' DTYPE macro."""
-ROWS = "PPPqfi"
-FORWARD, BACKWARD = f"({ROWS}PPPPPPqqqi)", f"({ROWS}PPPPPPPqqqqii)"
-"""Layouts of ``struct Forward`` and ``struct Backward``: the fields of ``struct Rows``, then pointers and sizes."""
+ROWS = {False: "PPPqfi", True: "PPPqfiP"}
+"""Layouts of ``struct Rows``, without and with thresholds."""
+FORWARD, BACKWARD = "PPPPPPqqqi", "PPPPPPPqqqqii"
+"""Layouts of ``struct Forward`` and ``struct Backward`` after the fields of ``struct Rows``: pointers and sizes."""
 
 
 @functools.cache
@@ -50,33 +51,45 @@ def constants(file: str, size: int) -> dict[str, int]:
 
 
 @functools.cache
-def program(file: str, arch: str, dtype: torch.dtype, *, entropy: bool) -> Program:
+def program(file: str, arch: str, dtype: torch.dtype, *, entropy: bool, min_logit: bool) -> Program:
     """Return a kernel file with its compile-time constants."""
-    defines = {"DTYPE": CODES[dtype], "ENTROPY": int(entropy), **constants(file, dtype.itemsize)}
+    defines = {
+        "DTYPE": CODES[dtype],
+        "ENTROPY": int(entropy),
+        "MIN_LOGIT": int(min_logit),
+        **constants(file, dtype.itemsize),
+    }
     return Program(PACKAGE, f"{file}.cu", arch, tuple(defines.items()))
 
 
 def programs(arch: str) -> list[Program]:
     """Return the programs of these ops that are compiled for a target such as ``sm_90``; none for ``sm_90a``."""
     files = () if arch.endswith("a") else (GENERIC, GRADIENT)
-    variants = [(dtype, entropy) for dtype in CODES for entropy in (False, True)]
-    return [program(file, arch, dtype, entropy=entropy) for file in files for dtype, entropy in variants]
+    return [
+        program(file, arch, dtype, entropy=entropy, min_logit=min_logit)
+        for file in files
+        for dtype in CODES
+        for entropy in (False, True)
+        for min_logit in (False, True)
+    ]
 
 
-def _statistics(logits: torch.Tensor, target_ids: torch.Tensor, *_: Any, entropy: bool) -> Launches:
+def _statistics(logits: torch.Tensor, target_ids: torch.Tensor, *rest: Any, entropy: bool) -> Launches:
+    has_least = rest[-1] is not None
     (count, vocab), is_long = logits.shape, target_ids.dtype == torch.int64
     units = _units(vocab)
     is_split = units > MOST_UNITS or (units > 1 and count < SPLIT_BELOW)
     sizes = (count, *(stride * logits.itemsize for stride in logits.stride()), vocab)
     arch = target_of(arch_of("cuda", logits.device.index), exact=False)
-    generic = program(GENERIC, arch, logits.dtype, entropy=entropy)
+    generic = program(GENERIC, arch, logits.dtype, entropy=entropy, min_logit=has_least)
+    form = f"({ROWS[has_least]}{FORWARD})"
     # Kernels by name, with their blocks, threads of a block and bytes of shared memory.
     steps = [("forward_rows", count, sharing(vocab * logits.itemsize) * WARP, units * STATE)]
     if is_split:
         blocks = {"forward_parts": -(-count * units // WARPS), "merge_parts": -(-count // WARPS)}
         steps = [(name, number, WARPS * WARP, 0) for name, number in blocks.items()]
     starts = [
-        (kernel(generic, name, FORWARD, logits.device).start, (number, 1, 1), threads, shared)
+        (kernel(generic, name, form, logits.device).start, (number, 1, 1), threads, shared)
         for name, number, threads, shared in steps
         if count
     ]
@@ -87,10 +100,11 @@ def _statistics(logits: torch.Tensor, target_ids: torch.Tensor, *_: Any, entropy
         temperature: torch.Tensor,
         ignore_index: int | None,
         row_indices: torch.Tensor | None,
+        min_logit: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         logp, norm, lse, row_entropy = statistics_room(logits, entropy=entropy)
         parts = logits.new_empty(units, 3, count, dtype=torch.float32) if is_split else None
-        rows = per_row(target_ids if is_long else target_ids.to(torch.int64), temperature, row_indices)
+        rows = per_row(target_ids if is_long else target_ids.to(torch.int64), temperature, row_indices, min_logit)
         tensors = logits, logp, norm, lse, row_entropy, parts
         numbers = _numbers(rows, ignore_index, tensors, sizes)
         for start, grid, threads, shared in starts:
@@ -102,12 +116,14 @@ def _statistics(logits: torch.Tensor, target_ids: torch.Tensor, *_: Any, entropy
 
 def _gradient(logits: torch.Tensor, target_ids: torch.Tensor, *rest: Any, inplace: bool) -> Launches:
     (count, vocab), entropy, is_long = logits.shape, rest[-1] is not None, target_ids.dtype == torch.int64
+    has_least = rest[3] is not None
     threads = min(-(-vocab // (COLUMNS * WARP)) * WARP, MOST_THREADS)
     chunks = -(-vocab // (threads * COLUMNS))
     out_strides = logits.stride() if inplace else (vocab, 1)
     sizes = (*(stride * logits.itemsize for stride in (*logits.stride(), *out_strides)), vocab, chunks)
     arch = target_of(arch_of("cuda", logits.device.index), exact=False)
-    gradient = kernel(program(GRADIENT, arch, logits.dtype, entropy=entropy), "backward", BACKWARD, logits.device)
+    compiled = program(GRADIENT, arch, logits.dtype, entropy=entropy, min_logit=has_least)
+    gradient = kernel(compiled, "backward", f"({ROWS[has_least]}{BACKWARD})", logits.device)
 
     def launch(
         logits: torch.Tensor,
@@ -115,13 +131,14 @@ def _gradient(logits: torch.Tensor, target_ids: torch.Tensor, *rest: Any, inplac
         temperature: torch.Tensor,
         ignore_index: int | None,
         row_indices: torch.Tensor | None,
+        min_logit: torch.Tensor | None,
         norm: torch.Tensor,
         row_entropy: torch.Tensor | None,
         *upstream: torch.Tensor | None,
     ) -> torch.Tensor | None:
         out = logits if inplace else logits.new_empty(count, vocab)
         grads = [None if grad is None else grad.contiguous() for grad in upstream]
-        rows = per_row(target_ids if is_long else target_ids.to(torch.int64), temperature, row_indices)
+        rows = per_row(target_ids if is_long else target_ids.to(torch.int64), temperature, row_indices, min_logit)
         if count:
             numbers = _numbers(rows, ignore_index, (logits, out, norm, row_entropy, *grads), sizes)
             gradient.start((count * chunks, 1, 1), threads, 0, False, numbers)
@@ -135,7 +152,7 @@ backward, backward_inplace = prepared(partial(_gradient, inplace=False)), prepar
 
 
 def _numbers(
-    rows: tuple[torch.Tensor, torch.Tensor | float, torch.Tensor | None],
+    rows: tuple[torch.Tensor, torch.Tensor | float, torch.Tensor | None, torch.Tensor | None],
     ignore_index: int | None,
     tensors: tuple[torch.Tensor | None, ...],
     sizes: tuple[int, ...],
@@ -144,11 +161,12 @@ def _numbers(
 
     The caller keeps the tensors until the kernel is launched.
     """
-    ids, scale, marks = rows
+    ids, scale, marks, least = rows
     place, number = (scale.data_ptr(), 1.0) if isinstance(scale, torch.Tensor) else (0, scale)
     pointers = ids.data_ptr(), place, 0 if marks is None else marks.data_ptr()
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
-    return *pointers, ignore_index or 0, number, ignore_index is not None, *addresses, *sizes
+    thresholds = () if least is None else (least.data_ptr(),)
+    return *pointers, ignore_index or 0, number, ignore_index is not None, *thresholds, *addresses, *sizes
 
 
 def sharing(size: int) -> int:

@@ -40,13 +40,22 @@ struct Rows {
     i64 ignore_index;
     float temperature;
     int has_ignored;
+#if MIN_LOGIT
+    const float* min_logits;
+#endif
 
     __device__ bool active(i64 index) const {
         return (!marks || marks[index]) && !(has_ignored && ids[index] == ignore_index);
     }
+    __device__ float divisor(i64 index) const { return temperatures ? temperatures[index] : temperature; }
     // The factor from raw values to logits, and to exponents of 2.
-    __device__ float inverse(i64 index) const { return __frcp_rn(temperatures ? temperatures[index] : temperature); }
+    __device__ float inverse(i64 index) const { return __frcp_rn(divisor(index)); }
     __device__ float scale(i64 index) const { return __fmul_rn(inverse(index), LOG2E); }
+#if MIN_LOGIT
+    __device__ AtLeast counted(i64 index) const { return {least_kept(min_logits[index], divisor(index))}; }
+#else
+    __device__ Every counted(i64) const { return {}; }
+#endif
 };
 
 // Strides are of logits, in bytes; all other tensors are contiguous.
@@ -76,6 +85,11 @@ struct Forward : Rows {
     // Writes the statistics of a row that selects x; 0 if the row is not active.
     __device__ void write(i64 index, bool is_active, State s, float x) const {
         Statistics stats = {};
+#if MIN_LOGIT
+        const float least = is_active ? counted(index).least : 0.0f;
+        if (s.top < least) s = empty();
+        if (x < least) x = -infinity();
+#endif
         if (is_active) stats = finished<ENTROPY>(s, x, inverse(index), scale(index));
         logp[index] = stats.logp;
         norm[index] = stats.norm;

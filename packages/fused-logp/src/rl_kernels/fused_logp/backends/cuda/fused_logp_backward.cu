@@ -5,7 +5,8 @@
 //   thread   16-byte chunks thread, thread + threads, ... of it, two in flight; single columns at unaligned ends, or
 //            everywhere if columns are not contiguous or input and output are aligned differently
 //
-// Defines: DTYPE 0 FP32, 1 BF16, 2 FP16; ENTROPY 0 or 1: whether there is an upstream gradient of the entropy.
+// Defines: DTYPE 0 FP32, 1 BF16, 2 FP16; ENTROPY 0 or 1: whether there is an upstream gradient of the entropy;
+// MIN_LOGIT 0 or 1.
 #include "fused_logp.cuh"
 
 using namespace rlk;
@@ -96,6 +97,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT / THREADS) backwa
     }
     const i64 id = p.ids[row];
     const auto gradient = gradient_of(p, row, id);
+#if MIN_LOGIT
+    // A row without a distribution, or whose id is not a column, is NaN as a whole.
+    const AtLeast counted = isnan(gradient.log_total) || isnan(gradient.rest) ? AtLeast{-infinity()} : p.counted(row);
+#else
+    const Every counted;
+#endif
     stream(from, p.column_stride, to, p.out_column_stride, first, last, true,
-           [&](float x, int column) { return gradient.at(x, column == id); });
+           [&](float x, int column) { return counted.or_0(x, gradient.at(x, column == id)); });
 }

@@ -4,7 +4,7 @@
 //   forward_parts, merge_parts   a warp per unit of a row, then a warp per row
 // Which columns a lane holds, and the order of the sums: fused_logp.cuh.
 //
-// Defines: DTYPE 0 FP32, 1 BF16, 2 FP16; ENTROPY 0 or 1; BLOCKS resident on a multiprocessor, which bounds the
+// Defines: DTYPE 0 FP32, 1 BF16, 2 FP16; ENTROPY and MIN_LOGIT 0 or 1; BLOCKS resident on a multiprocessor, which bounds the
 // registers.
 #include "fused_logp.cuh"
 
@@ -12,7 +12,8 @@ using namespace rlk;
 
 namespace {
 
-__device__ State unit_state(const Row<Number>& row, const Steps& steps, int unit, float c) {
+template <class Counted>
+__device__ State unit_state(const Row<Number>& row, const Steps& steps, int unit, float c, Counted counted) {
     State s = empty();
     int step = unit / UNITS * PER_SEGMENT + unit % UNITS;
     const int end = min((unit / UNITS + 1) * PER_SEGMENT, steps.count);
@@ -21,7 +22,7 @@ __device__ State unit_state(const Row<Number>& row, const Steps& steps, int unit
         u32 words[VECTORS * WORDS<Number>];
         const auto load = [&](int beyond) { return load_constant(floor + beyond); };
         read_step(row, step, steps.wide(step), load, words);
-        add<ENTROPY, Number>(s, words, c);
+        add<ENTROPY, Number>(s, words, c, counted);
     }
     return over_warp<ENTROPY>(s, c);
 }
@@ -39,8 +40,9 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) forward_rows(F
     if (is_active) {
         const Row<Number> row = p.row(index);
         const Steps steps(p, row);
+        const auto counted = p.counted(index);
         for (int unit = warp; unit < units; unit += warps) {
-            const State s = unit_state(row, steps, unit, c);
+            const State s = unit_state(row, steps, unit, c, counted);
             if (lane == 0) states[unit] = s;
         }
     }
@@ -57,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) forward_parts(
     const i64 index = number % p.rows;
     if (unit >= p.units() || !p.active(index)) return;
     const Row<Number> row = p.row(index);
-    const State s = unit_state(row, Steps(p, row), unit, p.scale(index));
+    const State s = unit_state(row, Steps(p, row), unit, p.scale(index), p.counted(index));
     if (threadIdx.x % WARP) return;
     float* part = p.parts + unit * 3 * p.rows + index;
     part[0] = s.top;

@@ -29,9 +29,9 @@ GRADIENT_WIDTHS = {True: 4096, False: 1024}
 
 
 def _statistics(*inputs: Any, entropy: bool) -> Launches:
-    logits, _, temperature, ignore_index, row_indices = inputs
+    logits, _, temperature, ignore_index, row_indices, min_logit = inputs
     count, vocab = logits.shape
-    fits, flags = _is_canonical(logits), _flags(temperature, ignore_index, row_indices)
+    fits, flags = _is_canonical(logits), _flags(temperature, ignore_index, row_indices, min_logit)
     wide = vocab % kernels.ALIGNED.value == 0
     numbers = (vocab, logits.stride(0) if fits else vocab, ignore_index or 0, wide, *flags, entropy)
     segments = ceil_div(vocab, kernels.SEGMENT.value)
@@ -47,13 +47,15 @@ def _statistics(*inputs: Any, entropy: bool) -> Launches:
         temperature: torch.Tensor,
         _: int | None,
         row_indices: torch.Tensor | None,
+        min_logit: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         logp, norm, lse, row_entropy = statistics_room(logits, entropy=entropy)
         if count:
             with device_of(logits):
-                ids, scale, marks = per_row(target_ids, temperature, row_indices)
-                rows = logits if fits else readable(logits, fits)
-                inputs = (rows, ids, scale, ids if marks is None else marks)
+                inputs = (
+                    logits if fits else readable(logits, fits),
+                    *_rows(target_ids, temperature, row_indices, min_logit),
+                )
                 if is_split:
                     parts = logits.new_empty(segments, 3, count, dtype=torch.float32)
                     split(*inputs, parts)
@@ -72,16 +74,25 @@ def _is_canonical(logits: torch.Tensor) -> bool:
 
 
 def _flags(
-    temperature: torch.Tensor, ignore_index: int | None, row_indices: torch.Tensor | None
-) -> tuple[bool, bool, bool]:
-    """Return HAS_ROWS, HAS_IGNORED and PER_ROW."""
-    return row_indices is not None, ignore_index is not None, temperature.ndim > 0
+    temperature: torch.Tensor,
+    ignore_index: int | None,
+    row_indices: torch.Tensor | None,
+    min_logit: torch.Tensor | None,
+) -> tuple[bool, bool, bool, bool]:
+    """Return HAS_ROWS, HAS_IGNORED, PER_ROW and MIN_LOGIT."""
+    return row_indices is not None, ignore_index is not None, temperature.ndim > 0, min_logit is not None
+
+
+def _rows(*inputs: Any) -> tuple[torch.Tensor | float, ...]:
+    """Return ids, temperatures, marks and thresholds as kernels take them; ids stand in for what is missing."""
+    ids, scale, marks, least = per_row(*inputs)
+    return ids, scale, ids if marks is None else marks, ids if least is None else least
 
 
 def _gradient(*inputs: Any, inplace: bool) -> Launches:
-    logits, _, temperature, ignore_index, row_indices, _, _, *grads = inputs
+    logits, _, temperature, ignore_index, row_indices, min_logit, _, _, *grads = inputs
     count, vocab = logits.shape
-    flags = (*_flags(temperature, ignore_index, row_indices), *[grad is not None for grad in grads])
+    flags = (*_flags(temperature, ignore_index, row_indices, min_logit), *[grad is not None for grad in grads])
     out_strides = logits.stride() if inplace else (vocab, 1)
     width, unit = GRADIENT_WIDTHS[vocab % kernels.ALIGNED.value == 0], logits.stride(1) == out_strides[1] == 1
     numbers = (vocab, *logits.stride(), *out_strides, ignore_index or 0, *flags, unit, width)
@@ -93,14 +104,14 @@ def _gradient(*inputs: Any, inplace: bool) -> Launches:
         temperature: torch.Tensor,
         _: int | None,
         row_indices: torch.Tensor | None,
+        min_logit: torch.Tensor | None,
         norm: torch.Tensor,
         entropy: torch.Tensor | None,
         *grads: torch.Tensor | None,
     ) -> torch.Tensor | None:
         out = logits if inplace else logits.new_empty(count, vocab)
         if count:
-            ids, scale, marks = per_row(target_ids, temperature, row_indices)
-            rows = (ids, scale, ids if marks is None else marks)
+            rows = _rows(target_ids, temperature, row_indices, min_logit)
             # Tensors that the kernel does not read stand in for those that are missing.
             upstream = [norm if grad is None else grad.contiguous() for grad in grads]
             with device_of(logits):

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from rl_kernels.core.triton_lib import softmax
+from rl_kernels.core.triton_lib.min_logit import least_kept, or_0, or_lowest
 
 SEGMENT = tl.constexpr(8192)
 """Columns of a segment, which has a state of its own."""
@@ -23,8 +24,10 @@ ROWS = tl.constexpr(32)
 
 
 @triton.jit
-def _segment(logits, row, row_stride, first, V, c, WIDE: tl.constexpr, ENTROPY: tl.constexpr):
-    """Return the state of columns ``first`` to ``first + SEGMENT`` of a row."""
+def _segment(
+    logits, row, row_stride, first, V, c, least, WIDE: tl.constexpr, MIN_LOGIT: tl.constexpr, ENTROPY: tl.constexpr
+):
+    """Return the state of columns ``first`` to ``first + SEGMENT`` of a row; values below ``least`` count as -inf."""
     base = logits + row * row_stride + first
     if WIDE:
         base = tl.multiple_of(base, ALIGNED)
@@ -34,9 +37,11 @@ def _segment(logits, row, row_stride, first, V, c, WIDE: tl.constexpr, ENTROPY: 
     top, total, weighted = softmax.empty()
     for start in range(0, full, BLOCK):
         x = tl.load(base + start + columns).to(tl.float32)
+        x = or_lowest(x, least, MIN_LOGIT)
         top, total, weighted = softmax.add_block(x, c, top, total, weighted, ENTROPY)
     if full < width:
         x = tl.load(base + full + columns, mask=full + columns < width, other=float("-inf")).to(tl.float32)
+        x = or_lowest(x, least, MIN_LOGIT)
         top, total, weighted = softmax.add_block(x, c, top, total, weighted, ENTROPY)
     return top, total, weighted
 
@@ -63,17 +68,20 @@ def _write(
     total,
     weighted,
     inv,
+    least,
     logp,
     norm,
     lse,
     entropy,
     here,
     active,
+    MIN_LOGIT: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
     """Write the statistics of one row or of several; 0 if a row is not computed, NaN if its id is not a column."""
     inside = active & (id >= 0) & (id < V)
     x = tl.load(logits + rows * row_stride + id, mask=inside, other=float("nan")).to(tl.float32)
+    x = or_lowest(x, least, MIN_LOGIT)
     softmax.store_statistics(x, top, total, weighted, inv, logp, norm, lse, entropy, rows, here, active, ENTROPY)
 
 
@@ -83,6 +91,7 @@ def forward_rows(
     ids,
     temperature,
     marks,
+    min_logit,
     logp,
     norm,
     lse,
@@ -94,6 +103,7 @@ def forward_rows(
     HAS_ROWS: tl.constexpr,
     HAS_IGNORED: tl.constexpr,
     PER_ROW: tl.constexpr,
+    MIN_LOGIT: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
     """Write the statistics of one row. Grid: rows."""
@@ -101,13 +111,17 @@ def forward_rows(
     id, active = _active(ids, marks, row, row >= 0, ignore_index, HAS_ROWS, HAS_IGNORED)
     inv = softmax.inverse(temperature, row, active, PER_ROW)
     c = inv * softmax.LOG2E
+    least = least_kept(min_logit, temperature, row, active, PER_ROW, MIN_LOGIT)
     top, total, weighted = softmax.empty()
     if active:
         for first in range(0, V, SEGMENT):
-            part_top, part_total, part_weighted = _segment(logits, row, row_stride, first, V, c, WIDE, ENTROPY)
+            part_top, part_total, part_weighted = _segment(
+                logits, row, row_stride, first, V, c, least, WIDE, MIN_LOGIT, ENTROPY
+            )
             top, total, weighted = softmax.merge(top, total, weighted, part_top, part_total, part_weighted, c, ENTROPY)
     _write(
-        logits, row, row_stride, id, V, top, total, weighted, inv, logp, norm, lse, entropy, row >= 0, active, ENTROPY
+        *(logits, row, row_stride, id, V, top, total, weighted, inv, least, logp, norm, lse, entropy, row >= 0, active),
+        *(MIN_LOGIT, ENTROPY),
     )
 
 
@@ -117,6 +131,7 @@ def forward_segments(
     ids,
     temperature,
     marks,
+    min_logit,
     parts,
     count,
     V,
@@ -126,6 +141,7 @@ def forward_segments(
     HAS_ROWS: tl.constexpr,
     HAS_IGNORED: tl.constexpr,
     PER_ROW: tl.constexpr,
+    MIN_LOGIT: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
     """Write the state of one segment of a row to ``parts[segment, 3, row]``. Grid: rows, segments."""
@@ -134,7 +150,10 @@ def forward_segments(
     _, active = _active(ids, marks, row, row >= 0, ignore_index, HAS_ROWS, HAS_IGNORED)
     if active:
         c = softmax.inverse(temperature, row, active, PER_ROW) * softmax.LOG2E
-        top, total, weighted = _segment(logits, row, row_stride, segment * SEGMENT, V, c, WIDE, ENTROPY)
+        least = least_kept(min_logit, temperature, row, active, PER_ROW, MIN_LOGIT)
+        top, total, weighted = _segment(
+            logits, row, row_stride, segment * SEGMENT, V, c, least, WIDE, MIN_LOGIT, ENTROPY
+        )
         softmax.store_part(parts, segment, count, row, row >= 0, top, total, weighted, ENTROPY)
 
 
@@ -144,6 +163,7 @@ def forward_merge(
     ids,
     temperature,
     marks,
+    min_logit,
     parts,
     logp,
     norm,
@@ -158,6 +178,7 @@ def forward_merge(
     HAS_ROWS: tl.constexpr,
     HAS_IGNORED: tl.constexpr,
     PER_ROW: tl.constexpr,
+    MIN_LOGIT: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
     """Merge the segments of ROWS rows in ascending order, and write their statistics. Grid: tiles of rows."""
@@ -166,8 +187,12 @@ def forward_merge(
     id, active = _active(ids, marks, rows, here, ignore_index, HAS_ROWS, HAS_IGNORED)
     inv = softmax.inverse(temperature, rows, active, PER_ROW)
     c = inv * softmax.LOG2E
+    least = least_kept(min_logit, temperature, rows, active, PER_ROW, MIN_LOGIT)
     top, total, weighted = softmax.merge_parts(parts, 0, segments, count, rows, active, c, ENTROPY)
-    _write(logits, rows, row_stride, id, V, top, total, weighted, inv, logp, norm, lse, entropy, here, active, ENTROPY)
+    _write(
+        *(logits, rows, row_stride, id, V, top, total, weighted, inv, least, logp, norm, lse, entropy, here, active),
+        *(MIN_LOGIT, ENTROPY),
+    )
 
 
 @triton.jit
@@ -177,6 +202,7 @@ def backward(
     ids,
     temperature,
     marks,
+    min_logit,
     norm,
     entropies,
     grad_logp,
@@ -191,6 +217,7 @@ def backward(
     HAS_ROWS: tl.constexpr,
     HAS_IGNORED: tl.constexpr,
     PER_ROW: tl.constexpr,
+    MIN_LOGIT: tl.constexpr,
     HAS_LOGP: tl.constexpr,
     HAS_LSE: tl.constexpr,
     HAS_ENTROPY: tl.constexpr,
@@ -221,6 +248,8 @@ def backward(
         dz = softmax.dlogits(
             x, columns == id, zero_or_nan, c, top, log_total, entropy, chosen, slope, curve, HAS_ENTROPY
         )
+        least = least_kept(min_logit, temperature, row, active, PER_ROW, MIN_LOGIT)
+        dz = or_0(dz, x, least, log_total + zero_or_nan, MIN_LOGIT)
         tl.store(target, dz.to(dtype), mask=here)
     else:
         tl.store(target, tl.zeros((WIDTH,), tl.float32).to(dtype), mask=here)

@@ -33,6 +33,7 @@ from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
     copyable,
     program,
     read,
+    variant,
 )
 from rl_kernels.linear_logp.backward import Backward
 from rl_kernels.linear_logp.inputs import Inputs, first_kept, inputs_of, number_or_rows, part_of, slices
@@ -81,12 +82,13 @@ def programs(arch: str) -> list[Program]:
     if arch != "sm_90a":
         return []
     return programs_of(arch) + [
-        program(file, dtype, cut, entropy=entropy, capped=capped, keeps=keeps)
+        program(file, dtype, cut, entropy=entropy, capped=capped, keeps=keeps, min_logit=min_logit)
         for file, keeps in ((FORWARD, False), (FORWARD, True), (BACKWARD, False))
         for dtype in CODES
         for cut in map(Cut.of, (HEIGHT, 2 * HEIGHT))
         for entropy in (False, True)
         for capped in (False, True)
+        for min_logit in (False, True)
     ]
 
 
@@ -138,7 +140,7 @@ class _Forward:
         count, cut, device = hidden.shape[0], fields.cut, hidden.get_device()
         width = cut.blocks(count, self._vocab, device)
         parts = -(-self._vocab // (BLOCK * width))
-        compiled = program(FORWARD, hidden.dtype, cut, entropy=self._entropy, capped=block.cap is not None, keeps=keeps)
+        compiled = program(FORWARD, hidden.dtype, cut, entropy=self._entropy, keeps=keeps, **variant(block))
         form, after, grid = ARGS.format(fields.form), None, _finish_grid(count)
         if self._slots is None:
             after = kernel(compiled, "finish", form, hidden.device)

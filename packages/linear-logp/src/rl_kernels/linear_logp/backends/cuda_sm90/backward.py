@@ -20,6 +20,7 @@ from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
     copyable,
     program,
     read,
+    variant,
 )
 from rl_kernels.linear_logp.backward import Dlogits, Product
 from rl_kernels.linear_logp.inputs import Inputs
@@ -51,7 +52,7 @@ class Steps(backward.Steps):
         fields, kept, terms = Fields(block), block.kept_part(columns), -(-count // SUMMED)
         cut, form = fields.cut, ARGS.format(fields.form)
         has_entropy, sums_bias, is_kept = block.grad_entropy is not None, dbias is not None, kept is not None
-        compiled = program(BACKWARD, dz.dtype, cut, entropy=has_entropy, capped=block.cap is not None)
+        compiled = program(BACKWARD, dz.dtype, cut, entropy=has_entropy, **variant(block))
         numbers = columns.start, width, 0 if kept is None else kept.stride(0), dz.stride(0)
         place = slice(columns.start - block.first_kept, columns.stop - block.first_kept)
         if is_kept:

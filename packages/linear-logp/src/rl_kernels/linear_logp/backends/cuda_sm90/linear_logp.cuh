@@ -11,11 +11,13 @@
 //   stage      64 terms of D, of one consumer's 64 rows and of the 256 columns, in shared memory, swizzled; a ring of
 //              STAGES
 //
-// Defines: DTYPE 1 BF16, 2 FP16; ENTROPY, CAPPED and, in the forward pass, KEEPS 0 or 1; GROUPS, STAGES, STAGE_BYTES.
+// Defines: DTYPE 1 BF16, 2 FP16; ENTROPY, CAPPED, MIN_LOGIT and, in the forward pass, KEEPS 0 or 1; GROUPS, STAGES,
+// STAGE_BYTES.
 #pragma once
 
 #include <rl_kernels/boxes.cuh>
 #include <rl_kernels/mainloop.cuh>
+#include <rl_kernels/min_logit.cuh>
 #include <rl_kernels/softcap.cuh>
 #include <rl_kernels/softmax.cuh>
 
@@ -55,6 +57,9 @@ struct Inputs {
     // Members of Softcap.
     float cap, rate, inverse_cap, steepest;
 #endif
+#if MIN_LOGIT
+    const float* min_logits;
+#endif
 
     __device__ int tiles() const { return (rows + TILE_M - 1) / TILE_M; }
     __device__ int computed() const { return order ? order[0] : tiles(); }
@@ -64,10 +69,16 @@ struct Inputs {
         return id >= start && id < start + columns ? static_cast<int>(id - start) : -1;
     }
     __device__ bool ignored(int row) const { return has_ignored && ids[row] == ignore_index; }
-    __device__ float inverse(int row) const { return __frcp_rn(temperatures ? temperatures[row] : temperature); }
+    __device__ float divisor(int row) const { return temperatures ? temperatures[row] : temperature; }
+    __device__ float inverse(int row) const { return __frcp_rn(divisor(row)); }
     __device__ float scale(int row) const { return __fmul_rn(inverse(row), LOG2E); }
 #if CAPPED
     __device__ Softcap softcap() const { return {cap, rate, inverse_cap, steepest}; }
+#endif
+#if MIN_LOGIT
+    __device__ AtLeast counted(int row) const { return {least_kept(min_logits[row], divisor(row))}; }
+#else
+    __device__ Every counted(int) const { return {}; }
 #endif
 };
 

@@ -50,6 +50,11 @@ struct Row {
     Gradient<ENTROPY> gradient;
     int target = -1;
     bool active;
+#if MIN_LOGIT
+    AtLeast counted;
+#else
+    static constexpr Every counted = {};
+#endif
 
     __device__ Row(const Args& p, int row, int column) {
         active = row < p.rows && !p.ignored(row);
@@ -60,7 +65,15 @@ struct Row {
         const auto or_0 = [&](const float* of) { return of ? of[row] : 0.0f; };
         const float entropy = ENTROPY ? p.entropy[row] : 0.0f, g_entropy = ENTROPY ? p.grad_entropy[row] : 0.0f;
         gradient = {p.inverse(row), p.norm[row], entropy, or_0(p.grad_logp), or_0(p.grad_lse), g_entropy, p.valid(id)};
+#if MIN_LOGIT
+        // A row without a distribution, or whose id is not a column, is NaN as a whole.
+        const bool is_nan = isnan(gradient.log_total) || !p.valid(id);
+        counted = is_nan ? AtLeast{-infinity()} : p.counted(row);
+#endif
     }
+
+    // The gradient of the logit x, which is in column `at`.
+    __device__ float at(float x, int at) const { return counted.or_0(x, gradient.at(x, at == target)); }
 };
 
 // Replaces the logits of one of a thread's two rows (HALF) by their gradient.
@@ -71,7 +84,7 @@ __device__ void differentiate(const Args& p, const Row& row, Sums& d) {
 #pragma unroll
         for (int i = 2 * HALF; i < TILE_N / 2; i += i % 2 ? 3 : 1) {
             const float x = d[i];
-            d[i] = row.gradient.at(x, i / 4 * 8 + i % 2 == row.target);
+            d[i] = row.at(x, i / 4 * 8 + i % 2);
 #if CAPPED
             d[i] = __fmul_rn(d[i], p.softcap().slope(x));
 #endif
@@ -169,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(KEPT_THREADS) gradient_of_kept(cons
 #pragma unroll
         for (int k = 0; k < WIDE; ++k) {
             const float x = d[i][k];
-            d[i][k] = row.gradient.at(x, column + k == row.target);
+            d[i][k] = row.at(x, column + k);
 #if CAPPED
             d[i][k] = __fmul_rn(d[i][k], p.softcap().slope(x));
 #endif

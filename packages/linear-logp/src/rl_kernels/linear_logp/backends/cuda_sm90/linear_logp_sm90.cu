@@ -33,6 +33,7 @@ struct Args : Inputs {
 namespace {
 
 constexpr int UNIT = 4;
+using Counted = decltype(Args().counted(0));  // of a row
 using Boxes = Outgoing<FP32, TILE_N, false>;
 
 __device__ void produce(const Args& p, const Ring& ring, const TensorMap& hidden, const TensorMap& weight) {
@@ -90,13 +91,17 @@ struct Pairs {
     __device__ State all(float c) const { return merged<ENTROPY>(low, high, c); }
 };
 
-// Sets logits beyond the last column to -inf, and stores the logit that a row selects if this thread holds it.
-__device__ void finish_logits(const Args& p, const Mine& mine, int row, int column, const int (&target)[2], Sums& d) {
+// Sets logits that do not count to -inf, beyond the last column or below the threshold of their row, and stores the
+// logit that a row selects if this thread holds it.
+__device__ void finish_logits(const Args& p, const Mine& mine, int row, int column, const int (&target)[2],
+                              const Counted (&counted)[2], Sums& d) {
     if (column + TILE_N > p.columns) {
         each(mine, d, [&](float& x, int at) {
             if (column + at >= p.columns) x = -infinity();
         });
     }
+#pragma unroll
+    for (int i = 0; i < TILE_N / 2; ++i) d[i] = counted[i / 2 % 2].or_lowest(d[i]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int wanted = target[half] - column;
@@ -126,12 +131,14 @@ __device__ void consume(const Args& p, const Ring& ring, const TensorMap* kept) 
         Pairs pairs[2];
         float c[2];
         int target[2];
+        Counted counted[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int safe = min(row + 8 * half, p.rows - 1);
             const i64 id = row + 8 * half < p.rows ? p.ids[safe] : -1;
             c[half] = p.scale(safe);
             target[half] = p.column_of(id);
+            counted[half] = p.counted(safe);
         }
         const int begin = tile.unit * p.width(), end = min(begin + p.width(), p.columns);
         int block = 0;
@@ -144,7 +151,7 @@ __device__ void consume(const Args& p, const Ring& ring, const TensorMap* kept) 
             if (column >= p.first_kept)
                 Boxes::store(boxes, 1 + mine.group, *kept, tile.row + mine.group * MMA_M, column - p.first_kept, d);
 #endif
-            finish_logits(p, mine, row, column, target, d);
+            finish_logits(p, mine, row, column, target, counted, d);
             pairs[0].add(block, state_of<0>(d, c[0]), c[0]);
             pairs[1].add(block, state_of<1>(d, c[1]), c[1]);
         }

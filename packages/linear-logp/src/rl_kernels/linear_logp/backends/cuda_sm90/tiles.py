@@ -24,8 +24,8 @@ PACKAGE = "rl_kernels.linear_logp.backends.cuda_sm90"
 FORWARD, BACKWARD = "linear_logp_sm90.cu", "linear_logp_backward_sm90.cu"
 CODES = {torch.bfloat16: 1, torch.float16: 2}
 """Values of the kernels' DTYPE macro."""
-INPUTS, CAP = "PPPPqiiiiiifi", "ffff"
-"""Layout of ``struct Inputs``, and of the fields at its end if logits are capped."""
+INPUTS, CAP, LEAST = "PPPPqiiiiiifi", "ffff", "P"
+"""Layout of ``struct Inputs``, and of the fields at its end if logits are capped, and if they have thresholds."""
 BLOCKS = UNIT // BLOCK
 """Blocks of a unit."""
 HEIGHT, INNER, SWIZZLE = 64, 64, 128
@@ -84,15 +84,27 @@ class Cut(NamedTuple):
 
 @functools.cache
 def program(
-    file: str, dtype: torch.dtype, cut: Cut, *, entropy: bool, capped: bool = False, keeps: bool = False
+    file: str,
+    dtype: torch.dtype,
+    cut: Cut,
+    *,
+    entropy: bool,
+    capped: bool = False,
+    keeps: bool = False,
+    min_logit: bool = False,
 ) -> Program:
     """Return the kernels of a file, compiled for the tiles of ``cut``."""
     stages = {"STAGES": cut.stages(stores=keeps or file == BACKWARD), "STAGE_BYTES": STAGE}
-    flags = {"ENTROPY": int(entropy), "CAPPED": int(capped)}
+    flags = {"ENTROPY": int(entropy), "CAPPED": int(capped), "MIN_LOGIT": int(min_logit)}
     if file == FORWARD:
         flags["KEEPS"] = int(keeps)
     defines = {"DTYPE": CODES[dtype], **flags, "GROUPS": cut.groups, **stages}
     return Program(PACKAGE, file, "sm_90a", tuple(defines.items()))
+
+
+def variant(inputs: Inputs) -> dict[str, bool]:
+    """Return the arguments of ``program`` that say which fields ``struct Inputs`` has at its end."""
+    return {"capped": inputs.cap is not None, "min_logit": inputs.min_logit is not None}
 
 
 class Fields:
@@ -107,6 +119,7 @@ class Fields:
         (count, size), columns = inputs.hidden.shape, inputs.weight.shape[0]
         cut, ignores = Cut.of(count), inputs.ignore_index is not None
         self.cut, self.form, self._ignores = cut, INPUTS + (CAP if inputs.cap else ""), ignores
+        self.form += "" if inputs.min_logit is None else LEAST
         self._sizes = inputs.ignore_index or 0, count, columns, size, inputs.start, inputs.vocab, _group()
         self._tiles, self._sort = -(-count // cut.rows), None
         if ignores and count > cut.rows:
@@ -129,7 +142,8 @@ class Fields:
             0 if order is None else order.data_ptr(),
         )
         limits = () if cap is None else (*cap, 1 / cap.softcap, cap.softcap * cap.rate)
-        return (*pointers, *numbers, *limits), order
+        least = () if inputs.min_logit is None else (inputs.min_logit.data_ptr(),)
+        return (*pointers, *numbers, *limits, *least), order
 
 
 class Maps:

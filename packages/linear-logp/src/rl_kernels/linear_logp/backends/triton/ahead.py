@@ -25,8 +25,9 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
     for rows in ROWS:
         each, norm, ids = empty(rows), empty(rows, 2), empty(rows, dtype=torch.int64)
         hidden, weight, bias = empty(rows, SIZE, dtype=dtype), empty(VOCAB, SIZE, dtype=dtype), empty(RAGGED)
-        few = (hidden, weight, ids, None, torch.tensor(1.0, device="cpu"), None, None)
-        many = (hidden, weight[:RAGGED], ids, bias.to(dtype), each, -100, torch.tensor([30.0, 0.03], device="cpu"))
+        few = (hidden, weight, ids, None, torch.tensor(1.0, device="cpu"), None, None, None)
+        cap = torch.tensor([30.0, 0.03], device="cpu")
+        many = (hidden, weight[:RAGGED], ids, bias.to(dtype), each, -100, cap, each)
         yield partial(backend.forward, *few, KEPT_MIB)
         yield partial(backend.forward_stats, *many, None)
         gradients = (0, VOCAB, 1, False, 1024, [True, True, False], None)

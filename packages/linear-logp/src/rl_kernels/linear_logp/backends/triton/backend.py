@@ -66,7 +66,7 @@ class _Forward:
     """The forward pass for inputs of one kind; with ``slots`` the states of a shard that begins at column ``start``."""
 
     def __init__(self, entropy: bool, *args: Any) -> None:
-        hidden, weight, _, bias, temperature, ignore_index, cap, _, saved_mib, start, slots = (*args, 0, None)[:11]
+        hidden, weight, _, bias, temperature, ignore_index, cap, least, saved_mib, start, slots = (*args, 0, None)[:11]
         (count, size), vocab = hidden.shape, len(weight)
         self._entropy, self._slots, self._is_empty = entropy, slots, not (count and vocab)
         self._width = stored = inputs.kept_width(hidden, vocab, saved_mib)
@@ -82,20 +82,21 @@ class _Forward:
         self._blocks, self._units = ceil_div(vocab, width), units
         self._hidden, self._weight = gemm.operand(hidden, cut.rows, cut.inner), gemm.operand(weight, block, cut.inner)
         has_bias, per_row, bias_stride = bias is not None, temperature.ndim > 0, 0 if bias is None else bias.stride(0)
+        has_least = least is not None
         self._states = Launch(
             kernels.states,
             (row_tiles * self._blocks,),
             (
                 *(*self._hidden[1:3], *self._weight[1:3], bias_stride, first_kept(vocab, stored), stored),
                 *(count, vocab, size, width, self._hidden.kind, self._weight.kind, has_bias, cap is not None, per_row),
-                *(entropy, vocab % block > 0, stored > 0, cut.rows, cut.inner, cut.group),
+                *(has_least, entropy, vocab % block > 0, stored > 0, cut.rows, cut.inner, cut.group),
             ),
             num_warps=cut.warps,
             num_stages=cut.stages,
         )
         step = 16 if hidden.dtype == torch.float32 and not INTERPRETED else 64
         at = *hidden.stride(), *weight.stride(), bias_stride, start, count, vocab, size
-        flags = has_bias, cap is not None, step
+        flags = has_bias, cap is not None, per_row, has_least, step
         grid = (ceil_div(count, kernels.SELECTED.value),)
         self._selected = Launch(kernels.selected, grid, (*at, *flags), num_warps=4, num_stages=4)
         grid_of_units = ceil_div(count, kernels.ROWS.value), units
@@ -111,6 +112,7 @@ class _Forward:
         temperature: torch.Tensor,
         _: int | None,
         cap: torch.Tensor | None,
+        min_logit: torch.Tensor | None,
         *rest: Any,
     ) -> tuple[torch.Tensor, ...]:
         """Launch the kernels."""
@@ -120,13 +122,14 @@ class _Forward:
         parts = chosen = hidden
         if not self._is_empty:
             ids, scale = target_ids.contiguous(), number_or_rows(temperature)
+            least = ids if min_logit is None else min_logit.contiguous()
             numbers, added = NO_CAP if cap is None else cap.tolist(), hidden if bias is None else bias
             chosen = hidden.new_empty(count, dtype=torch.float32)
             parts = hidden.new_empty(self._blocks, 3, count, dtype=torch.float32)
             operands = self._hidden.of(hidden), self._weight.of(weight)
             with device_of(hidden):
-                self._states(*operands, added, *numbers, scale, parts, logits if self._width else parts)
-                self._selected(hidden, weight, added, *numbers, ids, chosen)
+                self._states(*operands, added, *numbers, scale, least, parts, logits if self._width else parts)
+                self._selected(hidden, weight, added, *numbers, ids, scale, least, chosen)
                 if self._blocks > self._units:
                     merged = hidden.new_empty(self._units, 3, count, dtype=torch.float32)
                     self._merge(parts, merged, scale)

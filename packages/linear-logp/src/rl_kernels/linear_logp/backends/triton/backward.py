@@ -76,6 +76,7 @@ class Steps(backward.Steps):
                     bias is not None,
                     block.cap is not None,
                     isinstance(block.temperature, torch.Tensor),
+                    block.min_logit is not None,
                 ),
                 *(block.ignore_index is not None, *[grad is not None for grad in block[11:14]], sums_bias, is_kept),
                 *(cut.rows, cut.inner, cut.group, cut.persistent),
@@ -88,11 +89,12 @@ class Steps(backward.Steps):
         def step(block: Inputs, dbias: torch.Tensor | None, dz: torch.Tensor) -> None:
             hidden, norm = block.hidden, block.norm
             saved = [norm if value is None else value for value in (block.entropy, *block[11:14])]
+            least = block.target_ids if block.min_logit is None else block.min_logit
             partial = hidden.new_empty(row_tiles, width, dtype=torch.float32) if sums_bias else hidden
             with device_of(hidden):
                 form(
                     *(first.of(hidden), second.of(block.weight), hidden if block.bias is None else block.bias),
-                    *(*(block.cap or NO_CAP), block.target_ids, block.temperature, norm, *saved),
+                    *(*(block.cap or NO_CAP), block.target_ids, block.temperature, least, norm, *saved),
                     *(
                         box.of(dz) if box else dz,
                         partial,

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from rl_kernels.core import constants
 from rl_kernels.core.triton_lib import gemm_kernels, softcap, softmax
+from rl_kernels.core.triton_lib.min_logit import least_kept, or_0, or_lowest
 from rl_kernels.linear_logp import vocabulary
 
 UNIT = tl.constexpr(constants.UNIT)
@@ -90,6 +91,7 @@ def states(
     cap,
     rate,
     temperature,
+    min_logit,
     parts,
     kept,
     hidden_row,
@@ -108,6 +110,7 @@ def states(
     HAS_BIAS: tl.constexpr,
     CAPPED: tl.constexpr,
     PER_ROW: tl.constexpr,
+    MIN_LOGIT: tl.constexpr,
     ENTROPY: tl.constexpr,
     RAGGED: tl.constexpr,
     KEEPS: tl.constexpr,
@@ -124,6 +127,7 @@ def states(
     rows = row + tl.arange(0, BLOCK_M)
     here = rows < N
     c = softmax.inverse(temperature, rows, here, PER_ROW) * softmax.LOG2E
+    least = least_kept(min_logit, temperature, rows, here, PER_ROW, MIN_LOGIT)
     operands = (hidden, hidden_row, hidden_k, weight, weight_row, weight_k, bias, bias_stride, cap, rate)
     total, weighted = tl.zeros_like(c), tl.zeros_like(c)
     top = total + float("-inf")
@@ -135,6 +139,7 @@ def states(
             _keep(kept + rows.to(tl.int64)[:, None] * kept_width - first_kept, x, here, first, first_kept, BLOCK)
         if RAGGED:
             x = tl.where((columns < V)[None, :], x, float("-inf"))
+        x = or_lowest(x, least, MIN_LOGIT)
         block_top, block_total, block_weighted = softmax.rows_state(x, c, ENTROPY)
         top, total, weighted = softmax.merge(top, total, weighted, block_top, block_total, block_weighted, c, ENTROPY)
     softmax.store_part(parts, part, N, rows, here, top, total, weighted, ENTROPY)
@@ -148,6 +153,8 @@ def selected(
     cap,
     rate,
     ids,
+    temperature,
+    min_logit,
     chosen,
     hidden_row,
     hidden_k,
@@ -160,6 +167,8 @@ def selected(
     D,
     HAS_BIAS: tl.constexpr,
     CAPPED: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    MIN_LOGIT: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Write the selected logits of SELECTED rows: the diagonal of their product with the weight rows that they select.
@@ -184,7 +193,8 @@ def selected(
         value += tl.load(bias + column.to(tl.int64) * bias_stride, mask=column >= 0, other=0.0).to(tl.float32)
     if CAPPED:
         value = softcap.capped(value, cap, rate)
-    tl.store(chosen + rows, value, mask=rows < N)
+    least = least_kept(min_logit, temperature, rows, rows < N, PER_ROW, MIN_LOGIT)
+    tl.store(chosen + rows, or_lowest(value, least, MIN_LOGIT), mask=rows < N)
 
 
 @triton.jit(do_not_specialize=["count", "blocks"])
@@ -238,6 +248,7 @@ def dlogits(
     rate,
     ids,
     temperature,
+    min_logit,
     norm,
     entropies,
     grad_logp,
@@ -267,6 +278,7 @@ def dlogits(
     HAS_BIAS: tl.constexpr,
     CAPPED: tl.constexpr,
     PER_ROW: tl.constexpr,
+    MIN_LOGIT: tl.constexpr,
     HAS_IGNORED: tl.constexpr,
     HAS_LOGP: tl.constexpr,
     HAS_LSE: tl.constexpr,
@@ -312,6 +324,8 @@ def dlogits(
             *(x, selected, rest[:, None], c[:, None], top[:, None], log_total[:, None], entropy[:, None]),
             *(chosen[:, None], slope[:, None], curve[:, None], HAS_ENTROPY),
         )
+        least = least_kept(min_logit, temperature, rows, here, PER_ROW, MIN_LOGIT)
+        d = or_0(d, x, least, log_total + rest, MIN_LOGIT)
         if CAPPED:
             d = d * softcap.slope(x, cap, rate)
         if HAS_IGNORED or DBIAS:

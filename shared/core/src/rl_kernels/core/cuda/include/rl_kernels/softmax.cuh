@@ -13,6 +13,7 @@
 //   over_states   lane l merges states l, l + 32, l + 64, ... in this order; then over_warp
 #pragma once
 
+#include <rl_kernels/min_logit.cuh>
 #include <rl_kernels/number.cuh>
 
 namespace rlk {
@@ -59,9 +60,10 @@ __device__ inline float shift_to(float to, float top, float c) {
 __device__ inline float pairs(const float (&x)[4]) { return __fadd_rn(__fadd_rn(x[0], x[1]), __fadd_rn(x[2], x[3])); }
 
 // Adds N words of numbers to a lane's state, in four partial sums. The words stay packed during the search for the
-// largest number, which halves the registers of BF16 and FP16.
-template <bool HasEntropy, class T, int N>
-__device__ inline void add(State& s, const u32 (&words)[N], float c) {
+// largest number, which halves the registers of BF16 and FP16. What does not count (min_logit.cuh) has a power of 0, but
+// may be the largest number: if none counts, the total is 0.
+template <bool HasEntropy, class T, int N, class Counted>
+__device__ inline void add(State& s, const u32 (&words)[N], float c, Counted counted) {
     static_assert(N % 4 == 0, "two words, and so at least two numbers, to each of two maxima");
     constexpr int PER = PER_WORD<T>;
     u32 most[2] = {words[0], words[1]};
@@ -81,7 +83,7 @@ __device__ inline void add(State& s, const u32 (&words)[N], float c) {
         for (int k = 0; k < PER; ++k) {
             const int lane = (i * PER + k) % 4;
             const float exponent = exponents.at(x[k]);
-            const float power = exp2_fast(exponent);
+            const float power = counted.or_0(x[k], exp2_fast(exponent));
             sum[lane] = __fadd_rn(sum[lane], power);
             if (HasEntropy) product[lane] = __fmaf_rn(power, exponent, product[lane]);
         }
@@ -104,7 +106,8 @@ __device__ inline void add(State& s, const u32 (&words)[N], float c) {
                 for (int k = 0; k < PER; ++k) {
                     const float exponent = exponents.at(x[k]);
                     float& lane = again[(i * PER + k) % 4];
-                    lane = __fmaf_rn(exp2_fast(exponent), fmaxf(exponent, LEAST), lane);
+                    const float power = counted.or_0(x[k], exp2_fast(exponent));
+                    lane = __fmaf_rn(power, fmaxf(exponent, LEAST), lane);
                 }
             }
             block = pairs(again);

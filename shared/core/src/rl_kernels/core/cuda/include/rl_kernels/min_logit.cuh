@@ -1,0 +1,37 @@
+// Logits z = x / t, rounded to FP32, that are below a number m of their row count as -inf. Kernels compare raw values x:
+// division is monotonic, so x / t < m holds exactly below some x, which each row finds once.
+#pragma once
+
+#include <rl_kernels/ptx.cuh>
+
+namespace rlk {
+
+// The smallest x whose quotient x / t rounds to at least m; infinity if m is NaN, so that nothing counts.
+__device__ inline float least_kept(float m, float t) {
+    if (isnan(m)) return infinity();
+    if (m == -infinity()) return m;
+    // Between m and the number before it a quotient rounds to the nearer one, from the middle to the even one. In FP64
+    // the middle is exact, and so is its product with t. To infinity a quotient rounds as to 2^128.
+    constexpr double BEYOND = 0x1p128;
+    const double before = fmax(nextafterf(m, -infinity()), -BEYOND);
+    const double middle = __dmul_rn(__dmul_rn(__dadd_rn(before, fmin(m, BEYOND)), 0.5), t);
+    const float least = __double2float_ru(middle);
+    const bool is_odd = __float_as_uint(m) & 1;
+    return is_odd && least == middle ? nextafterf(least, infinity()) : least;
+}
+
+// Which values of a row count: all of them. If x does not count, `or_lowest` returns -inf for x, and `or_0` returns 0
+// for what belongs to x.
+struct Every {
+    __device__ float or_lowest(float x) const { return x; }
+    __device__ float or_0(float, float of_x) const { return of_x; }
+};
+
+// Those that are not below `least`; a NaN counts.
+struct AtLeast {
+    float least;
+    __device__ float or_lowest(float x) const { return x < least ? -infinity() : x; }
+    __device__ float or_0(float x, float of_x) const { return x < least ? 0.0f : of_x; }
+};
+
+}  // namespace rlk
