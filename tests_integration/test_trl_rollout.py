@@ -239,7 +239,7 @@ def test_continuous_batching_that_is_not_known_is_refused(
 
 def test_a_request_that_failed_is_told() -> None:
     failed = SimpleNamespace(error="out of pages", logprobs=[], generated_tokens=[])
-    model = SimpleNamespace(generate_batch=lambda: {"a": failed})
+    model = SimpleNamespace(generate_batch=lambda: {"a": failed}, _get_logits_processor=None)
     theirs, config = model.generate_batch, SimpleNamespace(return_logprobs=False)
     given = (SimpleNamespace(module=None), model, nullcontext, config)
     sampled = continuous.recorded(lambda prompts: ([list(model.generate_batch())[1:]], None), *given)
@@ -257,13 +257,15 @@ PLUGIN = {"rl_kernels": True}
 
 def engine_of(added: dict[str, bool], dtype: torch.dtype) -> SimpleNamespace:
     """Return what a trainer holds of an engine in its process."""
-    config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype), additional_config=added)
+    own = SimpleNamespace(dtype=dtype, logprobs_mode="raw_logprobs")
+    config = SimpleNamespace(model_config=own, additional_config=added)
     return SimpleNamespace(llm=SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config)))
 
 
 def server_of(added: dict[str, bool]) -> SimpleNamespace:
     """Return what a trainer holds of an engine in a server."""
-    told = {"model_config": {"dtype": "torch.bfloat16"}, "additional_config": added}
+    own = {"dtype": "torch.bfloat16", "logprobs_mode": "raw_logprobs"}
+    told = {"model_config": own, "additional_config": added}
     return SimpleNamespace(vllm_client=SimpleNamespace(get_server_info=lambda: told))
 
 
@@ -273,8 +275,9 @@ def test_an_engine_that_does_not_match_training_is_refused(trainer_of: Made, tmp
     remedy = r"dtype: expected bfloat16 .*; call use_in\(\.\.\., compute_dtype=torch\.bfloat16\)"
     settings: list[tuple[Any, str, Any, str]] = [
         (trainer.args, "cast_lm_head_to_fp32", True, "cast_lm_head_to_fp32: expected False"),
-        (trainer, "temperature", 0.7, r"temperature: expected 1\.0 with invariant and use_vllm, got 0\.7"),
-        (trainer, "top_k", 50, "top_k: expected 0"),
+        (trainer, "temperature", 0.7, r"logprobs_mode: expected 'processed_logprobs' .* 0\.7, got 'raw_logprobs'"),
+        (trainer, "top_k", 50, "top_k, top_p, min_p: expected none of them with num_iterations 2"),
+        (trainer.args, "generation_kwargs", {"temperature": 0.5}, r"temperature: expected 1\.0"),
         (trainer.args, "generation_kwargs", {"presence_penalty": 1.0}, r"presence_penalty: expected 0\.0"),
         (trainer.args, "vllm_structured_outputs_regex", "a*", "structured_outputs: expected None"),
         (trainer.model, "peft_config", {}, "peft_config: expected LoRA layers"),
@@ -306,8 +309,8 @@ def test_each_token_comes_of_its_own_pass(passes: int) -> None:
             module(each)
         return torch.cat((input_ids, torch.ones(2, 4, dtype=torch.long)), 1)
 
-    model = SimpleNamespace(generate=generate)
-    scorer: Any = SimpleNamespace(module=module, logps=lambda rows, ids: rows[:, 0] * ids)
+    model = SimpleNamespace(generate=generate, _get_logits_processor=None)
+    scorer: Any = SimpleNamespace(module=module, logps=lambda rows, ids, _: rows[:, 0] * ids)
 
     def sample() -> Any:
         whole, ended = model.generate(input_ids=torch.zeros(2, 3, dtype=torch.long))[:, 3:].tolist()

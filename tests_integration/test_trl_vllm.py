@@ -21,15 +21,22 @@ from test_vllm import PLATFORM, distribution
 SCRIPT = Path(__file__).parent / "trl_with_vllm.py"
 REFUSED = {
     "TRL's defaults: FP32 weights": "dtype: expected bfloat16 .* call use_in(..., compute_dtype=torch.bfloat16)",
-    "temperature=0.7": "temperature: expected 1.0",
-    "top_p=0.9": "top_p: expected 1.0",
-    "top_k=5": "top_k: expected 0",
+    "repetition_penalty=1.1": "repetition_penalty: expected 1.0",
+    "top_p=0.9, num_iterations=2": "top_k, top_p, min_p: expected none of them with num_iterations 2",
+    "top_p=0.9, with a server": "vllm_mode: expected 'colocate' with top_k, top_p or min_p",
     "RL_KERNELS_VLLM forgotten": "RL_KERNELS_VLLM: expected 1 before the trainer is made",
     "README's line, with vLLM": "use_vllm: .* RL_KERNELS_VLLM=1 .* use_in(trainer, invariant=True, record=False)",
 }
 """Setting -> two parts of the error, one after the other."""
 MIXTURE = "Qwen3-MoE, compute_dtype"
-TRAINED = (MIXTURE, "FP32 weights, compute_dtype, 1e-6", "LoRA of FP32 weights, compute_dtype", "LoRA of BF16 weights")
+KEPT = "top_k=5, top_p=0.9, min_p=0.02"
+TRAINED = (
+    MIXTURE,
+    KEPT,
+    "FP32 weights, compute_dtype, 1e-6",
+    "LoRA of FP32 weights, compute_dtype",
+    "LoRA of BF16 weights",
+)
 
 
 def free_port() -> int:
@@ -84,8 +91,9 @@ def test_each_setting_holds_or_is_refused(tmp_path: Path) -> None:
             assert sum(rewards[8:]) / 8 > sum(rewards[:4]) / 4 + 0.3, setting
             # PEFT's own merge and unmerge would round them.
             assert counts["base"] == 0, setting
+        assert counts["kept"] == (counts["tokens"] if setting == KEPT else 0), setting
     # A pass for each micro-batch, and none for old log-probs.
-    assert rows[MIXTURE]["passes"] == rows[TRAINED[1]]["passes"] == 4 * 2
+    assert rows[MIXTURE]["passes"] == rows[TRAINED[2]]["passes"] == 4 * 2
     # The count can fail: an adapter that stays apart in training has other bits than the merged weights in vLLM.
     apart = rows["LoRA as PEFT computes it"]
     assert apart["differ"] > 0.9 * apart["tokens"]

@@ -143,6 +143,8 @@ def run_second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     [
         *((model, dtype, ()) for model in MODELS for dtype in DTYPES if (model[:5], dtype) != ("gemma", "float16")),
         ("llama", "bfloat16", ("--compiled", "--processed")),
+        ("llama", "bfloat16", ("--kept",)),
+        ("qwen3", "float32", ("--kept",)),
         ("gemma2", "bfloat16", ("--compiled",)),
         ("qwen3", "bfloat16", ("--masked",)),
         ("gemma2", "bfloat16", ("--masked",)),
@@ -162,6 +164,7 @@ def test_rollout_has_the_bits_of_training(run: Any, model: str, dtype: str, opti
     [
         ("qwen3_moe", "bfloat16", ("--prompts",)),
         ("qwen3", "float16", ("--processed",)),
+        ("llama", "bfloat16", ("--kept",)),
         ("gemma2", "bfloat16", ("--masked",)),
     ],
 )
@@ -197,7 +200,7 @@ def test_a_mistaken_variable_is_refused(run: Any) -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        *(("temperature", 0.7), ("top_p", 0.9), ("top_k", 20), ("min_p", 0.1), ("min_tokens", 3)),
+        ("min_tokens", 3),
         *(("presence_penalty", 0.1), ("frequency_penalty", 0.1), ("repetition_penalty", 1.1)),
         *(("logit_bias", {3: 1.0}), ("allowed_token_ids", [1, 2]), ("bad_words", ["no"])),
         *(("structured_outputs", object()), ("thinking_token_budget", 3)),
@@ -217,8 +220,27 @@ def test_requests_whose_processed_log_probs_are_others_are_refused(option: str, 
         check_request("raw_logprobs", params)
         for plain in ({}, {"temperature": 0.0}, {"top_k": -1}, {"seed": 3, "stop_token_ids": [2]}):
             check_request("processed_logprobs", SamplingParams(**how, **plain))
+        for sampler in ({"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}):
+            check_request("processed_logprobs", SamplingParams(**how, **sampler))
         with pytest.raises(ValueError, match=f"{option}: expected .* and logprobs_mode='processed_logprobs', got"):
             check_request("processed_logprobs", params)
+
+
+def test_requests_whose_smallest_kept_logit_has_no_place_are_refused() -> None:
+    """And those that drop tokens of a model whose cap of logits has other bits in vLLM than in training."""
+    from vllm import SamplingParams
+
+    from rl_kernels.models.clients.vllm.refusals import check_request
+
+    for name, value in {"top_p": 0.9, "top_k": 20, "min_p": 0.1}.items():
+        with pytest.raises(ValueError, match=f"^{name}: expected .* of a model with a soft cap, got"):
+            check_request("processed_logprobs", SamplingParams(logprobs=0, **{name: value}), 30.0)
+    check_request("processed_logprobs", SamplingParams(logprobs=0, temperature=0.5), 30.0)
+    asks = SamplingParams(logprobs=0, extra_args={"rl_kernels_min_logit": True}, flat_logprobs=True)
+    with pytest.raises(ValueError, match=r"^flat_logprobs for rl_kernels_min_logit: expected False"):
+        check_request("processed_logprobs", asks)
+    with pytest.raises(ValueError, match=r"^logprobs_mode for rl_kernels_min_logit: expected 'processed_logprobs'"):
+        check_request("raw_logprobs", asks)
 
 
 def test_every_option_of_a_request_is_known() -> None:

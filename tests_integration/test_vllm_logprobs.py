@@ -338,10 +338,34 @@ def test_a_whole_step_of_the_sampler(
     )
     made = Sampler(logprobs_mode=mode)
     # Log-probs of the vocabulary after sampling are the same numbers, formed twice.
-    assert made.logprobs_mode == made.topk_topp_sampler.logprobs_mode == "raw_logprobs"
+    formed = installed.KEEPING if mode == "processed_logprobs" else mode
+    assert made.logprobs_mode == made.topk_topp_sampler.logprobs_mode == formed
     found = made(logits, metadata).logprobs_tensors
     wanted = exact.gather(1, found.logprob_token_ids.long())
     torch.testing.assert_close(found.logprobs, wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_the_smallest_kept_logit_is_for_requests_that_ask(installed: Any, asks: bool) -> None:
+    """It comes in a column of its own, in a batch with requests that do not ask, and with those that drop nothing."""
+    from vllm import SamplingParams
+    from vllm.v1.engine import logprobs
+    from vllm.v1.outputs import LogprobsTensors
+
+    from rl_kernels.models.clients.vllm import outputs
+
+    outputs.install()
+    params = SamplingParams(logprobs=1, extra_args={"rl_kernels_min_logit": asks})
+    own = logprobs.LogprobsProcessor.from_new_request(None, SimpleNamespace(sampling_params=params))
+    scored = LogprobsTensors(torch.tensor([[4, 9], [7, 7]]), torch.tensor([[-1.0, -0.5], [-2.0, -2.0]]), torch.ones(2))
+    whole = installed._with_smallest(scored, torch.tensor([0.25, -torch.inf]))
+    own._update_sample_logprobs(whole.tolists())
+    own._update_sample_logprobs(scored.tolists())
+    assert [list(each) for each in own.logprobs] == [[4, 9, -1] if asks else [4, 9], [7], [4, 9], [7]]
+    if asks:
+        assert own.logprobs[0][-1].logprob == 0.25
+        assert own.logprobs[0][-1].rank > 512
+    assert own.cumulative_logprob == -6.0
 
 
 def test_the_second_runner_gets_the_sampled_tokens_from_our_statistics(

@@ -60,10 +60,13 @@ def of_attention() -> Pairs:
 
 def of_engines() -> Pairs:
     """Return the functions of engines and samplers: vLLM's, and ours."""
-    from rl_kernels.models.clients.vllm import attention, logprobs, refusals
+    from rl_kernels.models.clients.vllm import attention, logprobs, outputs, refusals
 
     named = {"gathered": logprobs._gathered, "named_tokens": logprobs._named_tokens, "top_tokens": logprobs._top_tokens}
+    named |= {"sample": logprobs._sample, "temperature": logprobs._temperature}
     return {
+        "from_new_request": (outputs._original_from_new_request, outputs._from_new_request.__func__),
+        "update_sample_logprobs": (outputs._original_update, outputs._update_sample_logprobs),
         "create_engine_config": (attention._original_create_engine_config, attention._create_engine_config),
         "get_attn_backend_cls": (
             attention._original_get_attn_backend_cls,

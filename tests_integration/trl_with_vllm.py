@@ -33,9 +33,7 @@ def refusals(trainer: Any) -> None:
     config = trainer.vllm_generation.llm.llm_engine.vllm_config
     cases: dict[str, tuple[Any, str, Any]] = {
         "TRL's defaults: FP32 weights": (trainer, "temperature", 1.0),
-        "temperature=0.7": (trainer, "temperature", 0.7),
-        "top_p=0.9": (trainer, "top_p", 0.9),
-        "top_k=5": (trainer, "top_k", 5),
+        "repetition_penalty=1.1": (trainer, "repetition_penalty", 1.1),
         "RL_KERNELS_VLLM forgotten": (config, "additional_config", {}),
     }
     for name, (owner, attribute, value) in cases.items():
@@ -43,6 +41,11 @@ def refusals(trainer: Any) -> None:
         setattr(owner, attribute, value)
         tell(name, error_of(trl.use_in, trainer, invariant=True, record=False))
         setattr(owner, attribute, before)
+    trainer.top_p, trainer.num_iterations = 0.9, 2
+    tell("top_p=0.9, num_iterations=2", error_of(trl.use_in, trainer, invariant=True, record=False))
+    trainer.num_iterations, trainer.vllm_mode = 1, "server"
+    tell("top_p=0.9, with a server", error_of(trl.use_in, trainer, invariant=True, record=False))
+    trainer.top_p, trainer.vllm_mode = 1.0, "colocate"
     tell("README's line, with vLLM", error_of(trl.use_in, trainer, invariant=True))
 
 
@@ -60,9 +63,10 @@ def trained(trainer: Any) -> dict[str, Any]:
     from transformers import TrainerCallback
 
     from rl_kernels.models.clients.trl.head import Head
+    from rl_kernels.models.clients.trl.kept import IN_BATCH
 
     score, loss_of, rows = trainer._get_per_token_logps_and_entropies, trainer._compute_loss, []
-    counts: dict[str, Any] = {"tokens": 0, "differ": 0, "passes": 0}
+    counts: dict[str, Any] = {"tokens": 0, "differ": 0, "kept": 0, "passes": 0}
     begun: list[torch.Tensor] = []
 
     class Snapshot(TrainerCallback):
@@ -78,6 +82,7 @@ def trained(trainer: Any) -> dict[str, Any]:
         result, mask = loss_of(model, inputs), inputs["completion_mask"].bool()
         counts["tokens"] += int(mask.sum())
         counts["differ"] += int((rows[-1] != inputs["sampling_per_token_logps"])[mask].sum())
+        counts["kept"] += int((inputs.get(IN_BATCH, torch.full_like(rows[-1], -torch.inf))[mask] > -torch.inf).sum())
         return result
 
     def passed(self: Any, *args: Any) -> Any:
@@ -161,6 +166,11 @@ def main(folder: Path) -> None:
     refusals(trainer)
     trl.use_in(trainer, invariant=True, record=False, compute_dtype=torch.bfloat16)
     tell("FP32 weights, compute_dtype, 1e-6", trained(trainer))
+    leave_processes()
+    options = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.02, "beta": 0.02, "learning_rate": 1e-4}
+    trainer = trainer_in(folder / "kept", sizes=SIZES, **ENGINE, **options)
+    trl.use_in(trainer, invariant=True, record=False, compute_dtype=torch.bfloat16)
+    tell("top_k=5, top_p=0.9, min_p=0.02", trained(trainer))
     cast = adapted(folder / "cast", merged=True, compute_dtype=torch.bfloat16)
     tell("LoRA of FP32 weights, compute_dtype", cast)
     tell("LoRA of BF16 weights", adapted(folder / "bf16", merged=True, compute_dtype=None))

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,6 +26,13 @@ ANSWER, PAGE, STEP = 12, 32, 40
 """Tokens of an answer, keys of a page, tokens of a step."""
 MASKED_FROM = 300
 """First token that `--masked` forbids."""
+SAMPLERS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.7, "top_p": 0.9, "top_k": 50},
+    {"temperature": 1.3, "min_p": 0.1},
+    {"top_k": 5},
+    {"temperature": 0.0},
+)
+"""What `--kept` asks for, in one batch."""
 
 
 def slot_mapping(
@@ -75,6 +82,11 @@ def stand_in() -> None:
         import rl_kernels.core.triton_lib.launch  # noqa: F401
 
         os.environ["TRITON_INTERPRET"] = "1"
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+        from vllm.v1.worker.gpu.sample import sampler
+
+        # Their kernel does not run in the interpreter.
+        sampler.apply_top_k_top_p = apply_top_k_top_p_pytorch
     from vllm.model_executor.models import registry
     from vllm.v1.worker import block_table
 
@@ -104,8 +116,18 @@ def mask_logits(model: Any) -> None:
     model.compute_logits = masked
 
 
-def sampled(folder: str, trainer: Any, chosen: list[str]) -> list[tuple[list[int], list[int], list[float]]]:
-    """Return prompt, answer and log-probs of each request; processed ones with another temperature are refused."""
+class Found(NamedTuple):
+    """A request: prompt, answer, log-probs, temperature, and the smallest kept logits, which may be none."""
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    temperature: float
+    min_logit: list[float] | None
+
+
+def sampled(folder: str, trainer: Any, chosen: list[str]) -> list[Found]:
+    """Return what was sampled; penalties are refused where log-probs are processed."""
     from vllm import LLM, SamplingParams
 
     how: dict[str, Any] = {"enforce_eager": True}
@@ -125,7 +147,7 @@ def sampled(folder: str, trainer: Any, chosen: list[str]) -> list[tuple[list[int
         block_size=PAGE,
         enable_chunked_prefill=True,
         enable_prefix_caching=True,
-        logprobs_mode="processed_logprobs" if "--processed" in chosen else "raw_logprobs",
+        logprobs_mode="processed_logprobs" if {"--processed", "--kept"} & set(chosen) else "raw_logprobs",
         **how,
     )
     is_second = os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
@@ -142,13 +164,15 @@ def sampled(folder: str, trainer: Any, chosen: list[str]) -> list[tuple[list[int
     how = {"max_tokens": ANSWER, "ignore_eos": True, "detokenize": False}
     if "--prompts" in chosen:
         how["prompt_logprobs"] = 0
-    options = [SamplingParams(logprobs=count, **how) for count in (0, 5, 0, 3)]
+    asks = {"extra_args": {"rl_kernels_min_logit": True}}
+    own = [{**each, **asks} for each in SAMPLERS] if "--kept" in chosen else [{}] * len(PROMPTS)
+    options = [SamplingParams(logprobs=count, **how, **each) for count, each in zip((0, 5, 0, 3), own, strict=True)]
     if "--processed" in chosen:
-        with pytest.raises(ValueError, match=r"temperature: expected 1\.0"):
-            engine.generate({"prompt_token_ids": [5]}, SamplingParams(temperature=0.5, logprobs=0))
+        with pytest.raises(ValueError, match=r"repetition_penalty: expected 1\.0"):
+            engine.generate({"prompt_token_ids": [5]}, SamplingParams(repetition_penalty=1.5, logprobs=0))
     requests = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
     found = []
-    for request in engine.generate(requests, options, use_tqdm=False):
+    for request, params in zip(engine.generate(requests, options, use_tqdm=False), options, strict=True):
         tokens = list(request.outputs[0].token_ids)
         logprobs = [of[token].logprob for of, token in zip(request.outputs[0].logprobs, tokens, strict=True)]
         assert "--masked" not in chosen or max(tokens) < MASKED_FROM
@@ -158,21 +182,27 @@ def sampled(folder: str, trainer: Any, chosen: list[str]) -> list[tuple[list[int
             later = zip(request.prompt_logprobs[1:], prompt[1:], strict=True)
             logprobs = [*(of[token].logprob for of, token in later), *logprobs]
             prompt, tokens = prompt[:1], prompt[1:] + tokens
-        found.append((prompt, tokens, logprobs))
+        smallest = [of[-1].logprob for of in request.outputs[0].logprobs if -1 in of]
+        assert len(smallest) in (0, len(tokens))
+        found.append(Found(prompt, tokens, logprobs, params.temperature or 1.0, smallest or None))
+    if "--kept" in chosen:
+        assert [each.min_logit is not None for each in found] == [True, True, True, False]
     return found
 
 
-def differing(trainer: Any, found: list[tuple[list[int], list[int], list[float]]]) -> int:
+def differing(trainer: Any, found: list[Found]) -> int:
     """Return how many log-probs are not those of a pass of the trainer over the whole sequence."""
     from rl_kernels.models import head_logp
     from rl_kernels.models.logits import logit_options
 
     count = 0
-    for prompt, tokens, logprobs in found:
+    for prompt, tokens, logprobs, temperature, smallest in found:
         ids = torch.tensor([[*prompt, *tokens]])
         with torch.no_grad():
             hidden = trainer.model(ids).last_hidden_state[0, len(prompt) - 1 : -1]
-            expected = head_logp(trainer.lm_head, hidden, ids[0, len(prompt) :], **logit_options(trainer))
+            options = {"temperature": temperature, **logit_options(trainer), "validate": False}
+            options["min_logit"] = None if smallest is None else torch.tensor(smallest)
+            expected = head_logp(trainer.lm_head, hidden, ids[0, len(prompt) :], **options)
         count += int((expected != torch.tensor(logprobs)).sum())
     return count
 
@@ -187,7 +217,7 @@ def counts(folder: str, dtype: str, options: list[str], environment: dict[str, s
     trainer = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=getattr(torch, dtype))
     trainer.load_state_dict(dict(weights(trainer)))
     found = sampled(folder, trainer, options)
-    result = {"tokens": sum(len(tokens) for _, tokens, _ in found), "stock": differing(trainer, found)}
+    result = {"tokens": sum(len(each.tokens) for each in found), "stock": differing(trainer, found)}
     with invariant(trainer):
         result["invariant"] = differing(trainer, found)
     print(json.dumps(result))

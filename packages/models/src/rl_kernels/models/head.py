@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.det_gemm import det_linear
 from rl_kernels.det_gemm.module import DetLinear
-from rl_kernels.linear_logp import linear_logp
+from rl_kernels.linear_logp import linear_logits, linear_logp
 from rl_kernels.models.swap import HOOK, WITHIN_HOOK, calls_own_forward, original_of, replaced
 
 LORA = ("base_layer", "lora_A", "lora_B", "scaling", "active_adapters", "lora_dropout")
@@ -63,6 +64,18 @@ def head_logp(
     _check_parts(module)
     # accelerate's hook moves the rows to the weight, and loads a weight that it offloads.
     return _call_with_forward(module, forward, hidden, WITHIN_HOOK) if HOOK in vars(module) else forward(hidden)
+
+
+@contextmanager
+def unrounded(head: nn.Module) -> Iterator[None]:
+    """Let a head that ``head_logp`` takes return the logits that it scores, in FP32 (FP64 for FP64), no gradients."""
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return linear_logits(*_operands(_active_module(head), hidden)).logits
+
+    with replaced(head, WITHIN_HOOK if HOOK in vars(head) else "forward", forward):
+        yield
 
 
 def is_cut(module: nn.Module) -> bool:

@@ -16,10 +16,11 @@ import torch
 from rl_kernels.models import invariance
 from rl_kernels.models.clients.trl import continuous
 from rl_kernels.models.clients.trl.checks import KNOWN, check_invariant, check_trainer
-from rl_kernels.models.clients.trl.engine import check_engine
+from rl_kernels.models.clients.trl.engine import ask_for_min_logit, check_engine, drops_tokens
 from rl_kernels.models.clients.trl.head import Head, score_with
+from rl_kernels.models.clients.trl.kept import Carried, refusal_of
 from rl_kernels.models.clients.trl.loss import compute_loss, normalizer, objective, rollout_ratio
-from rl_kernels.models.clients.trl.old import take_from_rollout
+from rl_kernels.models.clients.trl.old import replace_old_pass
 from rl_kernels.models.clients.trl.precision import check_compute_dtype, compute_in, dtype_of_passes
 from rl_kernels.models.clients.trl.rollout import check_rollout, recorded
 from rl_kernels.models.clients.trl.watch import Watch
@@ -73,15 +74,16 @@ def use_in(
     if compute_dtype is not None:
         check_compute_dtype(trainer, compute_dtype)
     record, in_batches = invariant if record is None else record, trainer.use_transformers_continuous_batching
+    refusal = refusal_of(trainer, bases[0], invariant=invariant)
     if record:
-        check_rollout(trainer, bases[0])
+        check_rollout(trainer, bases[0], refusal)
         if in_batches:
             continuous.check_settings(trainer)
     in_fp32 = trainer.args.cast_lm_head_to_fp32
     if invariant:
         dtype = dtype_of_passes(trainer, bases[0].dtype, compute_dtype)
         if trainer.use_vllm:
-            check_engine(trainer, dtype)
+            check_engine(trainer, dtype, refusal)
     if compute_dtype is not None:
         compute_in(trainer, bases, compute_dtype)
     heads = [Head(base, trainer.temperature, in_fp32=in_fp32, entropy=base is bases[0]) for base in bases]
@@ -100,11 +102,17 @@ def use_in(
     if record:
         # Wrappers apply autocast only to training passes.
         recording = (trainer._generate_single_turn, heads[0], bases[0], trainer.accelerator.autocast)
-        config = trainer.continuous_batching_config
-        trainer._generate_single_turn = continuous.recorded(*recording, config) if in_batches else recorded(*recording)
-    # The bits of a server's log-probs are not known before the first batch.
-    if invariant and (record or (trainer.use_vllm and trainer.vllm_mode == "colocate")):
-        take_from_rollout(trainer)
+        if in_batches:
+            sampled = continuous.recorded(*recording, trainer.continuous_batching_config, refusal)
+        else:
+            sampled = recorded(*recording, refusal)
+        trainer._generate_single_turn = sampled
+    if invariant:
+        if trainer.use_vllm and drops_tokens(trainer):
+            ask_for_min_logit(trainer.vllm_generation)
+        # The bits of a server's log-probs are not known before the first batch.
+        is_recorded = record or (trainer.use_vllm and trainer.vllm_mode == "colocate")
+        replace_old_pass(trainer, Carried(trainer), is_recorded=is_recorded)
     watch = Watch(trainer) if invariant else None
     trainer._compute_loss = partial(compute_loss, trainer, watch=watch, backend=backend, validate=validate)
 

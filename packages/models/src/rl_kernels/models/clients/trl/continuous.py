@@ -1,8 +1,8 @@
 """Log-probabilities of tokens from continuous batching: the model runner returns ours instead of its own.
 
 Hidden states of several requests come in any batch, on another thread, and in CUDA graphs that are replayed. Only the
-runner knows the request of a row, and it returns the log-probability with the token. Written for transformers 5.17 to
-5.24.
+runner knows the request of a row, and it returns the log-probability with the token: the second row of its output, to
+which a third is added for the smallest kept logit. Written for transformers 5.17 to 5.24.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from rl_kernels.models.clients.trl.head import Head
+from rl_kernels.models.clients.trl.kept import KeptLogp, smallest_kept
 from rl_kernels.models.clients.trl.rollout import Around, Sampled, inputs_of
+from rl_kernels.models.head import unrounded
 from rl_kernels.models.swap import replaced
 
 KNOWN = "5.17 to 5.24"
@@ -48,7 +50,9 @@ def check_settings(trainer: Any) -> None:
         raise TypeError(f"trainer: expected the continuous batching of transformers {KNOWN}, this has another runner")
 
 
-def recorded(sample: Callable[..., Any], head: Head, model: Any, around: Around, config: Any) -> Callable[..., Sampled]:
+def recorded(
+    sample: Callable[..., Any], head: Head, model: Any, around: Around, config: Any, refusal: str | None = None
+) -> Callable[..., Sampled]:
     """Return ``GRPOTrainer._generate_single_turn`` with the log-probability of each token that it sampled.
 
     Args:
@@ -57,6 +61,7 @@ def recorded(sample: Callable[..., Any], head: Head, model: Any, around: Around,
         model: the model that generates, without wrappers.
         around: context of training passes, such as autocast.
         config: the continuous batching config.
+        refusal: why the sampler may not drop tokens, or None.
     """
 
     def sampled(prompts: Any, *args: Any, **options: Any) -> Sampled:
@@ -70,7 +75,9 @@ def recorded(sample: Callable[..., Any], head: Head, model: Any, around: Around,
         original = model.generate_batch
         with (
             _logprobs_enabled(config),
-            _runner_with_head(head, around),
+            smallest_kept(model, refusal) as smallest,
+            _runner_with_head(head, around, smallest),
+            _room_for_min_logit(),
             replaced(model, "generate_batch", generate_batch),
         ):
             ids, _ = sample(prompts, *args, **options)
@@ -105,8 +112,35 @@ def _logprobs_enabled(config: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _runner_with_head(head: Head, around: Around) -> Iterator[None]:
-    """Make the runner's passes through the model of a head write our log-probabilities."""
+def _room_for_min_logit() -> Iterator[None]:
+    """Add a row to the output of each batch, for the smallest kept logits, and return these with log-probabilities."""
+    from transformers.generation.continuous_batching import input_outputs
+
+    outputs: Any = input_outputs.ContinuousBatchingIOs
+    set_up, update = outputs._setup_static_tensors, outputs.prepare_batch_update
+
+    def widened(self: Any, *args: Any, **options: Any) -> None:
+        set_up(self, *args, **options)
+        ids = self.output_ids
+        shape, kind = (3, ids.shape[1]), {"dtype": ids.dtype, "device": ids.device}
+        self.output_ids = torch.zeros(shape, **kind, pin_memory=ids.is_pinned())
+
+    def updated(self: Any) -> tuple[Any, list[int], list[float]]:
+        requests, tokens, logps = update(self)
+        smallest = self.output_ids[2, : len(tokens)].view(torch.float32).tolist()
+        pairs = zip(logps, smallest, strict=True)
+        return requests, tokens, [logp if least == -torch.inf else KeptLogp(logp, least) for logp, least in pairs]
+
+    outputs._setup_static_tensors, outputs.prepare_batch_update = widened, updated
+    try:
+        yield
+    finally:
+        outputs._setup_static_tensors, outputs.prepare_batch_update = set_up, update
+
+
+@contextmanager
+def _runner_with_head(head: Head, around: Around, smallest: list[torch.Tensor]) -> Iterator[None]:
+    """Make the runner's passes through the model of a head write our log-probabilities, and what ``smallest`` gets."""
     runner = _runner()
     original = getattr(runner, METHOD)
 
@@ -122,14 +156,17 @@ def _runner_with_head(head: Head, around: Around) -> Iterator[None]:
         if model.get_output_embeddings() is not head.module:
             original(self, *arguments)
             return
-        with inputs_of(head.module) as passes:
+        with inputs_of(head.module) as passes, unrounded(head.module):
             original(self, *arguments)
         (hidden,), places = passes, batch_data["logits_indices"]
         rows = hidden[0] if "logits_to_keep" in batch_data else hidden[0, places]
+        min_logit = smallest.pop() if smallest else None
         with around():
-            logps = head.logps(rows, output_ids[0, : len(rows)].long())
+            logps = head.logps(rows, output_ids[0, : len(rows)].long(), min_logit)
         # The runner stores them as int32 bits, beside the tokens.
         output_ids[1, : len(rows)].copy_(logps.view(torch.int32))
+        least = torch.full_like(logps, -torch.inf) if min_logit is None else min_logit
+        output_ids[2, : len(rows)].copy_(least.view(torch.int32))
 
     setattr(runner, METHOD, forward)
     try:

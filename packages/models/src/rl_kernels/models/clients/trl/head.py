@@ -19,6 +19,8 @@ from rl_kernels.models.logits import logit_options
 
 IGNORED = -100
 """The label of a position that is not scored."""
+MIN_LOGIT = "min_logit"
+"""Argument of the fused head: ``min_logit[B, K]`` of the last K labels, as int32 bits: wrappers cast FP32 inputs."""
 SCORED = "_rl_kernels_scored"
 """Attribute of a model: its ``Head``, and the forward that TRL's fused head replaced."""
 REPLACED = "original_forward"
@@ -64,15 +66,24 @@ class Head:
         """The head, which wrappers may have replaced since the last call."""
         return self._model.get_output_embeddings()
 
-    def scores(self, hidden: torch.Tensor, labels: torch.Tensor) -> Scores:
+    def scores(self, hidden: torch.Tensor, labels: torch.Tensor, min_logit: torch.Tensor | None = None) -> Scores:
         """Score all labels ``[B, T]`` but ``IGNORED`` in one call, given hidden states ``[B, T, D]``.
+
+        Args:
+            hidden: the last hidden states.
+            labels: the tokens after them.
+            min_logit: ``[B, K]``, FP32, of the last K labels: smaller logits are left out, as in ``linear_logp``.
 
         Raises:
             TypeError: ``head_logp`` does not take the head.
         """
         labels = labels.to(hidden.device)
         is_scored = labels != IGNORED
-        result = self._score_rows(hidden[is_scored], labels[is_scored])
+        if min_logit is not None:
+            whole = torch.full(labels.shape, -torch.inf, dtype=torch.float32, device=hidden.device)
+            whole[:, -min_logit.shape[1] :] = min_logit
+            min_logit = whole[is_scored]
+        result = self._score_rows(hidden[is_scored], labels[is_scored], min_logit)
 
         def spread(values: torch.Tensor) -> torch.Tensor:
             # Stays connected to the model even if no position has a label.
@@ -82,27 +93,33 @@ class Head:
             return Scores(spread(result.logp), spread(result.entropy))
         return Scores(spread(result))
 
-    def logps(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities ``[N]`` of tokens ``[N]`` given the hidden states ``[N, D]`` before them."""
-        result = self._score_rows(rows, ids)
+    def logps(self, rows: torch.Tensor, ids: torch.Tensor, min_logit: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the log-probabilities ``[N]`` of tokens ``[N]`` given the hidden states ``[N, D]`` before them.
+
+        ``min_logit[N]`` is that of ``linear_logp``.
+        """
+        result = self._score_rows(rows, ids, min_logit)
         return result.logp if isinstance(result, LogpStats) else result
 
-    def _score_rows(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | LogpStats:
+    def _score_rows(
+        self, rows: torch.Tensor, ids: torch.Tensor, min_logit: torch.Tensor | None
+    ) -> torch.Tensor | LogpStats:
         head = self.module
         # In a model split over devices, tokens are on the device of its embeddings.
         device = getattr(head, "weight", rows).device
         ids = ids.to(device)
+        options = self._options if min_logit is None else {**self._options, "min_logit": min_logit.to(device)}
         if rows.device != device:
-            result = self._score_rows(rows.to(device), ids)
+            result = self._score_rows(rows.to(device), ids, min_logit)
             if isinstance(result, LogpStats):
                 return LogpStats(*(value.to(rows.device) for value in result))
             return result.to(rows.device)
         if not self._in_fp32:
-            return head_logp(head, rows, ids, **self._options)
+            return head_logp(head, rows, ids, **options)
         # In this mode TRL replaces the forward of the head by a product in FP32.
         with torch.autocast(rows.device.type, enabled=False):
             bias = None if head.bias is None else head.bias.float()
-            return linear_logp(rows.float(), head.weight.float(), ids, bias, **self._options)
+            return linear_logp(rows.float(), head.weight.float(), ids, bias, **options)
 
 
 def score_with(model: Any, head: Head, *, places: bool = False, around: Callable[[], Any] | None = None) -> None:
@@ -129,13 +146,14 @@ def score_with(model: Any, head: Head, *, places: bool = False, around: Callable
             return original(*args, **arguments)
         labels, shift_labels = arguments.pop("labels", None), arguments.pop("shift_labels", None)
         arguments.pop("num_items_in_batch", None)
+        bits = arguments.pop(MIN_LOGIT, None)
         attention = arguments.get("attention_mask")
         if places and attention is not None and arguments.get("position_ids") is None:
             arguments["position_ids"] = (attention.long().cumsum(-1) - 1).clamp(min=0)
         hidden = self.base_model(*args, **{**arguments, "use_cache": False}).last_hidden_state
         if shift_labels is None:
             hidden, shift_labels = hidden[:, :-1], labels[:, 1:]
-        return head.scores(hidden, shift_labels)
+        return head.scores(hidden, shift_labels, None if bits is None else bits.view(torch.float32))
 
     setattr(model, SCORED, (head, original))
     model.forward = MethodType(forward, model)

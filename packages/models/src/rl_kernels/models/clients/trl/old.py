@@ -1,4 +1,4 @@
-"""Old log-probabilities from the rollout: with the same bits on both sides, TRL's own pass for them is skipped."""
+"""Old log-probabilities: the rollout's own where these have the bits of training, so that TRL's pass is skipped."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from typing import Any
 
 import torch
 
+from rl_kernels.models.clients.trl.kept import Carried, padded, with_min_logit
 from rl_kernels.models.clients.trl.rollout import Sampled
 
 
-def take_from_rollout(trainer: Any) -> None:
+def replace_old_pass(trainer: Any, carried: Carried, *, is_recorded: bool) -> None:
     """Return recorded log-probabilities where TRL computes old ones from the weights that have just sampled.
 
     TRL needs old log-probabilities if several optimizer steps are taken on a batch, and for its correction of what vLLM
     samples. It computes them by a pass through the model at the end of the rollout, before the pass of a reference
-    model. If tokens come from several turns, or one without a log-probability, TRL's pass runs.
+    model. If tokens come from several turns, or one without a log-probability, TRL's pass runs, over the tokens that
+    the sampler kept.
 
     Args:
-        trainer: GRPOTrainer, whose ``_generate_single_turn`` returns log-probabilities with the bits of training.
+        trainer: GRPOTrainer.
+        carried: has what the sampler kept.
+        is_recorded: whether its ``_generate_single_turn`` returns log-probabilities with the bits of training.
     """
     every = trainer.args.steps_per_generation * trainer.num_iterations
     corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction
@@ -39,8 +43,10 @@ def take_from_rollout(trainer: Any) -> None:
     ) -> Any:
         if awaited and not torch.is_grad_enabled():
             awaited.clear()
-            if len(turns) == 1 and len(turns[0][0]) == len(ids) and all(None not in values for values in turns[0][1]):
-                return _padded_logps(turns[0], ids, completion_length), None, None
+            completions = ids[:, -completion_length:]
+            if len(turns) == 1 and _is_complete(turns[0], len(ids)):
+                return padded(turns[0][1], completions, 0.0), None, None
+            model = with_min_logit(model, carried.of(completions))
         return score(model, ids, mask, completion_length, *args, **options)
 
     def produced(self: Any, *args: Any, **options: Any) -> Any:
@@ -51,14 +57,11 @@ def take_from_rollout(trainer: Any) -> None:
         finally:
             awaited.clear()
 
-    trainer._generate_single_turn = MethodType(sampled, trainer)
+    if is_recorded:
+        trainer._generate_single_turn = MethodType(sampled, trainer)
     trainer._get_per_token_logps_and_entropies = MethodType(scored, trainer)
     trainer._generate_and_score_completions = MethodType(produced, trainer)
 
 
-def _padded_logps(turn: Sampled, ids: torch.Tensor, width: int) -> torch.Tensor:
-    """Return recorded log-probabilities as ``[B, width]``, FP32, 0 after the end of a completion."""
-    result = torch.zeros((len(ids), width), dtype=torch.float32, device="cpu")
-    for row, values in zip(result, turn[1], strict=True):
-        row[: len(values)] = torch.tensor(values, dtype=torch.float32, device="cpu")
-    return result.to(ids.device)
+def _is_complete(turn: Sampled, count: int) -> bool:
+    return len(turn[0]) == count and all(None not in values for values in turn[1])

@@ -1,4 +1,7 @@
-"""Score sampled tokens as in training: ``linear_logp`` on the hidden states from which they were sampled."""
+"""Score sampled tokens as in training: ``linear_logp`` on the hidden states from which they were sampled.
+
+The head returns its logits unrounded meanwhile, so tokens are drawn from what is scored.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,22 @@ import torch
 from torch import nn
 
 from rl_kernels.models.clients.trl.head import Head
+from rl_kernels.models.clients.trl.kept import KeptLogp, smallest_kept, watched
+from rl_kernels.models.head import unrounded
 from rl_kernels.models.swap import replaced
 
 Sampled = tuple[list[list[int]], list[list[float]]]
-"""The tokens of each completion, and the log-probability of each token."""
+"""The tokens of each completion, and the log-probability of each token, a ``KeptLogp`` where tokens were dropped."""
 Around = Callable[[], AbstractContextManager[object]]
 """Makes a context for a computation, such as autocast."""
 
 
-def check_rollout(trainer: Any, model: Any) -> None:
+def check_rollout(trainer: Any, model: Any, refusal: str | None) -> None:
     """Refuse rollouts whose hidden states cannot be recorded; the model's settings are the trainer's defaults.
 
     Raises:
-        ValueError: tokens are sampled elsewhere than in transformers, by more than one pass, or from other logits.
+        ValueError: tokens are sampled elsewhere than in transformers, by more than one pass, from other logits, or from
+            a part of the vocabulary that training cannot find.
     """
     if trainer.use_vllm:
         raise ValueError(
@@ -49,9 +55,17 @@ def check_rollout(trainer: Any, model: Any) -> None:
     mode = config.get_generation_mode().value
     if mode not in ("sample", "greedy_search"):
         raise ValueError(f"generation_kwargs: expected one pass for each token, as in sampling, got {mode}")
+    if config.do_sample and (config.temperature or 1.0) != trainer.temperature:
+        got = f"{config.temperature} where training has {trainer.temperature}"
+        raise ValueError(f"generation_kwargs: expected no temperature but GRPOConfig's, got {got}")
+    # What generate sets itself, for processors that hide the end of a sequence.
+    config._eos_token_tensor = torch.zeros(1, dtype=torch.int64)
+    watched(model._get_logits_processor(config, input_ids_seq_length=1, device="cpu"), [], refusal)
 
 
-def recorded(sample: Callable[..., Any], head: Head, model: Any, around: Around) -> Callable[..., Sampled]:
+def recorded(
+    sample: Callable[..., Any], head: Head, model: Any, around: Around, refusal: str | None = None
+) -> Callable[..., Sampled]:
     """Return ``GRPOTrainer._generate_single_turn``, by ``generate``, with the log-probability of each sampled token.
 
     Args:
@@ -59,16 +73,21 @@ def recorded(sample: Callable[..., Any], head: Head, model: Any, around: Around)
         head: the head of the model.
         model: the model that generates, without wrappers.
         around: context of training passes, such as autocast, which otherwise only a wrapper applies.
+        refusal: why the sampler may not drop tokens, or None.
     """
 
     def sampled(*args: Any, **options: Any) -> Sampled:
         logps: list[list[float]] = []
 
         def generate(*args: Any, **options: Any) -> torch.Tensor:
-            with inputs_of(head.module, lambda hidden: hidden[:, -1].clone()) as rows:
+            with (
+                inputs_of(head.module, lambda hidden: hidden[:, -1].clone()) as rows,
+                unrounded(head.module),
+                smallest_kept(model, refusal) as smallest,
+            ):
                 sequences: torch.Tensor = original(*args, **options)
             # Score before generate returns: weights gathered for the call are released after it.
-            logps.extend(_logps(head, rows, sequences[:, options["input_ids"].shape[1] :]))
+            logps.extend(_logps(head, rows, sequences[:, options["input_ids"].shape[1] :], smallest))
             return sequences
 
         original = model.generate
@@ -93,9 +112,17 @@ def inputs_of(
 
 
 @torch.no_grad()
-def _logps(head: Head, rows: Sequence[torch.Tensor], ids: torch.Tensor) -> list[list[float]]:
-    """Return the log-probabilities of tokens ``[B, T]``, sampled in T passes."""
-    if len(rows) < ids.shape[1]:
-        raise RuntimeError(f"rollout: expected a pass for each of {ids.shape[1]} tokens, saw {len(rows)}")
-    hidden = torch.stack(list(rows[: ids.shape[1]]), 1)
-    return head.logps(hidden.flatten(0, 1), ids.flatten()).view(ids.shape).tolist()
+def _logps(
+    head: Head, rows: Sequence[torch.Tensor], ids: torch.Tensor, smallest: Sequence[torch.Tensor]
+) -> list[list[float]]:
+    """Return the log-probabilities of tokens ``[B, T]``, sampled in T passes; smallest is empty or has one of each."""
+    count = ids.shape[1]
+    if len(rows) < count:
+        raise RuntimeError(f"rollout: expected a pass for each of {count} tokens, saw {len(rows)}")
+    hidden = torch.stack(list(rows[:count]), 1)
+    min_logit = torch.stack(list(smallest[:count]), 1) if smallest else None
+    logps = head.logps(hidden.flatten(0, 1), ids.flatten(), None if min_logit is None else min_logit.flatten())
+    scored: list[list[float]] = logps.view(ids.shape).tolist()
+    if min_logit is None:
+        return scored
+    return [list(map(KeptLogp, *pair)) for pair in zip(scored, min_logit.tolist(), strict=True)]

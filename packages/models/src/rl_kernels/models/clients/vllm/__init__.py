@@ -44,12 +44,13 @@ def register() -> None:
     if value not in ("", "0", "1"):
         raise ValueError(f"{VARIABLE}: expected 0 or 1, got {value!r}")
     if value == "1":
-        from rl_kernels.models.clients.vllm import attention, layers, logprobs, mixtures, refusals
+        from rl_kernels.models.clients.vllm import attention, layers, logprobs, mixtures, outputs, refusals
 
         attention.install()
         layers.install()
         mixtures.install()
         logprobs.install()
+        outputs.install()
         refusals.install()
         # vLLM shows what its own loggers say.
         logging.getLogger("vllm.rl_kernels").info(

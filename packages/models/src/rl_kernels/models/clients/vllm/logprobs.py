@@ -9,8 +9,9 @@ of the logits, ``linear_logp`` reads the head once more for the sampled tokens, 
 
 The first runner would compute the log-probabilities of the whole vocabulary before it samples. It gets a copy of the
 logits in their place, since vLLM changes logits in place, and the log-softmax is computed only for requests that name
-other tokens. Processed log-probabilities are computed as raw ones: for all requests that ``refusals`` accepts, they are
-the same.
+other tokens. Processed log-probabilities are computed as raw ones if they are the same for a whole batch. With another
+temperature, or if tokens were dropped, ``linear_logp`` reads the head once more: vLLM's masked logits say what was
+kept, and the smallest of these is handed on in a column of its own (``outputs``).
 """
 
 from __future__ import annotations
@@ -23,15 +24,22 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 from rl_kernels.linear_logp import LinearLogits, linear_logp
 from rl_kernels.models.clients.vllm.graphs import GraphedLogits
 from rl_kernels.models.clients.vllm.refusals import PROCESSED, check, check_layers, refuse
+from rl_kernels.models.clients.vllm.requests import MIN_LOGIT_ID
 from rl_kernels.models.clients.vllm.versions import SECOND_RUNNER, TOP_TOKENS
 from rl_kernels.models.fused.scores import score_tokens
 
+GREEDY = 1e-5
+"""vLLM takes lower temperatures for 0."""
 _steps = threading.local()
-"""Has ``last``: the logits of a thread's engine, until its log-probabilities are computed."""
+"""Of a thread's engine, until its log-probabilities are computed: ``last``, the logits; ``head``, the arguments of
+``linear_logp``; ``temperature`` ``[N]``, or None if all are 1; ``masked``, the first runner's logits after masks."""
+KEEPING = "processed_logits"
+"""The mode in which the first runner's sampler returns logits after masks."""
 
 
 class CappedLogits(NamedTuple):
@@ -86,6 +94,7 @@ class Logits(LogitsProcessor):
         # A view takes host time in each step.
         if weight.shape[0] != vocab:
             weight, bias = weight[:vocab], None if bias is None else bias[:vocab]
+        _steps.head, _steps.temperature = (hidden_states, weight, bias), None
         last: LinearLogits | CappedLogits = self._logits(hidden_states, weight, bias)
         if self.soft_cap is not None:
             last = _capped(last.logits, hidden_states, weight, bias, self.soft_cap)
@@ -124,15 +133,68 @@ def _own(last: LinearLogits | CappedLogits, token_ids: torch.Tensor, dtype: torc
     return LogprobsTensors(token_ids.to(dtype).unsqueeze(1), logps.unsqueeze(1), ranks)
 
 
-def _with_scores(result: Any, token_ids: torch.Tensor) -> Any:
+def _over_kept(masked: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probability ``[N]`` of a token over what each row of ``masked[N, V]`` keeps, and the smallest z.
+
+    z is the quotient of ``linear_logp``; vLLM's may have another last bit, and drops one of two equal logits. -inf
+    where nothing is dropped.
+    """
+    last, temperature = _last(len(token_ids)), _steps.temperature
+    if temperature is None:
+        temperature = torch.ones_like(last.logits[:, 0])
+    is_dropped = masked == -torch.inf
+    smallest = (last.logits / temperature[:, None]).masked_fill_(is_dropped, torch.inf).amin(-1)
+    smallest = torch.where(is_dropped.any(-1), smallest, -torch.inf)
+    hidden, weight, bias = _steps.head
+    options: dict[str, Any] = {"temperature": temperature, "min_logit": smallest, "validate": False}
+    options["softcap"] = getattr(last, "softcap", 0.0)
+    return linear_logp(hidden, weight, token_ids, bias, **options), smallest
+
+
+def _with_scores(result: Any, token_ids: torch.Tensor, logps: torch.Tensor | None = None) -> Any:
     """Return vLLM's log-probabilities with ours in every column that has the row's token; -inf is padding."""
+    logps = scores(token_ids) if logps is None else logps
     is_own = (result.logprob_token_ids == token_ids[:, None]) & (result.logprobs > -torch.inf)
-    return result._replace(logprobs=torch.where(is_own, scores(token_ids)[:, None], result.logprobs))
+    return result._replace(logprobs=torch.where(is_own, logps[:, None], result.logprobs))
+
+
+def _with_smallest(result: Any, smallest: torch.Tensor) -> Any:
+    """Append a column to log-probabilities, with an id of no token: the smallest kept logit of each row."""
+    ids, logprobs = result.logprob_token_ids, result.logprobs
+    column = torch.full_like(ids[:, :1], MIN_LOGIT_ID)
+    columns = torch.cat((ids, column), 1), torch.cat((logprobs, smallest[:, None]), 1)
+    return result._replace(logprob_token_ids=columns[0], logprobs=columns[1])
 
 
 def _sampler(self: Sampler, logprobs_mode: str = "raw_logprobs", *args: Any, **options: Any) -> None:
-    """Make the first runner's sampler, which computes processed log-probabilities as raw ones."""
-    _sampler_init(self, "raw_logprobs" if logprobs_mode == PROCESSED else logprobs_mode, *args, **options)
+    """Make the first runner's sampler, which returns its logits for processed log-probabilities."""
+    _sampler_init(self, KEEPING if logprobs_mode == PROCESSED else logprobs_mode, *args, **options)
+
+
+def _sample(self: Sampler, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **options: Any) -> Any:
+    """Return the first runner's tokens, and logits for ``_gathered``: masked ones where that changes log-probs."""
+    metadata = sampling_metadata
+    wants_logprobs = metadata.max_num_logprobs is not None or metadata.logprob_token_ids
+    if self.logprobs_mode != KEEPING or not wants_logprobs:
+        return _originals["sample"](self, logits, metadata, *args, **options)
+    copy = _copied(logits)
+    sampled, _steps.masked = _originals["sample"](self, logits, metadata, *args, **options)
+    if metadata.temperature is not None:
+        is_greedy = metadata.temperature < GREEDY
+        temperature = torch.where(is_greedy, 1.0, metadata.temperature)
+        _steps.temperature = None if bool((temperature == 1).all()) else temperature
+    drops = [each for each in metadata.logitsprocs.argmax_invariant if getattr(each, "min_p_count", 0)]
+    if _steps.temperature is None and metadata.top_k is None and metadata.top_p is None and not drops:
+        _steps.masked = None
+        return sampled, copy
+    return sampled, _steps.masked
+
+
+def _temperature(self: Any, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, idx_mapping_np: Any) -> None:
+    """Divide the second runner's logits by the temperatures of their requests, and store these."""
+    _originals["temperature"](self, logits, expanded_idx_mapping, idx_mapping_np)
+    temperature = self.temperature.gpu[expanded_idx_mapping]
+    _steps.temperature = torch.where(temperature == 0, 1.0, temperature)
 
 
 def _copied(logits: torch.Tensor) -> torch.Tensor:
@@ -150,20 +212,31 @@ def _over_vocabulary(logprobs: torch.Tensor) -> torch.Tensor:
 def _gathered(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
     """Return the log-probabilities of each row's token and of its most probable tokens, and the token's rank."""
     result = own = _own(_last(len(token_ids)), token_ids, torch.int32)
+    logps = smallest = None
+    if logprobs is getattr(_steps, "masked", None):
+        (logps, smallest), logprobs = _over_kept(logprobs, token_ids), logprobs.log_softmax(-1)
     if num_logprobs:
-        result = _with_scores(_originals["gathered"](_over_vocabulary(logprobs), num_logprobs, token_ids), token_ids)
+        result = _originals["gathered"](_over_vocabulary(logprobs), num_logprobs, token_ids)
         result = result._replace(selected_token_ranks=own.selected_token_ranks)
+    if num_logprobs or logps is not None:
+        result = _with_scores(result, token_ids, logps)
     # Not read again; logits of a long prompt are large.
-    _steps.last = None
-    return result
+    _steps.last = _steps.masked = None
+    return result if smallest is None else _with_smallest(result, smallest)
 
 
 def _named_tokens(
     self: Sampler, logprobs: torch.Tensor, logprob_token_ids: dict[int, list[int]], sampled: torch.Tensor
 ) -> Any:
     """Return the log-probabilities of each row's sampled token and of the tokens that its request names."""
+    logps = smallest = None
+    if logprobs is getattr(_steps, "masked", None):
+        (logps, smallest), logprobs = _over_kept(logprobs, sampled), logprobs.log_softmax(-1)
     result = _originals["named_tokens"](self, _over_vocabulary(logprobs), logprob_token_ids, sampled)
-    return None if result is None else _with_scores(result, sampled)
+    if result is None:
+        return None
+    result = _with_scores(result, sampled, logps)
+    return result if smallest is None else _with_smallest(result, smallest)
 
 
 def _top_tokens(
@@ -175,13 +248,23 @@ def _top_tokens(
     **options: Any,
 ) -> Any:
     """Return the result of the second runner's function, with our log-probabilities of the sampled tokens."""
+    logps = smallest = None
+    if _is_masked(logits):
+        logps, smallest = _over_kept(logits, sampled_token_ids)
     if num_logprobs or cu_num_logits is not None or args or options.get("max_per_req_token_ids"):
         result = _originals["top_tokens"](logits, num_logprobs, sampled_token_ids, cu_num_logits, *args, **options)
-        result = _with_scores(result, sampled_token_ids)
+        result = _with_scores(result, sampled_token_ids, logps)
     else:
         result = _own(_last(len(sampled_token_ids)), sampled_token_ids, torch.int64)
+        result = result if logps is None else result._replace(logprobs=logps[:, None])
     _steps.last = None
-    return result
+    return result if smallest is None else _with_smallest(result, smallest)
+
+
+def _is_masked(logits: torch.Tensor) -> bool:
+    """Say whether logits are a copy that the second runner has processed, not those of the last step."""
+    last = getattr(_steps, "last", None)
+    return last is not None and logits.data_ptr() != last.logits.data_ptr()
 
 
 _sampler_init: Any = Sampler.__init__
@@ -189,6 +272,8 @@ _originals: dict[str, Any] = {
     "gathered": Sampler.gather_logprobs,
     "named_tokens": Sampler.gather_specific_token_logprobs,
     "top_tokens": getattr(SECOND_RUNNER[0], TOP_TOKENS),
+    "sample": Sampler.sample,
+    "temperature": SamplingStates.apply_temperature,
 }
 """vLLM's own functions, by the names of their replacements."""
 
@@ -197,6 +282,8 @@ def install() -> None:
     """Replace the processor of logits, and the log-probabilities of both of vLLM's runners."""
     LogitsProcessor.register_oot(Logits, name="LogitsProcessor")
     Sampler.__init__ = _sampler
+    Sampler.sample = _sample
+    SamplingStates.apply_temperature = _temperature
     Sampler.compute_logprobs = staticmethod(_copied)
     Sampler.gather_logprobs = staticmethod(_gathered)
     Sampler.gather_specific_token_logprobs = _named_tokens

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.engine.input_processor import InputProcessor
 
-from rl_kernels.models.clients.vllm.requests import PLAIN, PROCESSED
+from rl_kernels.models.clients.vllm.requests import DROPPING, MIN_LOGIT, PLAIN, PROCESSED, SAMPLED
 from rl_kernels.models.clients.vllm.versions import returns_routes
 
 MIXTURES = ("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
@@ -112,21 +112,34 @@ def check_layers(config: Any) -> None:
             refuse("attention_backend", backend.get_name(), "CUSTOM")
 
 
-def check_request(mode: str, params: Any) -> None:
-    """Refuse a ``SamplingParams`` whose processed log-probs differ from the model's.
+def check_request(mode: str, params: Any, softcap: float | None = None) -> None:
+    """Refuse a ``SamplingParams`` whose processed log-probs do not follow from the model's logits.
+
+    Args:
+        mode: the engine's mode of log-probs.
+        params: what is asked for.
+        softcap: the soft cap of the model's logits.
 
     Raises:
         ValueError: the message names the option.
     """
+    if (getattr(params, "extra_args", None) or {}).get(MIN_LOGIT):
+        refuse(f"logprobs_mode for {MIN_LOGIT}", mode, PROCESSED)
+        refuse(f"flat_logprobs for {MIN_LOGIT}", getattr(params, "flat_logprobs", False), False)
     # Pooling requests have neither attribute.
     wants_logprobs = getattr(params, "logprobs", None) is not None or getattr(params, "logprob_token_ids", None)
     if mode != PROCESSED or not wants_logprobs:
         return
     for name, values in PLAIN.items():
+        # vLLM's code for the cap rounds in another way than linear_logp, which computes the log-probs.
+        if name in SAMPLED and not (softcap and name in DROPPING):
+            continue
         value = getattr(params, name)
         if value not in values:
+            of = " of a model with a soft cap" if name in DROPPING else ""
             raise ValueError(
-                f"{name}: expected {values[0]!r} with RL_KERNELS_VLLM=1 and logprobs_mode={PROCESSED!r}, got {value!r}"
+                f"{name}: expected {values[0]!r} with RL_KERNELS_VLLM=1 and logprobs_mode={PROCESSED!r}{of}, got "
+                f"{value!r}"
             )
 
 
@@ -134,7 +147,8 @@ _original_validate_params: Any = InputProcessor._validate_params
 
 
 def _validate_params(self: Any, params: Any, *args: Any, **options: Any) -> Any:
-    check_request(self.model_config.logprobs_mode, params)
+    text = self.model_config.hf_text_config
+    check_request(self.model_config.logprobs_mode, params, getattr(text, "final_logit_softcapping", None))
     return _original_validate_params(self, params, *args, **options)
 
 

@@ -1,4 +1,4 @@
-"""Options of a request that leave processed log-probs equal to the model's, and a mark. Does not import vLLM."""
+"""Options of a request that leave processed log-probs equal to the model's, and names. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -13,3 +13,11 @@ PLAIN: dict[str, tuple[object, ...]] = {
     "thinking_token_budget": (None,),
 }
 """Values of each option that change no log-prob; vLLM computes log-probs at temperature 0 as at 1."""
+DROPPING = ("top_p", "top_k", "min_p")
+"""Options that keep the tokens with the largest logits: processed log-probs are over these."""
+SAMPLED = ("temperature", *DROPPING)
+"""Options that processed log-probs follow."""
+MIN_LOGIT = "rl_kernels_min_logit"
+"""Key of a request's ``extra_args``: with True, log-probs of tokens have the smallest kept ``logit / temperature``."""
+MIN_LOGIT_ID = -1
+"""The token id under which each position's log-probs have it, where tokens were dropped."""

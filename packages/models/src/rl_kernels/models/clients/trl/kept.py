@@ -1,0 +1,190 @@
+"""Sampling from a part of the vocabulary: the smallest logit that is kept, from the sampler to training.
+
+top_k, top_p and min_p keep the tokens whose ``z = logit / temperature`` is at or above some number. Training under
+``invariant`` computes z with the same bits, so that this number, 4 bytes a token, says which tokens were kept: it is
+the ``min_logit`` of ``linear_logp``. Old and current log-probabilities are of the kept tokens. Those of a reference
+model are of the whole vocabulary, as its logits are others: the gradient of TRL's KL is then that of a reference over
+the kept tokens, times the probability that the reference gives to them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from rl_kernels.models.clients.trl.head import MIN_LOGIT
+from rl_kernels.models.logits import logit_options
+from rl_kernels.models.swap import replaced
+
+IN_BATCH = "sampling_per_token_min_logit"
+"""Key of TRL's batches: ``[B, T]``, FP32, beside the log-probabilities of the rollout; -inf keeps all tokens."""
+TEMPERATURE, SUPPRESSED = "TemperatureLogitsWarper", "SuppressTokensLogitsProcessor"
+CUTS = tuple(f"{name}LogitsWarper" for name in ("TopK", "TopP", "MinP", "TopH", "Epsilon", "Eta"))
+"""Processors of transformers that keep the tokens with the largest logits."""
+
+
+class KeptLogp(float):
+    """A log-probability over kept tokens, with the smallest z of these: TRL moves it through lists, turn by turn."""
+
+    min_logit: float
+
+    def __new__(cls, logp: float, min_logit: float) -> KeptLogp:
+        """Make one from two numbers."""
+        self = super().__new__(cls, logp)
+        self.min_logit = min_logit
+        return self
+
+
+class _Divide:
+    """Divides logits by the temperature as ``linear_logp`` does; the result waits for ``_Keep``."""
+
+    supports_continuous_batching = True
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature, self.z = temperature, torch.empty(0)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        # On a GPU, PyTorch multiplies by the reciprocal of a number.
+        self.z = scores / scores.new_full((1,), self._temperature)
+        return self.z
+
+
+class _Keep:
+    """Keeps what the processors before it kept, ties of the smallest included, and appends the smallest to a list."""
+
+    supports_continuous_batching = True
+
+    def __init__(self, divided: _Divide, smallest: list[torch.Tensor]) -> None:
+        self._divided, self._smallest = divided, smallest
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        z = self._divided.z
+        least = z.masked_fill(scores == -torch.inf, torch.inf).amin(-1)
+        self._smallest.append(least)
+        return z.masked_fill(z < least[:, None], -torch.inf)
+
+
+def refusal_of(trainer: Any, model: Any, *, invariant: bool) -> str | None:
+    """Return why a trainer's sampler may not drop tokens of a model; None if it may."""
+    names = "top_k, top_p, min_p: expected none of them"
+    if not invariant:
+        return (
+            f"{names} with record alone: which tokens were kept follows from logits with the bits of training; "
+            "call use_in(trainer, invariant=True)"
+        )
+    passes = trainer.args.steps_per_generation * trainer.num_iterations
+    if trainer.args.gradient_accumulation_steps % passes:
+        return (
+            f"{names} with num_iterations {trainer.num_iterations} and steps_per_generation "
+            f"{trainer.args.steps_per_generation} over gradient_accumulation_steps "
+            f"{trainer.args.gradient_accumulation_steps}: after an update other logits reach the smallest that was kept"
+        )
+    # Their code for the cap, and some for the scale, rounds in another way than linear_logp.
+    for name, neutral in {"softcap": 0.0, "logit_scale": 1.0}.items():
+        if logit_options(model)[name] != neutral:
+            return f"{names} for a model with a {name} of its logits, {type(model).__name__}"
+    return None
+
+
+def watched(processors: Any, smallest: list[torch.Tensor], refusal: str | None = None) -> Any:
+    """Return a list of processors, extended by the record of the smallest kept z if it drops tokens.
+
+    Args:
+        processors: those that a model's ``generate`` has made.
+        smallest: gets ``z[B]`` of each pass.
+        refusal: why no tokens may be dropped, or None.
+
+    Raises:
+        ValueError: a processor changes logits in another way, or tokens are dropped and may not be.
+    """
+    names = [type(each).__name__ for each in processors]
+    for name in names:
+        if name not in (TEMPERATURE, SUPPRESSED, *CUTS):
+            option = "repetition_penalty" if name.startswith("RepetitionPenalty") else "generation_kwargs"
+            raise ValueError(
+                f"{option}: expected a temperature, top_k, top_p and min_p alone, to record what is sampled; {name} "
+                "changes logits in another way"
+            )
+    cuts = [each for each, name in zip(processors, names, strict=True) if name in CUTS]
+    if not cuts:
+        return processors
+    if refusal is not None:
+        raise ValueError(refusal)
+    divided = _Divide(next((each.temperature for each in processors if type(each).__name__ == TEMPERATURE), 1.0))
+    masks = [each for each, name in zip(processors, names, strict=True) if name == SUPPRESSED]
+    return type(processors)([*masks, divided, *cuts, _Keep(divided, smallest)])
+
+
+@contextmanager
+def smallest_kept(model: Any, refusal: str | None) -> Iterator[list[torch.Tensor]]:
+    """Collect the smallest kept z ``[B]`` of each pass of a model that generates; nothing if it drops no tokens."""
+    smallest: list[torch.Tensor] = []
+    original = model._get_logits_processor
+
+    def processors(*args: Any, **options: Any) -> Any:
+        return watched(original(*args, **options), smallest, refusal)
+
+    with replaced(model, "_get_logits_processor", processors):
+        yield smallest
+
+
+def with_min_logit(model: Callable[..., Any], min_logit: torch.Tensor | None) -> Callable[..., Any]:
+    """Return a model whose fused head leaves out what the sampler dropped; TRL calls it for one piece after the other.
+
+    ``min_logit[B, T]`` has the rows of the whole batch; with None the model is returned.
+    """
+    if min_logit is None:
+        return model
+    bits, start = min_logit.view(torch.int32), 0
+
+    def call(**inputs: Any) -> Any:
+        nonlocal start
+        piece = bits[start : start + len(inputs["input_ids"])]
+        start += len(piece)
+        return model(**inputs, **{MIN_LOGIT: piece})
+
+    return call
+
+
+class Carried:
+    """Takes the smallest kept logits out of TRL's lists of log-probabilities, and puts them into its batches.
+
+    Args:
+        trainer: GRPOTrainer, whose ``_generate_single_turn`` returns ``KeptLogp``.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._rows: list[list[float]] | None = None
+        generate, produce = trainer._generate, trainer._generate_and_score_completions
+
+        def generated(*args: Any, **options: Any) -> Any:
+            result = generate(*args, **options)
+            logps = result[4] or ()
+            self._rows = None
+            if any(isinstance(value, KeptLogp) for values in logps for value in values):
+                # A tool's tokens have a plain 0.
+                self._rows = [[getattr(value, "min_logit", -math.inf) for value in values] for values in logps]
+            return result
+
+        def produced(*args: Any, **options: Any) -> Any:
+            batch = produce(*args, **options)
+            min_logit = self.of(batch["completion_ids"])
+            return batch if min_logit is None else {**batch, IN_BATCH: min_logit}
+
+        trainer._generate, trainer._generate_and_score_completions = generated, produced
+
+    def of(self, ids: torch.Tensor) -> torch.Tensor | None:
+        """Return the last rollout's ``[B, T]`` for its completions ``[B, T]``; None if no token was dropped."""
+        return None if self._rows is None else padded(self._rows, ids, -math.inf)
+
+
+def padded(rows: Sequence[Sequence[float]], ids: torch.Tensor, filling: float) -> torch.Tensor:
+    """Return numbers of each token as ``[B, T]``, FP32, like the ids of completions, with a number after their ends."""
+    result = torch.full(ids.shape, filling, dtype=torch.float32, device="cpu")
+    for row, values in zip(result, rows, strict=True):
+        row[: len(values)] = torch.tensor(values, dtype=torch.float32, device="cpu")
+    return result.to(ids.device)

@@ -1,0 +1,186 @@
+"""A real client: TRL samples from a part of the vocabulary; log-probs of rollout and training are over that part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+peft = pytest.importorskip("peft")
+# TRL and its libraries warn of what does not concern this.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+import small_trainer  # noqa: E402
+
+from rl_kernels.models.clients import trl as trl_client  # noqa: E402
+from rl_kernels.models.clients.trl import kept  # noqa: E402
+from rl_kernels.models.clients.trl.kept import IN_BATCH, KeptLogp  # noqa: E402
+
+Made = Callable[..., Any]
+SIZES = small_trainer.SIZES | {"initializer_range": 0.3}
+"""Weights that make some words much more probable than others."""
+CUT = {"top_p": 0.9, "top_k": 50, "temperature": 0.7}
+BATCHES = {
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 12},
+}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "top_k": {"top_p": 1.0, "top_k": 3, "temperature": 1.0},
+    "min_p": {"top_p": 1.0, "top_k": 0, "min_p": 0.05, "temperature": 1.3},
+    "reference": {"beta": 0.05},
+    # Batches are shuffled and split.
+    "steps": {"gradient_accumulation_steps": 4, "steps_per_generation": 4},
+    "batches": BATCHES,
+    "batches, min_p": BATCHES | {"min_p": 0.1},
+    "adapter, checkpoints": {"beta": 0.05, "gradient_checkpointing": True},
+    "mixed": {"bf16": True},
+}
+
+
+@pytest.fixture
+def made(trainer_of: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
+    """Return a function that makes a trainer with a vocabulary of 200."""
+    monkeypatch.setattr(small_trainer, "WORDS", 200)
+
+    def make(adapter: Any = None, **options: Any) -> Any:
+        return trainer_of(tmp_path, adapter, SIZES, **{"num_iterations": 1, "beta": 0.0, **CUT, **options})
+
+    return make
+
+
+def kept_of(z: torch.Tensor, *, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """Return which of ``z[N, V]`` a sampler keeps, in the order of transformers: top_k, then top_p, then min_p."""
+    z = z.double()
+    if top_k:
+        z = z.masked_fill(z < z.topk(min(top_k, z.shape[-1])).values[:, -1:], -torch.inf)
+    p, order = z.softmax(-1).sort(-1, descending=True)
+    # A token is dropped if those before it have top_p already.
+    before = (p.cumsum(-1) - p).gather(-1, order.argsort(-1))
+    z = z.masked_fill(before >= top_p, -torch.inf) if top_p < 1 else z
+    p = z.softmax(-1)
+    return (z > -torch.inf) & (p >= min_p * p.amax(-1, keepdim=True))
+
+
+def trained(trainer: Any) -> dict[str, Any]:
+    """Train; compare each micro-batch of the weights that sampled with its rollout and with the whole vocabulary."""
+    ours = trainer._compute_loss
+    counts: dict[str, Any] = {"tokens": 0, "differ": 0, "kept": 0, "ratios": [], "full": [], "reference": []}
+
+    def scores(model: Any, inputs: dict[str, Any], min_logit: torch.Tensor | None) -> torch.Tensor:
+        ids = torch.cat((inputs["prompt_ids"], inputs["completion_ids"]), 1)
+        attention = torch.cat((inputs["prompt_mask"], inputs["completion_mask"]), 1)
+        model, width = kept.with_min_logit(model, min_logit), inputs["completion_mask"].shape[1]
+        # Pieces of one and three rows.
+        result, _, _ = trainer._get_per_token_logps_and_entropies(model, ids, attention, width, batch_size=3)
+        return result.detach()
+
+    def loss(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        mask, recorded = inputs["completion_mask"].bool(), inputs["sampling_per_token_logps"]
+        with torch.no_grad():
+            logps, full = scores(model, inputs, inputs[IN_BATCH]), scores(model, inputs, None)
+            ids = torch.cat((inputs["prompt_ids"], inputs["completion_ids"]), 1)
+            attention = torch.cat((inputs["prompt_mask"], inputs["completion_mask"]), 1)
+            places = (attention.cumsum(-1) - 1).clamp(min=0)
+            logits = trainer.model(ids, attention_mask=attention, position_ids=places).logits.float()
+        z = logits[:, -mask.shape[1] - 1 : -1][mask] / trainer.temperature
+        sampler = {name: getattr(trainer, name) or 0 for name in ("top_k", "top_p", "min_p")}
+        expected = kept_of(z, **sampler)
+        found = z >= inputs[IN_BATCH][mask][:, None] - 1e-5
+        counts["tokens"] += int(mask.sum())
+        counts["differ"] += int((logps != recorded)[mask].sum())
+        counts["kept"] += int((found.sum(-1) == expected.sum(-1)).sum())
+        dense = z.masked_fill(~found, -torch.inf).log_softmax(-1)
+        close = dense.gather(-1, inputs["completion_ids"][mask][:, None])[:, 0]
+        counts["furthest"] = max(counts.get("furthest", 0.0), float((close - logps[mask]).abs().max()))
+        counts["ratios"] += (logps - recorded)[mask].exp().tolist()
+        counts["full"] += (full - recorded)[mask].exp().tolist()
+        if "ref_per_token_logps" in inputs and not trainer.state.global_step:
+            counts["reference"].append(float((inputs["ref_per_token_logps"] - full)[mask].abs().max()))
+        return ours(model, inputs)
+
+    trainer._compute_loss = loss
+    trainer.train()
+    return counts
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rollout_and_training_keep_the_same_tokens(made: Made, name: str) -> None:
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=True)
+    trainer = made(adapter if "adapter" in name else None, **CASES[name])
+    trl_client.use_in(trainer, invariant=True)
+    counts = trained(trainer)
+    tokens, full = counts["tokens"], torch.tensor(counts["full"])
+    print(f"{name}: {counts['differ']} of {tokens} differ, mean ratio to the whole vocabulary {float(full.mean()):.3f}")
+    assert tokens > 60
+    assert counts["differ"] == 0
+    assert counts["ratios"] == [1.0] * tokens
+    assert 0.3 < float(full.mean()) < 0.98
+    assert float(full.max()) < 1 + 1e-5
+    difference = "sampling/sampling_logp_difference/max"
+    assert {each[difference] for each in trainer.state.log_history if difference in each} == {0.0}
+    if name != "mixed":
+        assert counts["kept"] == tokens
+        assert counts["furthest"] < 1e-4
+    if trainer.beta:
+        # The reference starts as the model; its log-probs are of the whole vocabulary.
+        assert max(counts["reference"]) == 0
+
+
+def test_ties_are_kept_whole_and_nothing_dropped_is_not_recorded() -> None:
+    """transformers' top_p may split equal logits; and with what drops no token TRL's batches are as without."""
+    transformers, smallest = pytest.importorskip("transformers"), []
+    scores = torch.tensor([[3.0, 1.0, 1.0, 1.0, -2.0]])
+    top_p, divide = transformers.TopPLogitsWarper(0.8), transformers.TemperatureLogitsWarper(0.5)
+    assert int((top_p(None, scores / 0.9) > -torch.inf).sum()) == 2
+    processors = kept.watched([transformers.TemperatureLogitsWarper(0.9), top_p], smallest)
+    for each in processors:
+        scores = each(None, scores)
+    assert torch.equal(scores > -torch.inf, torch.tensor([[True, True, True, True, False]]))
+    assert torch.equal(smallest[0], torch.tensor([1.0]) / torch.tensor(0.9))
+    plain = [divide]
+    assert kept.watched(plain, smallest, "none may be") is plain
+
+
+def test_other_processors_and_other_logits_are_refused(made: Made) -> None:
+    cases: list[tuple[dict[str, Any], bool, str]] = [
+        ({"num_iterations": 2}, True, "top_k, top_p, min_p: expected none of them with num_iterations 2"),
+        ({"steps_per_generation": 4}, True, "top_k, .* with num_iterations 1 and steps_per_generation 4 over .* 2:"),
+        ({"repetition_penalty": 1.1}, True, r"repetition_penalty: expected .*; RepetitionPenaltyLogitsProcessor"),
+        ({"generation_kwargs": {"min_new_tokens": 2}}, True, "generation_kwargs: .*; MinNewTokensLength"),
+        ({"generation_kwargs": {"typical_p": 0.5}}, True, "generation_kwargs: .*; TypicalLogitsWarper"),
+        ({"generation_kwargs": {"renormalize_logits": True}}, True, "generation_kwargs: .*; LogitNormalization"),
+        ({}, False, r"top_k, top_p, min_p: expected none of them with record alone: .* use_in\(trainer, invariant=Tr"),
+    ]
+    for options, invariant, message in cases:
+        trainer = made(**options)
+        with pytest.raises(ValueError, match=f"^{message}"):
+            trl_client.use_in(trainer, record=True, invariant=invariant)
+        # As TRL has it.
+        trl_client.use_in(trainer)
+    trainer = made()
+    trainer.model.config.final_logit_softcapping = 30.0
+    with pytest.raises(ValueError, match=r"^top_k, top_p, min_p: expected none of them for a model with a softcap"):
+        trl_client.use_in(trainer, invariant=True)
+
+
+def test_tokens_of_tools_keep_all() -> None:
+    """TRL joins turns, with a plain 0 for each token of a tool, and pads completions."""
+    rows = [[KeptLogp(-1.0, 0.5), 0.0, KeptLogp(-2.0, 1.5)], [KeptLogp(-3.0, 2.5)]]
+    ids = torch.zeros(2, 4, dtype=torch.int64)
+    batches: list[dict[str, Any]] = [{"completion_ids": ids}]
+    trainer = SimpleNamespace(
+        _generate=lambda: (None, None, None, None, rows),
+        _generate_and_score_completions=lambda: (trainer._generate(), batches[0])[1],
+    )
+    kept.Carried(trainer)
+    low = -torch.inf
+    expected = torch.tensor([[0.5, low, 1.5, low], [2.5, low, low, low]])
+    assert torch.equal(trainer._generate_and_score_completions()[IN_BATCH], expected)
+    rows[:] = [[-1.0], [-2.0]]
+    assert trainer._generate_and_score_completions() is batches[0]
