@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -94,6 +95,19 @@ def _check_parts(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if part is not module and any(value.is_meta for value in part.parameters(recurse=False)):
             raise TypeError(f"head: accelerate offloads the weight of {name}; give the head a device in device_map")
+
+
+@contextmanager
+def inputs_of(
+    module: nn.Module, select: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden
+) -> Iterator[list[torch.Tensor]]:
+    """Collect the input of a head in each pass, reduced by ``select``: one list entry per pass."""
+    rows: list[torch.Tensor] = []
+    hook = module.register_forward_pre_hook(lambda _, args: rows.append(select(args[0])))
+    try:
+        yield rows
+    finally:
+        hook.remove()
 
 
 def copied(result: torch.Tensor | LogpStats) -> torch.Tensor | LogpStats:

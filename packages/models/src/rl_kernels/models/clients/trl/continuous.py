@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from rl_kernels.models.clients.trl.head import Head
-from rl_kernels.models.clients.trl.rollout import Around, Sampled, inputs_of
+from rl_kernels.models.clients.trl.rollout import Around, Sampled
+from rl_kernels.models.head import inputs_of
 from rl_kernels.models.swap import replaced
 
 KNOWN = "5.17 to 5.24"
