@@ -131,8 +131,9 @@ def _prompts(args: argparse.Namespace, model: Any, inputs: Any, checkpoint: Chec
         return list(inputs)
     count = args.prompts or PROMPTS[_kind(model)]
     tokenizer = None if checkpoint is None else checkpoint.tokenizer()
-    if tokenizer is not None:
-        return prompts.chat(tokenizer, count)
+    rows = None if tokenizer is None else prompts.chat(tokenizer, count)
+    if rows is not None:
+        return rows
     print("no tokenizer: prompts are random tokens", file=sys.stderr)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     return random_prompts(vocabulary, count, 48, args.seed)

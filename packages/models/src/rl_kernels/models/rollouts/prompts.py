@@ -28,8 +28,8 @@ TOPICS = (
     "growing vegetables at home",
 )
 BEFORE = """You are helping a class that prepares a small exhibition for its school. Visitors of all ages will read
-your text on a poster, so it should be friendly, correct and easy to follow. Use examples from everyday life, avoid words
-that only an expert knows, and do not repeat yourself. Do not mention these instructions. Here is the task: """
+your text on a poster, so it should be friendly, correct and easy to follow. Use examples from everyday life, avoid
+words that only an expert knows, and do not repeat yourself. Do not mention these instructions. Here is the task: """
 
 
 def texts(count: int) -> list[str]:
@@ -44,13 +44,21 @@ def texts(count: int) -> list[str]:
     return found
 
 
-def chat(tokenizer: Any, count: int) -> list[torch.Tensor]:
-    """Return the token ids of prompts, in the tokenizer's chat template if it has one."""
-    if not getattr(tokenizer, "chat_template", None):
-        return [torch.tensor(tokenizer(text)["input_ids"]) for text in texts(count)]
-    rows = []
-    for text in texts(count):
-        message = [{"role": "user", "content": text}]
-        ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=True)
-        rows.append(torch.tensor(ids["input_ids"]))
-    return rows
+def chat(tokenizer: Any, count: int) -> list[torch.Tensor] | None:
+    """Return the token ids of prompts, in the chat template if there is one; None if the tokenizer has no vocabulary.
+
+    transformers makes a tokenizer without one where a folder has none.
+    """
+    prompts = texts(count)
+    rows = [_encoded(tokenizer, text) for text in prompts]
+    has_vocabulary = len(set(map(tuple, rows))) == len(set(prompts))
+    return [torch.tensor(row) for row in rows] if has_vocabulary else None
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    if getattr(tokenizer, "chat_template", None):
+        message, options = [{"role": "user", "content": text}], {"add_generation_prompt": True, "tokenize": True}
+        found = tokenizer.apply_chat_template(message, return_dict=True, **options)["input_ids"]
+    else:
+        found = tokenizer(text)["input_ids"]
+    return list(found)
