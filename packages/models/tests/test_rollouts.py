@@ -15,7 +15,7 @@ from rl_kernels.models.rollouts.recorded import read
 from rl_kernels.models.rollouts.samples import PACKED, Sample, batches
 
 TOKENS = 9
-WAYS = ("padded", "micro-batches of 4", "packed")
+WAYS = ("padded", "micro-batches", "packed")
 
 
 def samples_of(model, prompts):
@@ -203,14 +203,14 @@ def test_the_command_prints_what_it_counted(tiny, tmp_path, capsys):
     status, printed = run(capsys, *argv, "--bounds", 0.99, 1.01)
     assert status == 0
     lines = printed.out.splitlines()
-    header = next(line for line in lines if line.startswith("rollout and training"))
-    assert "ratio outside 0.99 to 1.01" in header
-    assert header.endswith("other experts")
+    assert lines[2].split("  ")[-1] == "other experts"
+    assert "  off 0.99-1.01  off 0.8-1.2  " in lines[2]
     for way, by_batch in counts.items():
         for name, each in by_batch.items():
             (row,) = (line for line in lines if line.startswith(f"{way}, {name}  "))
-            assert f"  {each['differ']} of {each['tokens']}" in row
-            assert row.count(f" of {each['tokens']}") == 4
+            tokens, differ, *_, experts = re.split("  +", row)[1:]
+            assert (tokens, differ.split(" ")[0]) == (str(each["tokens"]), str(each["differ"]))
+            assert experts.split(" ")[0] == str(each["rerouted"])
     total = sum(each["tokens"] for each in counts["invariant"].values())
     assert lines[-2] == f"PASSED: under invariant() 0 of {total:,} log-probs of training differ"
     # Recorded by something else: nothing is sampled, and differences give status 1.

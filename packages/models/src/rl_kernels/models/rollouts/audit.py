@@ -27,7 +27,7 @@ class RolloutAudit:
     Attributes:
         samples: number of completions.
         is_recorded: whether the log-probs of the rollout were given, not sampled here.
-        counts: ``stock`` and ``invariant`` -> ``padded``, ``micro-batches of 4``, ``packed`` -> the differences between
+        counts: ``stock`` and ``invariant`` -> ``padded``, ``micro-batches``, ``packed`` -> the differences between
             rollout and such a training pass.
     """
 

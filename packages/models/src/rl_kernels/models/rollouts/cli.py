@@ -98,7 +98,7 @@ def run(args: argparse.Namespace, model: Any, inputs: Any, checkpoint: Checkpoin
         **({} if args.recorded else sampling),
     }
     if args.plot:
-        report.draw(result, settings, args.plot)
+        report.draw(result.counts, settings, args.plot)
     seconds = time.perf_counter() - start
     if args.json:
         print(json_rows({**record(result, settings, rollout), "seconds": round(seconds, 1)}))

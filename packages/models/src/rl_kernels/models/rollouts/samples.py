@@ -52,7 +52,7 @@ def batches(samples: Sequence[Sample]) -> dict[str, list[Batch]]:
     groups = (numbered[first : first + ROWS] for first in range(0, len(numbered), ROWS))
     return {
         "padded": [_padded(numbered)],
-        f"micro-batches of {ROWS}": [_padded(group) for group in groups],
+        "micro-batches": [_padded(group) for group in groups],
         "packed": [_packed(row) for row in _rows(numbered)],
     }
 
