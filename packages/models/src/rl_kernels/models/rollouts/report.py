@@ -28,10 +28,10 @@ def text(result: RolloutAudit, settings: Mapping[str, Any]) -> list[str]:
         "",
         table(header, rows),
         "",
-        "differ: tokens whose log-prob in training is not the one of the rollout, with the same weights.",
-        f"{bounds}: tokens whose ratio, training by rollout, is outside; {clipped}: tokens that PPO would",
-        "clip, if their advantage has the sign of ratio - 1. nats: the largest difference.",
-        "KL of training from rollout in nats a token, by two estimates. Without a mismatch all are 0.",
+        "differ: tokens whose log-prob in training is not the rollout's, with the same weights.",
+        f"{bounds}: tokens whose ratio, training by rollout, is outside of that range.",
+        f"{clipped}: tokens that PPO clips, if their advantage has the sign of ratio - 1.",
+        "nats: the largest difference. KL: two estimates, nats a token. Without a mismatch all are 0.",
         f"{verdict}: under invariant() {differ:,} of {tokens:,} log-probs of training differ",
     ]
 
