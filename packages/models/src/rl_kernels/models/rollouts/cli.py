@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -111,11 +110,17 @@ def run(args: argparse.Namespace, model: Any, inputs: Any, checkpoint: Checkpoin
 def record(result: Any, settings: dict[str, Any], rollout: Sequence[torch.Tensor | Sample]) -> dict[str, Any]:
     """Return the result as JSON has it."""
     lengths = [len(each.prompt if isinstance(each, Sample) else each) for each in rollout]
-    names = ("torch", "transformers", "rl-kernels-models")
-    machine = {"device": settings["device"], "date": datetime.now(timezone.utc).strftime("%Y-%m-%d")}
+    from transformers import __version__
+
+    date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     return {
         "settings": settings,
-        "environment": {**machine, **{name: version(name) for name in names}},
+        "environment": {
+            "device": settings["device"],
+            "date": date,
+            "torch": torch.__version__,
+            "transformers": __version__,
+        },
         "samples": result.samples,
         "is_recorded": result.is_recorded,
         "prompt_tokens": [min(lengths), max(lengths)],

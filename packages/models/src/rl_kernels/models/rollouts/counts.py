@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 BOUNDS, CLIP = (0.9, 1.1), 0.2
-DISTANCES = tuple(digit * 10.0**power for power in range(-6, 1) for digit in (1, 3))
+DISTANCES = tuple(float(f"{digit}e{power}") for power in range(-6, 1) for digit in (1, 3))
 """Nats: from a distance that hardly moves a ratio to one that is seldom seen."""
 
 
