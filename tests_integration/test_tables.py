@@ -44,7 +44,7 @@ def test_the_pages_are_up_to_date():
 def test_the_front_page_has_every_row_and_its_ratios_are_those_of_its_times():
     front = (ROOT / "README.md").read_text().partition("<!-- summary -->")[2].partition("<!-- end")[0]
     rows = [row.strip("| ").split(" | ") for row in front.splitlines() if row.startswith("| ")][2:]
-    assert len(rows) == 17
+    assert len(rows) == 17 + (ROOT / "tools/results/h200-rollout.json").exists()
     timed = [row for row in rows if " ms" in row[1]]
     assert len(timed) == 14
     for what, theirs, ours, ratio in timed:

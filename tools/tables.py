@@ -2,7 +2,7 @@
 
 What `SECTIONS` lists stands between two markers of a page: the tables of all files of results of that name. READMEs
 and pages of benchmarks have those of `rl-kernels bench --json`, in packages/X/benchmarks/results. A few lines of all
-are in README.md and docs/benchmarks/index.md. Where there are no results, a page says so. The two pictures of the
+are in README.md and docs/benchmarks/index.md. Where there are no results, a page says so. The pictures of the
 first pages are drawn too; docs/pictures.py draws the others where the site is built.
 """
 
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sections import delta, demo, hardware, mismatch, mixtures, models, operators, products, ranks, training
+from sections import delta, demo, hardware, mismatch, mixtures, models, operators, products, ranks, rollouts, training
 from sections.front import front_table
 from sections.text import filled, picture
 
@@ -54,6 +54,7 @@ class Section(NamedTuple):
 
 
 TWINS = "![Both twins, step by step]({file}.svg)"
+ROLLOUT = "![Tokens whose log-prob differs between rollout and training, and by how much]({file}.svg)"
 HEADS = picture(f"{RESULTS}/{{file}}.json", "Time over memory")
 MODELS = "packages/models/benchmarks/README.md"
 SECTIONS = (
@@ -68,7 +69,8 @@ SECTIONS = (
     Section("docs/recipes/vllm-sglang.md", "vllm rollout", "*-vllm-*.json", training.rollouts),
     Section("docs/objectives.md", "differences", "trl-objectives.json", training.trl_objectives),
     Section("docs/demo.md", "demo", "*-demo.json", demo.section, picture=TWINS),
-    Section("docs/demo.md", "mismatch", "mismatch.json", mismatch.section),
+    Section("docs/mismatch.md", "rollout", "*-rollout.json", rollouts.section, picture=ROLLOUT),
+    Section("docs/mismatch.md", "mismatch", "mismatch.json", mismatch.section),
     Section("docs/benchmarks/grpo-step.md", "grpo step", "*-grpo-step*.json", training.grpo),
     Section("docs/benchmarks/host-time.md", "host time", "*-host.json", operators.host, read),
     Section("docs/call.md", "call path", "call-path.json", operators.call_paths),
@@ -107,6 +109,8 @@ def pictures(root: Path) -> Iterator[tuple[Path, Callable[[Path], None]]]:
     """Yield each committed picture, with what draws it."""
     for file in (root / RESULTS).glob("*-demo.json"):
         yield root / "docs" / f"{file.stem}.svg", partial(report.draw, load(file))
+    for file in (root / RESULTS).glob("*-rollout.json"):
+        yield root / "docs" / f"{file.stem}.svg", partial(rollouts.draw, load(file))
     for file in (root / RESULTS).glob("mismatch.json"):
         yield root / "docs/mismatch.svg", partial(mismatch.draw, load(file))
 

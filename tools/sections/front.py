@@ -17,6 +17,7 @@ from rl_kernels.lab.bench.report import as_table, digits
 STEP, CALLS, TRL = "h200-model-step.json", "h200-client-calls.json", "h200-trl-step.json"
 MIXTURE = "h200-qwen3-30b-model-bits.json"
 FLASH, ENGINE = "h200-attention-client-calls.json", "h200-trl-with-vllm.json"
+ROLLOUT, REAL = "h200-rollout.json", {"smollm2": "SmolLM2-135M-Instruct"}
 MODEL = {
     "forward + backward 4x2048": "forward and backward, 4x2048 tokens",
     "decode, 64 sequences, 2048 keys, CUDA graph": "decode a token for 64 sequences, 2048 keys, in a CUDA graph",
@@ -31,6 +32,7 @@ Row = tuple[str, ...]
 def front_table(results: Path, packages: Mapping[str, Mapping[str, Document]]) -> str:
     """Return the text between the markers of the README; measurements that are missing have no row."""
     rows = [
+        *_rollouts(results / ROLLOUT),
         *_models(results / STEP, "Llama of 8B widths, 4 layers"),
         *_models(results / MIXTURE, "mixture of Qwen3-30B-A3B's widths, 4 layers"),
         *_choices(results / MIXTURE),
@@ -47,6 +49,16 @@ def front_table(results: Path, packages: Mapping[str, Mapping[str, Document]]) -
 def _read(file: Path) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return document
+
+
+def _rollouts(file: Path) -> Iterator[Row]:
+    document = _read(file)
+    if document:
+        stock, ours = (document["counts"][way]["padded"] for way in ("stock", "invariant"))
+        theirs, differing = (of(counts["differ"], counts["tokens"]) for counts in (stock, ours))
+        model = REAL.get(document["settings"]["model"], document["settings"]["model"])
+        label = f"{model}: sampled tokens whose log-prob in training differs from the rollout's"
+        yield (label, f"stock transformers: {theirs}", differing, "")
 
 
 def _models(file: Path, model: str) -> Iterator[Row]:

@@ -11,9 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from importlib.util import find_spec
 from os.path import expanduser
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +21,15 @@ from rl_kernels.core.command import Parser, count
 from rl_kernels.core.contract import DTYPES
 from rl_kernels.core.loading import load
 from rl_kernels.models.audits import AuditResult, audit
+from rl_kernels.models.checkpoints import Checkpoint, find
 from rl_kernels.models.invariance import invariant
+from rl_kernels.models.rollouts import cli as rollouts
 
 DESCRIPTION = """Run a model on the same rows alone, batched, reordered, padded and in chunks, and name the first
-module whose bits differ. Exit status 1 if one does."""
+module whose bits differ. With --rollout, compare the log-probs of rollout and training. Exit status 1 if one differs,
+with --rollout if one differs under invariant()."""
 USAGE = 2
+PROMPTS = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,21 +44,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--invariant", action="store_true", help="audit the model under invariant()")
     parser.add_argument("--random-weights", action="store_true", help="random weights; reads only the configuration")
     parser.add_argument("--layers", type=count(1), metavar="N", help="keep the first N layers; needs --random-weights")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: fp32, or that of the model from a function")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="default: fp32, with --rollout bf16; a function's model keeps its own"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: auto)")
-    parser.add_argument("--prompts", type=count(2, 31), default=4, help="random prompts to run (%(default)s)")
+    sizes = ", ".join(f"{name} {size}" for name, size in rollouts.PROMPTS.items())
+    parser.add_argument("--prompts", type=count(2, 31), help=f"prompts to run ({PROMPTS}; with --rollout {sizes})")
     parser.add_argument(
         "--length", type=count(2, 31), help="tokens of the longest prompt (23; 131 for linear attention)"
     )
     parser.add_argument("--seed", type=count(0, 63), default=0, help="seed of random prompts and weights (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
+    rollouts.add_arguments(parser, count(1, 31))
     args = parser.parse_args(argv)
     if args.layers and not args.random_weights:
         parser.error("argument --layers: needs --random-weights")
+    if reason := rollouts.unusable(args):
+        parser.error(reason)
     try:
-        model, inputs = _load_model(args)
+        model, inputs, checkpoint = _load_model(args)
+        if args.rollout:
+            return rollouts.run(args, model, inputs, checkpoint)
         with invariant(model) if args.invariant else nullcontext():
-            result = audit(model, inputs, prompts=args.prompts, length=args.length, seed=args.seed)
+            result = audit(model, inputs, prompts=args.prompts or PROMPTS, length=args.length, seed=args.seed)
     except Exception as error:  # the user's model may raise anything
         message = " ".join(str(error).split())
         print(f"rl-kernels audit: {type(error).__name__}: {message}", file=sys.stderr)
@@ -89,30 +99,17 @@ def _rerouted(result: AuditResult, variant: str) -> str:
     return f"; {others} of {tokens} tokens choose other experts"
 
 
-def _load_model(args: Any) -> tuple[nn.Module, Any]:
+def _load_model(args: Any) -> tuple[nn.Module, Any, Checkpoint | None]:
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device)
-    dtype = None if args.dtype is None else DTYPES[args.dtype]
+    dtype, inputs, checkpoint = None if args.dtype is None else DTYPES[args.dtype], None, None
     if ":" in args.model:
         returned = load(args.model).function()
         if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], nn.Module):
             raise ValueError(f"model: expected {args.model} to return a model and its inputs")
         model, inputs = returned
     else:
-        model, inputs = _load_pretrained(args, dtype or torch.float32), None
-    return model.to(device=device, dtype=dtype), inputs
-
-
-def _load_pretrained(args: Any, dtype: torch.dtype) -> nn.Module:
-    if find_spec("transformers") is None:
-        raise ValueError("model: transformers is not installed: pip install transformers; or give MODULE:FUNCTION")
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    if args.model.startswith((".", "/")) and not Path(args.model).exists():
-        raise ValueError(f"model: expected an existing folder, got {args.model}")
-    if not args.random_weights:
-        return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
-    config = AutoConfig.from_pretrained(args.model)
-    if args.layers:
-        config.num_hidden_layers = args.layers
-    torch.manual_seed(args.seed)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        checkpoint = find(args.model)
+        torch.manual_seed(args.seed)
+        default = torch.bfloat16 if args.rollout else torch.float32
+        model = checkpoint.load(dtype or default, random_weights=args.random_weights, layers=args.layers)
+    return model.to(device=device, dtype=dtype), inputs, checkpoint

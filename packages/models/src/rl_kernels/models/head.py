@@ -109,6 +109,19 @@ def _check_parts(module: nn.Module) -> None:
             raise TypeError(f"head: accelerate offloads the weight of {name}; give the head a device in device_map")
 
 
+@contextmanager
+def inputs_of(
+    module: nn.Module, select: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden
+) -> Iterator[list[torch.Tensor]]:
+    """Collect the input of a head in each pass, reduced by ``select``: one list entry per pass."""
+    rows: list[torch.Tensor] = []
+    hook = module.register_forward_pre_hook(lambda _, args: rows.append(select(args[0])))
+    try:
+        yield rows
+    finally:
+        hook.remove()
+
+
 def copied(result: torch.Tensor | LogpStats) -> torch.Tensor | LogpStats:
     """Return copies of results: FSDP2 requires that a module's outputs are no views."""
     return result.clone() if isinstance(result, torch.Tensor) else LogpStats(*(value.clone() for value in result))

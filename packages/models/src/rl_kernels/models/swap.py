@@ -118,13 +118,13 @@ def _restore_class(module: nn.Module, subclass: type[nn.Module], original: type[
 
 
 @contextmanager
-def replaced(model: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method of an object by a function for a ``with`` block."""
-    own = {key: value for key, value in vars(model).items() if key == name}
-    setattr(model, name, function)
+def replaced(model: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of an object, such as a method, for a ``with`` block."""
+    own = {key: kept for key, kept in vars(model).items() if key == name}
+    setattr(model, name, value)
     try:
         yield
     finally:
         delattr(model, name)
-        for key, value in own.items():
-            setattr(model, key, value)
+        for key, kept in own.items():
+            setattr(model, key, kept)

@@ -80,6 +80,29 @@ def chooses_experts(module: nn.Module) -> bool:
     return ROUTER.search(original_of(module).__name__) is not None
 
 
+@contextmanager
+def chosen_experts(model: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Collect the experts of each forward pass: ``[B T, layers k]``, sorted within a layer; nothing without routers."""
+    passes: list[torch.Tensor] = []
+    layers: list[torch.Tensor] = []
+
+    def after_router(module: nn.Module, args: Any, output: Any) -> None:
+        ids = [value for _, value in _tensors(output, "", with_ids=True) if value.dtype in IDS]
+        layers.extend(value.reshape(-1, value.shape[-1]).sort(-1).values for value in ids)
+
+    def after_pass(*_: Any) -> None:
+        if layers:
+            passes.append(torch.cat(layers, -1))
+            layers.clear()
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if chooses_experts(module):
+                stack.callback(module.register_forward_hook(after_router).remove)
+        stack.callback(model.register_forward_hook(after_pass).remove)
+        yield passes
+
+
 def _tensors(value: Any, path: str, *, with_ids: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         if value.is_floating_point() or (with_ids and value.dtype in IDS):

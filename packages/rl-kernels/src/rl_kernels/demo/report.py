@@ -23,7 +23,7 @@ ROWS, SHOWN = 10, 8  # most rows of the table of steps, each a mean since the ro
 CAPTION = """Tokens whose log-prob differs in any bit between rollout and training, with rl-kernels
 (ours) and in stock PyTorch, and their KL. The last kind trains and is compared in every step,
 the others in one of"""
-NEXT = """next    your model: rl-kernels audit path/to/model
+NEXT = """next    your model: rl-kernels audit path/to/model --rollout
         one operator: pip install ./shared/core ./packages/linear-logp
         TRL: docs/recipes/trl.md; your own loop: docs/recipes/your-own-loop.md"""
 QUOTIENT = "ours / stock"

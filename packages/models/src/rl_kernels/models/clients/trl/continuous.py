@@ -16,8 +16,8 @@ import torch
 
 from rl_kernels.models.clients.trl.head import Head
 from rl_kernels.models.clients.trl.kept import KeptLogp, smallest_kept
-from rl_kernels.models.clients.trl.rollout import Around, Sampled, inputs_of
-from rl_kernels.models.head import unrounded
+from rl_kernels.models.clients.trl.rollout import Around, Sampled
+from rl_kernels.models.head import inputs_of, unrounded
 from rl_kernels.models.swap import replaced
 
 KNOWN = "5.17 to 5.24"

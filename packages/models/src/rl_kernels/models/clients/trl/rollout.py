@@ -6,16 +6,15 @@ The head returns its logits unrounded meanwhile, so tokens are drawn from what i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
 
 from rl_kernels.models.clients.trl.head import Head
 from rl_kernels.models.clients.trl.kept import KeptLogp, smallest_kept, watched
-from rl_kernels.models.head import unrounded
+from rl_kernels.models.head import inputs_of, unrounded
 from rl_kernels.models.swap import replaced
 
 Sampled = tuple[list[list[int]], list[list[float]]]
@@ -96,19 +95,6 @@ def recorded(
         return ids, [values[: len(tokens)] for values, tokens in zip(logps, ids, strict=True)]
 
     return sampled
-
-
-@contextmanager
-def inputs_of(
-    module: nn.Module, select: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden
-) -> Iterator[list[torch.Tensor]]:
-    """Collect the input of a head in each pass, reduced by ``select``: one list entry per pass."""
-    rows: list[torch.Tensor] = []
-    hook = module.register_forward_pre_hook(lambda _, args: rows.append(select(args[0])))
-    try:
-        yield rows
-    finally:
-        hook.remove()
 
 
 @torch.no_grad()
