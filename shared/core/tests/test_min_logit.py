@@ -7,8 +7,8 @@ from rl_kernels.core.cuda import toolchain
 from rl_kernels.core.cuda.launch import kernel
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.cuda.where import target_of
+from rl_kernels.core.min_logit import check_targets
 from rl_kernels.core.operator import Call, arch_of
-from rl_kernels.core.rowwise.min_logit import check_targets
 from rl_kernels.core.triton_lib.launch import triton_backend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -28,7 +28,7 @@ struct Every {
 };
 
 // Those that are not below `least`; a NaN counts.
-struct AtLeast {
+struct NotBelow {
     float least;
     __device__ float or_lowest(float x) const { return x < least ? -infinity() : x; }
     __device__ float or_0(float x, float of_x) const { return x < least ? 0.0f : of_x; }
