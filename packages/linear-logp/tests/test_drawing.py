@@ -113,10 +113,10 @@ def check_definition(rows: int = 12, vocab: int = 301) -> None:
                 check_row(logits.logits[row], u[row].item(), of, ids, logps, least)
 
 
-def check_boundaries() -> None:
+def check_boundaries(backend: str = "native", device: torch.device = CPU) -> None:
     """A uniform number, or top_p, that a sum of masses reaches exactly."""
-    logits = given("equal", 1, 4)
-    assert logits.sample(uniform=torch.tensor([0.5])).ids.tolist() == [2]
+    logits = given("equal", 1, 4, backend, device)
+    assert logits.sample(uniform=torch.tensor([0.5], device=device)).ids.tolist() == [2]
     # The first has half of the probability.
     logits.logits[:] = torch.tensor([math.log(2), 0.0, 0.0, -math.inf])
     logits.norm[:] = torch.tensor([math.log(2), math.log(2)])
@@ -186,6 +186,7 @@ def test_bits_on_a_gpu(gpu_backend: str, vocab: int) -> None:
 
 def check_backend(backend: str, device: torch.device, rows: int, vocab: int, step: int = 1) -> None:
     """Compare tokens and thresholds with native's exactly, log-probabilities closely; of requests every ``step``-th."""
+    check_boundaries(backend, device)
     for place, kind in enumerate(KINDS):
         logits, u = given(kind, rows, vocab, backend, device), uniform_of(rows, device)
         for request in (per_row(rows, device), *REQUESTS[place % step :: step]):
