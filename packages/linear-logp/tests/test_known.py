@@ -56,7 +56,7 @@ def drawn(shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dty
     if options.get("temperature") == "tensor":
         options["temperature"] = draw.uniform(0.5, 2.0, rows, dtype=torch.float32)
     if options.get("min_logit") is True:
-        options["min_logit"] = below_targets(**call, target_ids=ids, **options)
+        options["min_logit"] = below_targets(**{**call, **options, "target_ids": ids, "min_logit": None})
     if options.pop("main_grad", False) and dtype != torch.float64:
         weight.main_grad = torch.ones(vocab, size, device=device)
     return {**call, "target_ids": ids, **options}
