@@ -3,12 +3,17 @@
 import pytest
 import torch
 
-from rl_kernels.core.operator import Call
-from rl_kernels.core.rowwise.min_logit import check_targets
+from rl_kernels.core.cuda import toolchain
+from rl_kernels.core.cuda.launch import kernel
+from rl_kernels.core.cuda.program import Program
+from rl_kernels.core.cuda.where import target_of
+from rl_kernels.core.min_logit import check_targets
+from rl_kernels.core.operator import Call, arch_of
 from rl_kernels.core.triton_lib.launch import triton_backend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REASON = triton_backend("toy").why_not(Call.of(torch.zeros(1, device=DEVICE)))
+MISSING = toolchain.why_no_compiler()
 COUNT, LARGEST = 1 << 16, torch.finfo(torch.float32).max
 INF = torch.inf
 
@@ -22,6 +27,15 @@ if REASON is None:
     def _least(m, t, out, PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
         rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         tl.store(out + rows, min_logit.least_kept(m, t, rows, rows >= 0, PER_ROW, True))
+
+
+CUDA = """
+#include <rl_kernels/min_logit.cuh>
+extern "C" __global__ void least(const float* m, const float* t, float* out, int count) {
+    for (int i = threadIdx.x; i < count; i += blockDim.x) out[i] = rlk::least_kept(m[i], t[i]);
+}
+"""
+KINDS = pytest.mark.parametrize("kind", ["one", "near", "any"])
 
 
 def drawn(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,7 +60,7 @@ def check(least: torch.Tensor, m: torch.Tensor, t: torch.Tensor) -> None:
 
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
-@pytest.mark.parametrize("kind", ["one", "near", "any"])
+@KINDS
 def test_triton_finds_the_smallest_value(kind):
     m, t = drawn(kind)
     least, number = torch.empty_like(m), float(t[0])
@@ -56,6 +70,21 @@ def test_triton_finds_the_smallest_value(kind):
     check(least, m, torch.full_like(t, number))
     _least[(1,)](m.new_full((1024,), torch.nan), t, least, PER_ROW=True, BLOCK=1024)
     assert bool((least[:1024] == INF).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@KINDS
+def test_cuda_finds_the_smallest_value(kind, make_sources):
+    make_sources("toy_kernels", least__cu=CUDA)
+    program = Program("toy_kernels", "least.cu", target_of(arch_of("cuda", 0), exact=False), ())
+    (m, t), number = drawn(kind), torch.full((3,), torch.nan, device="cuda")
+    least = torch.empty_like(m)
+    launch = kernel(program, "least", "PPPi", m.device).launch
+    launch(1, 256, m, t, least, len(m))
+    check(least, m, t)
+    launch(1, 256, number, t, least, len(number))
+    assert bool((least[:3] == INF).all())
 
 
 def test_targets_below_their_threshold_raise():

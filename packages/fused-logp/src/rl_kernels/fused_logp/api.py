@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
+from rl_kernels.core import min_logit as thresholds
 from rl_kernels.core import validate as check
 from rl_kernels.core.calls import Ready
 from rl_kernels.core.dispatch import choose, remembered
 from rl_kernels.core.outputs import LogpStats
-from rl_kernels.core.rowwise import min_logit as thresholds
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.saved import are_hooked, save
 from rl_kernels.core.torchlib.derivatives import apply_of, first_order, no_lost_derivatives

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from rl_kernels.core import chains
+from rl_kernels.core import min_logit as thresholds
 from rl_kernels.core import validate as check
 from rl_kernels.core.calls import Ready
 from rl_kernels.core.dispatch import choose, remembered
-from rl_kernels.core.rowwise import min_logit as thresholds
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives

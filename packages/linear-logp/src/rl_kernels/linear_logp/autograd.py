@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_kernels.core import min_logit as thresholds
 from rl_kernels.core.calls import Ready
-from rl_kernels.core.rowwise import min_logit as thresholds
 from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib.derivatives import first_order, is_asked_for
 from rl_kernels.core.torchlib.observed import values_hidden

@@ -24,8 +24,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.constants import BIAS_STEP, STEP
+from rl_kernels.core.min_logit import is_below
 from rl_kernels.core.outputs import LogpStats
-from rl_kernels.core.rowwise.min_logit import is_below
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.core.saved import are_hooked

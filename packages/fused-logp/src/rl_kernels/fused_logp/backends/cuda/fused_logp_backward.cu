@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT / THREADS) backwa
     const auto gradient = gradient_of(p, row, id);
 #if MIN_LOGIT
     // A row without a distribution, or whose id is not a column, is NaN as a whole.
-    const AtLeast counted = isnan(gradient.log_total) || isnan(gradient.rest) ? AtLeast{-infinity()} : p.counted(row);
+    const NotBelow counted = isnan(gradient.log_total) || isnan(gradient.rest) ? NotBelow{-infinity()} : p.counted(row);
 #else
     const Every counted;
 #endif

@@ -76,7 +76,7 @@ struct Inputs {
     __device__ Softcap softcap() const { return {cap, rate, inverse_cap, steepest}; }
 #endif
 #if MIN_LOGIT
-    __device__ AtLeast counted(int row) const { return {least_kept(min_logits[row], divisor(row))}; }
+    __device__ NotBelow counted(int row) const { return {least_kept(min_logits[row], divisor(row))}; }
 #else
     __device__ Every counted(int) const { return {}; }
 #endif

@@ -51,7 +51,7 @@ struct Row {
     int target = -1;
     bool active;
 #if MIN_LOGIT
-    AtLeast counted;
+    NotBelow counted;
 #else
     static constexpr Every counted = {};
 #endif
@@ -68,7 +68,7 @@ struct Row {
 #if MIN_LOGIT
         // A row without a distribution, or whose id is not a column, is NaN as a whole.
         const bool is_nan = isnan(gradient.log_total) || !p.valid(id);
-        counted = is_nan ? AtLeast{-infinity()} : p.counted(row);
+        counted = is_nan ? NotBelow{-infinity()} : p.counted(row);
 #endif
     }
 

@@ -13,8 +13,8 @@ __device__ inline float least_kept(float m, float t) {
     // Between m and the number before it a quotient rounds to the nearer one, from the middle to the even one. In FP64
     // the middle is exact, and so is its product with t. To infinity a quotient rounds as to 2^128.
     constexpr double BEYOND = 0x1p128;
-    const double before = fmax(static_cast<double>(nextafterf(m, -infinity())), -BEYOND);
-    const double middle = __dmul_rn(__dmul_rn(__dadd_rn(before, fmin(static_cast<double>(m), BEYOND)), 0.5), t);
+    const double before = nextafterf(m, -infinity()), here = m;
+    const double middle = __dmul_rn(__dmul_rn(__dadd_rn(fmax(before, -BEYOND), fmin(here, BEYOND)), 0.5), t);
     const float least = __double2float_ru(middle);
     const bool is_odd = __float_as_uint(m) & 1;
     return is_odd && least == middle ? nextafterf(least, infinity()) : least;
@@ -28,7 +28,7 @@ struct Every {
 };
 
 // Those that are not below `least`; a NaN counts.
-struct AtLeast {
+struct NotBelow {
     float least;
     __device__ float or_lowest(float x) const { return x < least ? -infinity() : x; }
     __device__ float or_0(float x, float of_x) const { return x < least ? 0.0f : of_x; }
