@@ -18,6 +18,7 @@ from rl_kernels.linear_logp.op import OPERATOR
 CPU = torch.device("cpu")
 REQUESTS: tuple[dict[str, Any], ...] = (
     dict(top_p=0.9),
+    dict(top_p=0.3, temperature=10.0),
     dict(top_k=20, top_p=0.9, temperature=0.7),
     dict(min_p=0.05),
     dict(top_k=7, min_p=0.2, temperature=1.5),
@@ -190,7 +191,7 @@ def check_backend(backend: str, device: torch.device, rows: int, vocab: int, ste
     check_boundaries(backend, device)
     for place, kind in enumerate(KINDS):
         logits, u = given(kind, rows, vocab, backend, device), uniform_of(rows, device)
-        for request in (per_row(rows, device), REQUESTS[0], *REQUESTS[1 + place % step :: step]):
+        for request in (per_row(rows, device), *REQUESTS[:2], *REQUESTS[2 + place % step :: step]):
             found = logits.sample(uniform=u, **request)
             expected = logits._replace(backend="native").sample(uniform=u, **request)
             assert same(found.ids, expected.ids)
