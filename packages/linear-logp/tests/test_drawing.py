@@ -18,6 +18,7 @@ from rl_kernels.linear_logp.op import OPERATOR
 CPU = torch.device("cpu")
 REQUESTS: tuple[dict[str, Any], ...] = (
     dict(top_p=0.9),
+    dict(top_p=0.3, temperature=10.0),
     dict(top_k=20, top_p=0.9, temperature=0.7),
     dict(min_p=0.05),
     dict(top_k=7, min_p=0.2, temperature=1.5),
@@ -115,8 +116,9 @@ def check_definition(rows: int = 12, vocab: int = 301) -> None:
 
 def check_boundaries(backend: str = "native", device: torch.device = CPU) -> None:
     """A uniform number, or top_p, that a sum of masses reaches exactly."""
-    logits = given("equal", 1, 4, backend, device)
-    assert logits.sample(uniform=torch.tensor([0.5], device=device)).ids.tolist() == [2]
+    for vocab in (2048, 4):
+        logits = given("equal", 1, vocab, backend, device)
+        assert logits.sample(uniform=torch.tensor([0.5], device=device)).ids.tolist() == [vocab // 2]
     # The first has half of the probability.
     logits.logits[:] = torch.tensor([math.log(2), 0.0, 0.0, -math.inf])
     logits.norm[:] = torch.tensor([math.log(2), math.log(2)])
@@ -189,7 +191,7 @@ def check_backend(backend: str, device: torch.device, rows: int, vocab: int, ste
     check_boundaries(backend, device)
     for place, kind in enumerate(KINDS):
         logits, u = given(kind, rows, vocab, backend, device), uniform_of(rows, device)
-        for request in (per_row(rows, device), *REQUESTS[place % step :: step]):
+        for request in (per_row(rows, device), *REQUESTS[:2], *REQUESTS[2 + place % step :: step]):
             found = logits.sample(uniform=u, **request)
             expected = logits._replace(backend="native").sample(uniform=u, **request)
             assert same(found.ids, expected.ids)
@@ -212,7 +214,7 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_interpreted_kernels_draw_what_native_draws(interpreted: None) -> None:
-    check_backend("triton", CPU, 4, 301, step=3)
+    check_backend("triton", CPU, 4, 1301, step=4)
 
 
 @pytest.mark.gpu
