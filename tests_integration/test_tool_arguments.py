@@ -31,6 +31,7 @@ REFUSED = [
     ("mismatch.py --steps=0", f"argument --steps: {LESS}"),
     ("mismatch.py --jobs=0", f"argument --jobs: {LESS}"),
     ("mismatch.py --json=/nowhere/runs.json", f"argument --json: {FILE}"),
+    ("sampler_bias.py --answers 0", f"argument --answers: {LESS}"),
     ("mismatch.py --read=/nowhere/runs.json", "argument --read: expected a record of this tool, got "),
     *(
         (f"model_step.py --sizes {text}", "argument --sizes: expected sizes")

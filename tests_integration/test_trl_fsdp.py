@@ -16,6 +16,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 RANKS, SMALL = 2, 1e-6
 """Processes, and a learning rate that BF16 weights lose."""
+SAMPLER = {"top_p": 0.9, "temperature": 0.7}
+"""FSDP2 casts floating-point arguments of a model, which the smallest kept logits must not suffer."""
 
 
 def shard_on_a_cpu(rank: int, folder: Path) -> None:
@@ -50,7 +52,7 @@ def refusals(trainer: Any) -> None:
     trainer.ref_model = trainer.model
     with pytest.raises(ValueError, match=r"^beta: expected 0 with compute_dtype and FSDP2"):
         trl.use_in(trainer, **cast)
-    model = SimpleNamespace(dtype=torch.float16)
+    model = SimpleNamespace(dtype=torch.float16, logprobs_mode="processed_logprobs")
     config = SimpleNamespace(model_config=model, additional_config={"rl_kernels": True})
     engine = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
     trainer.ref_model, trainer.use_vllm, trainer.vllm_mode = None, True, "colocate"
@@ -70,6 +72,7 @@ def alone(folder: Path, weights: dict[str, torch.Tensor], inputs: Any, dtype: to
     from transformers import LlamaForCausalLM
 
     from rl_kernels.models import head_logp, invariant
+    from rl_kernels.models.clients.trl.kept import IN_BATCH
 
     model = LlamaForCausalLM.from_pretrained(folder / "model", dtype=dtype)
     for name, value in model.named_parameters():
@@ -80,7 +83,8 @@ def alone(folder: Path, weights: dict[str, torch.Tensor], inputs: Any, dtype: to
     with torch.no_grad(), invariant(model, strict=True):
         hidden = model.model(ids, attention_mask=mask, position_ids=places).last_hidden_state
         first = inputs["prompt_ids"].shape[1]
-        return head_logp(model.lm_head, hidden[:, first - 1 : -1], ids[:, first:])
+        sampler = {"temperature": SAMPLER["temperature"], "min_logit": inputs[IN_BATCH], "validate": False}
+        return head_logp(model.lm_head, hidden[:, first - 1 : -1], ids[:, first:], **sampler)
 
 
 def trained(trainer: Any, folder: Path) -> dict[str, Any]:
@@ -134,7 +138,7 @@ def run(rank: int, folder: Path) -> None:
 
     # One batch is used for several optimizer steps in the other tests.
     steps = {"num_iterations": 1, "gradient_checkpointing": True, "bf16": True, "learning_rate": SMALL}
-    trainer = trainer_in(folder, fsdp=True, fsdp_config={"version": 2}, **steps)
+    trainer = trainer_in(folder, fsdp=True, fsdp_config={"version": 2}, **steps, **SAMPLER)
     refusals(trainer)
     trl.use_in(trainer, invariant=True, compute_dtype=torch.bfloat16)
     torch.save(trained(trainer, folder), folder / f"{rank}.pt")
