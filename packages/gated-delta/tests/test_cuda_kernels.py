@@ -57,7 +57,6 @@ GRADIENT_BUGS = (
     (PREPARE, Bug("beta left out of the inverse", "? numbers.beta[column] : 1.0f", "? 1.0f : 1.0f")),
     (PREPARE, Bug("sums of another head", "a.sums[(i64(w.slot) * a.heads + head)", "a.sums[i64(w.slot) * a.heads")),
     (PREPARE, Bug("queries for keys", "(is_key ? a.unit_k : a.unit_q)", "(is_key ? a.unit_q : a.unit_k)")),
-    (REPLAY, Bug("a state after its chunk", "c.put(boxes, factor);", "c.round<T>(factor), c.put(boxes, factor);")),
     (REPLAY, Bug("a state that does not decay", "c.scale(decay[ROWS - 1]);", "c.scale(1.0f);")),
     (REPLAY, Bug("half of a state", "item * SIZE + ROWS, c.part", "item * SIZE, c.part")),
     (REVERSE, Bug("rows of the next sequence", "&= t + 1 < to ?", "&= true ?")),
@@ -136,7 +135,8 @@ def gradient_error(dtype: torch.dtype) -> float:
     gold = gradients(reference.gated_delta_rule)
     pairs = [(x.double()[:, :265], y[:, :265]) for x, y in zip(ours[:5], gold[:5], strict=True)]
     pairs.append((ours[5].double()[:3], gold[5][:3]))
-    return max(float((x - y).norm() / y.norm()) for x, y in pairs)
+    # Not Python's max, which passes over NaN.
+    return float(torch.stack([(x - y).norm() / y.norm() for x, y in pairs]).max())
 
 
 @pytest.fixture
