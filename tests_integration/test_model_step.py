@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 pytest.importorskip("transformers")
 
 tool, made, decode = imported("model_step"), imported("model_ways"), imported("model_decode")
+bits = imported("model_bits")
 SIZES = {"layers": 2, "hidden": 64, "between": 96, "heads": 4, "kv-heads": 2, "vocab": 300, "prompts": 4}
 SIZES |= {"longest": 60, "decoded": 2, "keys": 24, "generated": 3, "rounds": 1}
 TINY = [*(f"--{name}={size}" for name, size in SIZES.items()), "--device=cpu", "--dtype=fp32", "--sizes=2x16"]
@@ -28,7 +29,7 @@ WIDTHS = ["--experts=16", "--chosen=4", "--head=16"]
 
 
 @pytest.mark.parametrize(
-    "family", [[], ["--family=Qwen3Moe", *WIDTHS], ["--family=GptOss", *WIDTHS]], ids=tool.FAMILIES
+    "family", [[], ["--family=Qwen3Moe", *WIDTHS], ["--family=GptOss", *WIDTHS]], ids=tool.FAMILIES[:3]
 )
 def test_everything_is_timed_and_compared(
     family: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -58,26 +59,41 @@ def test_everything_is_timed_and_compared(
     assert "forward + backward 2x16" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("family", tool.HYBRIDS)
+def test_hybrids_have_no_continuous_batching(family: str, tmp_path: Path) -> None:
+    """And their stock models refuse packed rows, or mix them, without flash-linear-attention."""
+    report = tmp_path / "step.json"
+    assert tool.main([*TINY, f"--family={family}", *WIDTHS, "--layers=4", "--json", str(report)]) == 0
+    found = json.loads(report.read_text(encoding="utf-8"))
+    assert not found["failed"]
+    assert len(found["ms"]) == 4
+    ours, stock = found["bits"]["invariant"], found["bits"]["stock"]
+    assert len(ours["prompts"]) == 5
+    assert all(counts["logits"] == counts["logps"] == 0 for counts in ours["prompts"].values())
+    assert ours["gradients"]["differ"] == 0 < ours["gradients"]["elements"]
+    assert "packed" in stock["refused"] or stock["prompts"]["packed"]["logits"] > 0
+
+
 def test_gradients_that_differ_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = made.packed
-    monkeypatch.setattr(made, "packed", lambda each: packed([ids.flip(0) for ids in each]))
+    packed = bits.packed
+    monkeypatch.setattr(bits, "packed", lambda each: packed([ids.flip(0) for ids in each]))
     given = tool.parser().parse_args(TINY)
     with made.ways(given) as found:
         way = next(way for way in found if way.name == tool.OURS)
         with way.active():
-            counts = made.gradients(way, given)
+            counts = bits.gradients(way, given)
     assert counts["elements"] / 2 < counts["differ"] <= counts["elements"]
 
 
 def test_a_bit_that_differs_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    padded = made.padded
+    padded = bits.padded
 
     def changed(each: Any, *, left: bool) -> Any:
         batch = padded(each, left=left)
         batch["position_ids"] = batch["position_ids"] + 1
         return batch
 
-    monkeypatch.setattr(made, "padded", changed)
+    monkeypatch.setattr(bits, "padded", changed)
     assert tool.main([*TINY, "--parts", "bits"]) == 1
 
 

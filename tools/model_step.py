@@ -26,18 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_bits import LONGEST, differing, gradients, prompts
 from model_continuous import ANSWER, batched
 from model_decode import captured, decoding, generated
 from model_ways import (
     HYBRIDS,
-    LONGEST,
     OURS,
     STOCK,
     Way,
-    differing,
-    gradients,
     layer_profile,
-    prompts,
     ways,
 )
 from rich.console import Console

@@ -27,7 +27,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from model_ways import extent
+from model_bits import extent
 from sections.training import mixture
 from trl_step import PACKAGES, Task, trainer_of
 
