@@ -133,10 +133,13 @@ def combine(launch: TritonLaunch) -> None:
     (tokens, slots), out = launch["IDS"].shape, launch["OUT"]
     assert launch.grid[:2] == (tokens, -(-launch["D"] // launch["WIDTH"]))
     assert slots == launch["SLOTS"]
-    y = dense(launch["Y"], tokens * slots, launch["D"])
-    dense(out, tokens, launch["D"]).copy_(
-        native.combine(y, launch["IDS"], launch["WEIGHTS"], launch["SHARED"], launch["E"])
-    )
+    places = launch["PLACES"]
+    if places is None:
+        dense(launch["Y"], tokens * slots, launch["D"])
+        places = torch.arange(tokens * slots).view(tokens, slots)
+    y = dense(launch["Y"], len(launch["Y"]), launch["D"])
+    total = native.combine(y, launch["IDS"], places, launch["WEIGHTS"], launch["SHARED"], launch["E"])
+    dense(out, tokens, launch["D"]).copy_(total)
 
 
 def activate_backward_rows(launch: TritonLaunch) -> None:
