@@ -189,8 +189,8 @@ def experts(
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it.
         BackendUnavailable: the backend asked for cannot run this call.
-        RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward, or ``process_group`` under
-            torch.compile: not supported. In the backward pass: a weight's ``.grad`` was set before a pass that adds to both it and ``main_grad``.
+        RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward: not supported. In the backward
+            pass: a weight's ``.grad`` was set before a pass that adds to both it and ``main_grad``.
     """
     if process_group is not None:
         # Imported here: PyTorch may be built without torch.distributed.
@@ -226,4 +226,3 @@ def experts(
         if buffer is not None and value.requires_grad:
             fold_grad_into_main_grad(name, value, out)
     return out
-

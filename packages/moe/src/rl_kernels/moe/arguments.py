@@ -84,8 +84,8 @@ def _checked_experts(*arguments: Any) -> tuple[Inputs, str]:
         raise ValueError(f"ids: expected at least one slot a token, got shape {tuple(ids.shape)}")
     check.shape("ids", ids, (hidden.shape[0], ids.shape[1]), "tokens of hidden by slots")
     check.tensor("weights", weights, check.HALF_AND_FLOAT, ndim=2)
-    check.shape("weights", weights, ids.shape, "that of ids")
     assert weights is not None
+    check.shape("weights", weights, ids.shape, "that of ids")
     count, width, inner = gate_up.shape[0], hidden.shape[1], _inner(down, transposed)
     for name, bias, size in (("gate_up_bias", gate_up_bias, 2 * inner), ("down_bias", down_bias, width)):
         if bias is not None:

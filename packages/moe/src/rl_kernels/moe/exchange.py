@@ -39,7 +39,7 @@ class Plan(NamedTuple):
         routes: routes that are exchanged.
         tokens: the token of each row that is sent.
         places: ``[T, k]``, int32: where the result of each route of this rank's tokens comes back.
-        index: ``[P]``: the received row of each received route, padded so that few values of P occur.
+        row_of_route: ``[P]``: the received row of each received route, padded so that few values of P occur.
         ids: ``[P, 1]``, int32: the expert of each received route, counted from this rank's first; padding has none.
         weights: ``[P, 1]``, FP32: its weight.
     """
@@ -49,12 +49,12 @@ class Plan(NamedTuple):
     routes: Sizes
     tokens: torch.Tensor
     places: torch.Tensor
-    index: torch.Tensor
+    row_of_route: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
 
     def send_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the received rows of ``x[T, D]``, which ``index`` turns into those of routes."""
+        """Return the received rows of ``x[T, D]``, which ``row_of_route`` turns into those of routes."""
         rows = (x if len(x) else x.new_zeros((1, *x.shape[1:])))[self.tokens]
         return _exchanged(rows, x.new_empty((sum(self.rows.received), *x.shape[1:])), self.rows, self.group)
 
@@ -102,7 +102,7 @@ def plan_of(
     first = torch.searchsorted(row, torch.arange(sum(rows.sent), device=ids.device))
     places = torch.empty_like(place)
     places[order] = place
-    code = (ids.flatten()[order] - owner * experts).int() * 2 + begins
+    code = (ids % experts).int().flatten()[order] * 2 + begins
     records = _padding(sum(routes.sent) + len(order), experts, ids)
     # Routes without a rank come last, and are cut off.
     records[place] = torch.stack((code, weights.flatten()[order].float().view(torch.int32)), 1)

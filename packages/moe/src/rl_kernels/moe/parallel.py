@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 
 from rl_kernels.core import validate as check
@@ -48,10 +49,10 @@ def several(process_group: object) -> ProcessGroup | None:
     return group if group_size(group) > 1 else None
 
 
+# Sizes from other ranks cannot be traced. torch.compiler.disable would do, but it imports the compiler at once.
+@_disable_dynamo
 def experts_over_ranks(tensors: tuple[Any, ...], group: ProcessGroup, options: Options) -> torch.Tensor:
     """Return the output of ``experts`` for this rank's tokens; the arguments are checked here."""
-    if torch.compiler.is_compiling():
-        raise RuntimeError("process_group: experts over ranks cannot be traced by torch.compile; call it outside")
     call = _agreed(tensors, group, options)
     run = (call.tensors, call.settings, group, options.max_tokens)
     if not call.needs_gradient:
@@ -90,13 +91,13 @@ def _agreed(tensors: tuple[Any, ...], group: ProcessGroup, options: Options) -> 
 
 def _compared(tensors: tuple[Any, ...], options: Options) -> dict[str, object]:
     """Return what must be equal on all ranks: no number of tokens."""
-    hidden, gate_up, down, ids, weights, *biases, _ = tensors
-    axis = 1 if options.transposed is True else 2
+    hidden, gate_up, down, ids, _, *biases, _ = tensors
+    dtypes = [str(getattr(x, "dtype", None)).removeprefix("torch.") for x in (hidden, gate_up)]
     same: dict[str, object] = {
-        "hidden": f"D of {getattr(hidden, 'shape', ())[1:]} and {getattr(hidden, 'dtype', None)}",
-        "gate_up": f"{getattr(gate_up, 'shape', ())[:1]} experts, {getattr(gate_up, 'dtype', None)}",
-        "down": f"F of {getattr(down, 'shape', ())[axis : axis + 1]}",
-        "ids": f"k of {getattr(ids, 'shape', ())[1:]}",
+        "hidden": f"D = {_size(hidden, 1)}, {dtypes[0]}",
+        "gate_up": f"{_size(gate_up, 0)} experts, {dtypes[1]}",
+        "down": f"F = {_size(down, 1 if options.transposed is True else 2)}",
+        "ids": f"k = {_size(ids, 1)}",
     }
     for name in ("activation", "interleaved", "num_experts", "max_tokens"):
         same[name] = getattr(options, name)
@@ -107,6 +108,10 @@ def _compared(tensors: tuple[Any, ...], options: Options) -> dict[str, object]:
         "needed" if is_needed else "not needed" for is_needed in (needed[0], needed[4], any(needed))
     )
     return same
+
+
+def _size(x: object, dim: int) -> int | None:
+    return x.shape[dim] if isinstance(x, torch.Tensor) and x.ndim > dim else None
 
 
 def _checked(tensors: tuple[Any, ...], group: ProcessGroup, options: Options) -> Call:
@@ -158,7 +163,7 @@ def forward(
     plan = plan_of(ids, weights, len(gate_up), group, max_tokens)
     rows = plan.send_tokens(hidden)
     inputs = Inputs(
-        *(rows[plan.index], gate_up, down, plan.ids, None, gate_up_bias, down_bias, None),
+        *(rows[plan.row_of_route], gate_up, down, plan.ids, None, gate_up_bias, down_bias, None),
         settings.activation,
         settings.interleaved,
     )
@@ -176,11 +181,11 @@ def backward_over_ranks(
     plan, ids, backend = saved.plan, saved.ids, settings.ready.backend
     gate_up, down, gate_up_bias, down_bias = weights
     inputs = Inputs(
-        *(saved.rows[plan.index], gate_up, down, plan.ids, plan.weights, gate_up_bias, down_bias, None),
+        *(saved.rows[plan.row_of_route], gate_up, down, plan.ids, plan.weights, gate_up_bias, down_bias, None),
         settings.activation,
         settings.interleaved,
     )
-    upstream = plan.send_tokens(grad)[plan.index]
+    upstream = plan.send_tokens(grad)[plan.row_of_route]
     into = any(buffer is not None for buffer in buffers)
     op, more = (ops["backward_into"], buffers) if into else (ops["backward"], [])
     dx, dots, *rest = op(*inputs, upstream, saved.z, saved.order, *more, needs, backend)
@@ -207,9 +212,9 @@ class ParallelExperts(torch.autograd.Function):
         *tensors, settings, group, max_tokens = arguments
         out, saved = forward(tuple(tensors), settings, group, max_tokens, keeps=not settings.recompute)
         plan = saved.plan
-        _, gate_up, down, ids, weights, *biases, _ = tensors
+        _, gate_up, down, _, weights, *biases, _ = tensors
         kept = *saved[1:], gate_up, down, *biases
-        save(ctx, *kept, plan.tokens, plan.places, plan.index, plan.ids, plan.weights)
+        save(ctx, *kept, plan.tokens, plan.places, plan.row_of_route, plan.ids, plan.weights)
         ctx.sizes, ctx.settings, ctx.dtype = plan[:3], settings, weights.dtype
         # Autograd counts only the tensors.
         present = [x is not None for x in tensors]

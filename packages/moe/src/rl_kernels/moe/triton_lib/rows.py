@@ -136,7 +136,8 @@ def combine(
 ):  # fmt: skip
     """Write the weighted sum of a token's routes, rows of Y, plus SHARED. Grid: tokens, blocks of columns.
 
-    With PLACES these are the rows of routes, else rows are in the order of tokens and slots. The expert E adds nothing; any other id outside [0, E) makes the sum NaN.
+    With PLACES these are the rows of routes, else rows are in the order of tokens and slots. The expert E adds nothing;
+    any other id outside [0, E) makes the sum NaN.
     """
     token = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
