@@ -11,10 +11,12 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
+from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import Draw, bits_of
 from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.core.testing.ranks import run_ranks
 from rl_kernels.moe import experts
+from rl_kernels.moe.op import OPERATOR, ops
 
 ROWS, PARTS = ("hidden", "ids", "weights", "shared"), ("gate_up", "down", "gate_up_bias", "down_bias")
 LEAVES = ("hidden", "weights", "shared", *PARTS)
@@ -260,6 +262,21 @@ def test_ranks_have_the_bits_of_one_process() -> None:
         assert all(other == texts[0] for other in texts)
 
 
+def in_triton(rank: int) -> list[str]:
+    group = distributed.group.WORLD
+    return [
+        *differing(EVEN, group, shared=True, backend="triton"),
+        *differing(EMPTY, group, max_tokens=11, backend="triton"),
+    ]
+
+
+def test_triton_over_ranks() -> None:
+    reason = OPERATOR.backend("triton").why_not(Call(torch.device("cpu"), torch.float32, "cpu", {}))
+    if reason is not None:
+        pytest.skip(reason)
+    assert run_ranks(in_triton, 2) == [[], []]
+
+
 def check(texts: dict[str, str], world: int) -> None:
     """Check the text of each error."""
     where = f"(on rank {world - 1} of process_group)"
@@ -281,6 +298,14 @@ def check(texts: dict[str, str], world: int) -> None:
     assert texts["validate"].startswith("TypeError: validate: expected a bool, got str")
     assert texts["default"].startswith(f"ValueError: activation: {differ}")
     assert len(texts) == 15
+
+
+def test_raw_ops_of_ranks_pass_opcheck() -> None:
+    call = drawn(EVEN)
+    inputs = (call["hidden"], call["gate_up"], call["down"], call["ids"][:, :1].clone(), *[None] * 4, "silu", False)
+    torch.library.opcheck(ops["forward_kept"]._op, (*inputs, "native"))
+    ids, rows, places = call["ids"], Draw(torch.float32).normal(60, 16), torch.arange(57).flip(0).view(19, 3)
+    torch.library.opcheck(ops["combine"]._op, (rows, ids, places, call["weights"], call["hidden"], 8, "native"))
 
 
 def test_one_process_needs_no_group() -> None:
