@@ -34,7 +34,7 @@ CALLS: tuple[dict[str, Any], ...] = (
         tokens=EVEN, dtype=torch.bfloat16, routes=torch.bfloat16, biases=True, shared=True,
         activation="clamped_swiglu", interleaved=True, transposed=True,
     ),
-    dict(tokens=(12, 6, 1, 0), count=1040, width=3, inner=2),
+    dict(tokens=(12, 6, 1, 0), count=520, width=3, inner=2),
     dict(tokens=EVEN, max_tokens=7, dtype=torch.float16, shared=True),
     dict(tokens=EMPTY, max_tokens=11, biases=True, recompute=True),
     dict(tokens=EVEN, bad=True, validate=False),
@@ -43,9 +43,11 @@ CALLS: tuple[dict[str, Any], ...] = (
 
 def drawn(tokens: tuple[int, ...], **options: Any) -> dict[str, Any]:
     """Return the keyword arguments of a call with the tokens of all ranks."""
-    given = {"count": 8, "width": 16, "inner": 12, "slots": 3, "dtype": torch.float32, **options}
-    count, width, inner, slots, dtype = (given.pop(name) for name in ("count", "width", "inner", "slots", "dtype"))
-    draw, total = Draw(dtype, seed=count + sum(tokens)), sum(tokens)
+    sizes = {"count": 8, "width": 16, "inner": 12, "slots": 3}
+    count, width, inner, slots = (options.get(name, size) for name, size in sizes.items())
+    given = {name: value for name, value in options.items() if name not in sizes}
+    draw = Draw(given.pop("dtype", torch.float32), given.pop("device", "cpu"), seed=count + sum(tokens))
+    total = sum(tokens)
     chosen, few, kind, routes = (given.pop(name, None) for name in ("chosen", "few", "ids", "routes"))
     ids = torch.tensor([draw.integer(0, few or count + 1) for _ in range(total * slots)]).long().view(total, slots)
     if chosen is not None:
@@ -56,7 +58,7 @@ def drawn(tokens: tuple[int, ...], **options: Any) -> dict[str, Any]:
         "hidden": draw.normal(total, width),
         "gate_up": draw.normal(count, 2 * inner, width, scale=width**-0.5),
         "down": draw.normal(count, width, inner, scale=inner**-0.5),
-        "ids": ids.to(kind or torch.int64),
+        "ids": ids.to(draw.device, kind or torch.int64),
         "weights": draw.normal(total, slots, dtype=torch.float32).to(routes or torch.float32),
     }
     if given.pop("biases", False):
@@ -106,7 +108,7 @@ def differing(tokens: tuple[int, ...], group: Any, **options: Any) -> list[str]:
     """Return the names of the results that do not have the bits of one process with the tokens of all ranks."""
     call = drawn(tokens, **options)
     own, part = tokens_of(tokens, group), part_of(len(call["gate_up"]), group)
-    upstream = Draw(call["hidden"].dtype, seed=3).normal(*call["hidden"].shape)
+    upstream = Draw(call["hidden"].dtype, call["hidden"].device, seed=3).normal(*call["hidden"].shape)
     expected = results({**call, "max_tokens": None}, upstream)
     result = results(shard(call, tokens, group), upstream[own])
     return [name for name, x in expected.items() if not same(result[name], x[part if name in PARTS else own])]
@@ -260,6 +262,25 @@ def test_ranks_have_the_bits_of_one_process() -> None:
     for texts in (whole, pairs[:2], pairs[2:]):
         check(texts[0], len(texts))
         assert all(other == texts[0] for other in texts)
+
+
+def on_gpus(rank: int) -> list[Any]:
+    group, options = distributed.group.WORLD, {"device": "cuda", "dtype": torch.bfloat16}
+    failed: list[Any] = [(call, bad) for call in CALLS if (bad := differing(group=group, **{**options, **call}))]
+    call = {**shard(drawn(EVEN, max_tokens=7, **options), EVEN, group), "validate": False}
+    expected, graph = experts(**call), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = experts(**call)
+    graph.replay()
+    return failed if torch.equal(out, expected) else [*failed, "graph"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4])
+def test_gpus(world: int) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    assert run_ranks(on_gpus, world, backend="nccl", timeout=120.0) == [[]] * world
 
 
 def in_triton(rank: int) -> list[str]:
