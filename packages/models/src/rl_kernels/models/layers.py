@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from rl_kernels.models.activations import activation, is_activation
 from rl_kernels.models.fused.embedding import OrderedEmbedding
 from rl_kernels.models.fused.swaps import gated
 from rl_kernels.models.subclasses import subclass
-from rl_kernels.models.swap import SWAPPED, calls_own_forward
+from rl_kernels.models.swap import SWAPPED, calls_own_forward, shallow_copy
 from rl_kernels.models.unknown import is_foreign_linear
 from rl_kernels.norm import LayerNorm, RMSNorm, layer_norm, rms_norm
 
@@ -127,7 +126,7 @@ def _recognized(module: nn.Module, eps: str, is_gated: bool = False) -> Form | N
     weight = getattr(module, "weight", None)
     width = 256 if weight is None else weight.shape[0]
     # A copy with its own parameters; no hook runs, because the forward of the class is called directly.
-    twin = copy.copy(module)
+    twin = shallow_copy(module)
     twin.__dict__["_parameters"] = {}
     probe = torch.randn(4, width, generator=generator, dtype=torch.float32, device="cpu").bfloat16()
     scale = None

@@ -6,7 +6,6 @@ and the layout of its weights. The activation is recognized by its result.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 
 from rl_kernels.core.validate import HALF_AND_FLOAT
 from rl_kernels.models.subclasses import subclass
+from rl_kernels.models.swap import shallow_copy
 from rl_kernels.moe import experts
 from rl_kernels.moe.activations import NAMES, activate
 from rl_kernels.moe.reference import split
@@ -23,7 +23,24 @@ FLAGS = ("has_gate", "has_bias", "is_transposed")
 WEIGHTS = ("gate_up_proj", "down_proj")
 AGREES = 0.98
 """Smallest share of a probe's elements with equal bits; on a CPU PyTorch rounds a few activations differently."""
+RANKS = "_rl_kernels_expert_ranks"
+"""Attribute of a module whose experts are cut over ranks: its ``ExpertRanks``."""
 NEEDED = "needs a transformers with ALL_EXPERTS_FUNCTIONS and use_experts_implementation, such as 5.17"
+
+
+class ExpertRanks:
+    """The ranks that share the experts of a module, and the number of experts of all of them."""
+
+    def __init__(self, group: Any, count: int) -> None:
+        self.group, self.count = group, count
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertRanks:
+        """Return the same object: a copy of a model runs on the same ranks."""
+        return self
+
+    def __getstate__(self) -> Any:
+        """Refuse a pickle: another process has other ranks."""
+        raise TypeError("parallelize_experts: a model whose experts are cut cannot be pickled; save its state_dict")
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -48,13 +65,19 @@ def experts_module(module: Any) -> tuple[type[nn.Module] | None, str]:
         self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         biases = (self.gate_up_proj_bias, self.down_proj_bias) if has_bias else (None, None)
+        weights, ranks = (self.gate_up_proj, self.down_proj, *biases), vars(self).get(RANKS)
+        options: dict[str, Any] = {}
+        if ranks is not None:
+            weights = tuple(None if x is None else x.to_local() for x in weights)
+            options = {"process_group": ranks.group, "num_experts": ranks.count}
         out = experts(
-            *(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights),
-            gate_up_bias=biases[0],
-            down_bias=biases[1],
+            *(hidden_states, *weights[:2], top_k_index, top_k_weights),
+            gate_up_bias=weights[2],
+            down_bias=weights[3],
             activation=activation,
             interleaved=interleaved,
             transposed=transposed,
+            **options,
         )
         # Under autocast a model's own experts return the dtype of their input too.
         return out if out.dtype == hidden_states.dtype else out.to(hidden_states.dtype)
@@ -78,7 +101,7 @@ def _why_not(module: Any) -> str | None:
     if getattr(module, "has_post_expert_norm", False):
         return "it normalizes the output of each expert"
     if getattr(module, "_is_expert_parallel", False):
-        return "its experts are spread over processes"
+        return "transformers spreads its experts over ranks; load it without ep_size, then use parallelize_experts"
     weights = [getattr(module, name, None) for name in WEIGHTS]
     if any(value is None or value.ndim != len("EFD") or value.dtype not in HALF_AND_FLOAT for value in weights):
         dtypes = {str(getattr(value, "dtype", "missing")) for value in weights}
@@ -92,7 +115,7 @@ def _activation(module: Any) -> tuple[str, bool] | None:
     # Wide enough that some elements lie outside of a clamp.
     probe = 4 * torch.randn(64, 64, generator=generator, dtype=torch.float32, device="cpu")
     probe = probe.bfloat16()
-    twin = copy.copy(module)
+    twin = shallow_copy(module)
     twin.__dict__["_parameters"] = {}
     try:
         with torch.no_grad():

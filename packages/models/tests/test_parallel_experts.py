@@ -1,0 +1,145 @@
+"""Experts over ranks in whole models, within FSDP2: logits and experts' gradients have the bits of one process."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from rl_kernels.core.testing.ranks import run_ranks
+from rl_kernels.models import invariant
+from rl_kernels.models.data_parallel import clip_grad_norm, ordered_gradients
+from rl_kernels.models.parallel import parallelize_experts
+
+pytest.importorskip("transformers")
+FAMILIES, LENGTHS, STEPS = ("Qwen3Moe", "GptOss"), (7, 4), 2
+
+
+def made(family: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 24, "moe_intermediate_size": 24}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2}
+    chosen = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 3}
+    config = getattr(transformers, f"{family}Config")(**sizes, **heads, **chosen)
+    return getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
+
+
+def tokens(rank: int) -> torch.Tensor:
+    return torch.randint(97, (1, LENGTHS[rank]), generator=torch.Generator().manual_seed(rank))
+
+
+def experts_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: value for name, value in model.named_parameters() if ".experts." in name}
+
+
+def upstream(rank: int) -> torch.Tensor:
+    return torch.randn(1, LENGTHS[rank], 97, generator=torch.Generator().manual_seed(9 + rank))
+
+
+def alone(family: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
+    """Return the logits of each rank's tokens, and experts' gradients of one padded batch, in one process."""
+    model = made(family)
+    invariant(model)
+    width = max(LENGTHS)
+    ids, mask, grad = torch.zeros(2, width, dtype=torch.long), torch.zeros(2, width), torch.zeros(2, width, 97)
+    for rank, length in enumerate(LENGTHS):
+        ids[rank, :length], mask[rank, :length], grad[rank, :length] = tokens(rank), 1, upstream(rank)
+    logits = model(input_ids=ids, attention_mask=mask).logits
+    logits.backward(grad.to(logits.dtype))
+    grads = {name: value.grad for name, value in experts_of(model).items()}
+    norm = clip_grad_norm(experts_of(model).values(), 1e9)
+    return [logits[rank, :length].detach() for rank, length in enumerate(LENGTHS)], grads, norm
+
+
+def over_ranks(rank: int) -> list[Any]:
+    failed: list[Any] = []
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    for family in FAMILIES:
+        logits, grads, norm = alone(family)
+        model = made(family)
+        invariant(model)
+        cut = parallelize_experts(model, mesh)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh, ignored_params=set(cut))
+        ordered_gradients(fully_shard(model, mesh=mesh, ignored_params=set(cut)))
+        assert len(cut) == len(grads)
+        for _ in range(STEPS):
+            model.zero_grad()
+            out = model(input_ids=tokens(rank)).logits
+            out.backward(upstream(rank).to(out.dtype))
+            failed += [] if torch.equal(out[0].detach(), logits[rank]) else [(family, "logits")]
+        for name, value in experts_of(model).items():
+            assert isinstance(value, DTensor)
+            failed += [] if torch.equal(value.grad.full_tensor(), grads[name]) else [(family, name)]
+        failed += [] if torch.equal(clip_grad_norm(experts_of(model).values(), 1e9), norm) else [(family, "norm")]
+        # A copy runs on the same ranks.
+        twin = made(family)
+        invariant(twin)
+        parallelize_experts(twin, distributed.group.WORLD)
+        copied = copy.deepcopy(twin)(input_ids=tokens(rank)).logits
+        failed += [] if torch.equal(copied[0].detach(), logits[rank]) else [(family, "copy")]
+    return [failed, errors(rank), of_transformers(rank)]
+
+
+def errors(rank: int) -> list[str]:
+    texts = []
+
+    def attempt(model: nn.Module, swapped: bool = True) -> None:
+        if swapped:
+            invariant(model)
+        try:
+            parallelize_experts(model, distributed.group.WORLD)
+        except (TypeError, ValueError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+
+    attempt(nn.Linear(2, 2))
+    attempt(made("Qwen3Moe"), swapped=False)
+    other = made("Qwen3Moe")
+    with torch.no_grad():
+        other.model.layers[0].mlp.experts.down_proj[rank] += 1
+    attempt(other)
+    odd = made("Qwen3Moe")
+    odd.model.layers[1].mlp.experts.gate_up_proj = nn.Parameter(torch.zeros(7, 48, 32, dtype=torch.bfloat16))
+    attempt(odd)
+    return texts
+
+
+def of_transformers(rank: int) -> list[str]:
+    """Return the reasons for which experts that transformers cut are left alone, or [] where it cannot."""
+    try:
+        from transformers.distributed.expert_parallel import MoEParamShard
+    except ImportError:
+        return []
+    from torch.distributed.tensor import Shard
+
+    model, mesh = made("Qwen3Moe"), init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        for name in ("gate_up_proj", "down_proj"):
+            MoEParamShard(Shard(0), shards_expert_dim=True).shard_param(layer.mlp.experts, name, mesh)
+    fully_shard([model.model.norm, model.lm_head], mesh=mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [reason for name, reason in invariant(model).left.items() if name.endswith("experts")]
+
+
+def test_experts_over_ranks() -> None:
+    for failed, texts, reasons in run_ranks(over_ranks, 2):
+        assert failed == []
+        assert (
+            texts[0] == "ValueError: model: expected a mixture of experts of transformers (on rank 0 of process_group)"
+        )
+        assert texts[1].startswith("TypeError: model: expected experts that invariant(model) swapped, model.layers.0.")
+        assert texts[2].startswith("ValueError: weights of experts: expected the same on every rank")
+        assert texts[3].startswith("ValueError: mesh: expected ranks that divide 7 experts of model.layers.1.mlp")
+        assert len(texts) == 4
+        assert all("load it without ep_size, then use parallelize_experts" in reason for reason in reasons)
+        assert len(reasons) in (0, 2)
