@@ -167,11 +167,11 @@ BUGS = (
     ),
     Bug("sizes sent and received are swapped", "return Sizes(*sizes[0])", "return Sizes(*sizes[0][::-1])"),
     Bug("a token is sent to its first rank alone", " | (owner[1:] != owner[:-1])", ""),
-    Bug("a weight of another route", "weights.flatten()[order].float()", "weights.flatten().float()"),
+    Bug("a weight of another route", "weights.flatten()[mine.order].float()", "weights.flatten().float()"),
     Bug(
         "ids wrap around in bytes",
-        "(ids % experts).int().flatten()[order]",
-        "(ids.flatten()[order] - owner * experts).int()",
+        "(ids % experts).int().flatten()[mine.order]",
+        "(ids.flatten()[mine.order] - mine.owner * experts).int()",
     ),
 )
 MODULES = ("rl_kernels.moe.exchange", "rl_kernels.moe.parallel")

@@ -67,6 +67,28 @@ class Plan(NamedTuple):
         return returned
 
 
+class Sorted(NamedTuple):
+    """This rank's routes, sorted by (rank of the expert, token, slot); those without a rank come last.
+
+    Attributes:
+        order: the route at each position.
+        owner: its rank, or the number of ranks.
+        token: its token.
+        begins: whether it is the first route of its token and rank.
+        row: which token of all that are sent it belongs to.
+        starts: ``[ranks + 1]``: the position of each rank's first route.
+        starts_of_rows: the same of tokens that are sent.
+    """
+
+    order: torch.Tensor
+    owner: torch.Tensor
+    token: torch.Tensor
+    begins: torch.Tensor
+    row: torch.Tensor
+    starts: torch.Tensor
+    starts_of_rows: torch.Tensor
+
+
 def plan_of(
     ids: torch.Tensor, weights: torch.Tensor, experts: int, group: ProcessGroup, max_tokens: int | None
 ) -> Plan:
@@ -80,54 +102,58 @@ def plan_of(
         max_tokens: None: the ranks tell each other how many rows they send, which this host waits for. A number of
             tokens that no rank exceeds: each exchange has its largest size, and nothing waits.
     """
-    ranks, (tokens, slots) = group_size(group), ids.shape
-    known = (ids >= 0) & (ids < ranks * experts)
-    owner = torch.where(known, ids // experts, ranks).flatten()
+    ranks, slots = group_size(group), ids.shape[1]
+    mine = _sorted(ids, experts, ranks)
+    place, row = torch.arange(ids.numel(), device=ids.device), mine.row
+    if max_tokens is None:
+        rows, routes = _agreed_sizes(mine, group)
+    else:
+        rows, routes = (Sizes([size] * ranks, [size] * ranks) for size in (max_tokens, max_tokens * slots))
+        numbers, owner = torch.arange(ranks + 1, device=ids.device), mine.owner.long()
+        place = place + (numbers * (max_tokens * slots) - mine.starts)[owner]
+        row = row + (numbers * max_tokens - mine.starts_of_rows)[owner]
+    first = torch.searchsorted(row, torch.arange(sum(rows.sent), device=ids.device))
+    tokens = F.pad(mine.token, (0, 1))[first]
+    places = torch.empty_like(place)
+    places[mine.order] = place
+    code = (ids % experts).int().flatten()[mine.order] * 2 + mine.begins
+    # Routes without a rank are cut off.
+    records = _padding(sum(routes.sent) + ids.numel(), experts, ids)
+    records[place] = torch.stack((code, weights.flatten()[mine.order].float().view(torch.int32)), 1)
+    received = _padding(_padded(sum(routes.received)), experts, ids)
+    _exchanged(records[: sum(routes.sent)], received[: sum(routes.received)], routes, group)
+    row_of_route = _rows_of(received[:, 0] & 1, ranks, max_tokens)
+    local, bits = (received[:, :1] >> 1).contiguous(), received[:, 1:].contiguous()
+    return Plan(
+        *(group, rows, routes, tokens, places.view(ids.shape).int(), row_of_route, local), bits.view(torch.float32)
+    )
+
+
+def _sorted(ids: torch.Tensor, experts: int, ranks: int) -> Sorted:
+    is_here = (ids >= 0) & (ids < ranks * experts)
+    owner = torch.where(is_here, ids // experts, ranks).flatten()
     owner, order = torch.sort(owner.to(torch.uint8 if ranks < SHORT else torch.int32), stable=True)
-    token = order // slots
+    token = order // ids.shape[1]
     begins = torch.ones_like(owner, dtype=torch.bool)
     begins[1:] = (token[1:] != token[:-1]) | (owner[1:] != owner[:-1])
     count = begins.cumsum(0)
-    numbers = torch.arange(ranks + 1, device=ids.device)
-    ends = torch.searchsorted(owner, numbers.to(owner.dtype))
-    ends_of_rows = F.pad(count, (1, 0))[ends]
-    place, row = torch.arange(len(order), device=ids.device), count - 1
-    if max_tokens is None:
-        rows, routes = _agreed_sizes(ends_of_rows.diff(), ends.diff(), group)
-    else:
-        rows, routes = (Sizes([size] * ranks, [size] * ranks) for size in (max_tokens, max_tokens * slots))
-        at = owner.long()
-        place = place + (numbers * (max_tokens * slots) - ends)[at]
-        row = row + (numbers * max_tokens - ends_of_rows)[at]
-    first = torch.searchsorted(row, torch.arange(sum(rows.sent), device=ids.device))
-    places = torch.empty_like(place)
-    places[order] = place
-    code = (ids % experts).int().flatten()[order] * 2 + begins
-    records = _padding(sum(routes.sent) + len(order), experts, ids)
-    # Routes without a rank come last, and are cut off.
-    records[place] = torch.stack((code, weights.flatten()[order].float().view(torch.int32)), 1)
-    received = _padding(_padded(sum(routes.received)), experts, ids)
-    _exchanged(records[: sum(routes.sent)], received[: sum(routes.received)], routes, group)
-    index = _rows_of(received[:, 0] & 1, rows, max_tokens)
-    local, bits = (received[:, :1] >> 1).contiguous(), received[:, 1:].contiguous()
-    tensors = (F.pad(token, (0, 1))[first], places.view(tokens, slots).int(), index, local, bits.view(torch.float32))
-    return Plan(group, rows, routes, *tensors)
+    starts = torch.searchsorted(owner, torch.arange(ranks + 1, device=ids.device).to(owner.dtype))
+    return Sorted(order, owner, token, begins, count - 1, starts, F.pad(count, (1, 0))[starts])
 
 
-def _agreed_sizes(rows: torch.Tensor, routes: torch.Tensor, group: ProcessGroup) -> tuple[Sizes, Sizes]:
-    """Return the sizes of both exchanges, from the rows and routes for each rank; the one wait for the device."""
-    sent = torch.stack((rows, routes), 1)
+def _agreed_sizes(mine: Sorted, group: ProcessGroup) -> tuple[Sizes, Sizes]:
+    """Return the sizes of the exchanges of tokens and of routes; the one wait for the device."""
+    sent = torch.stack((mine.starts_of_rows.diff(), mine.starts.diff()), 1)
     received = torch.empty_like(sent)
     distributed.all_to_all_single(received, sent, group=group)
     sizes = torch.stack((sent, received)).permute(2, 0, 1).tolist()
     return Sizes(*sizes[0]), Sizes(*sizes[1])
 
 
-def _rows_of(begins: torch.Tensor, rows: Sizes, max_tokens: int | None) -> torch.Tensor:
+def _rows_of(begins: torch.Tensor, ranks: int, max_tokens: int | None) -> torch.Tensor:
     """Return the received row of each received route, by the marks where a new one begins."""
     if max_tokens is None:
         return begins.cumsum(0) - 1
-    ranks = len(rows.received)
     first = torch.arange(ranks, device=begins.device) * max_tokens
     return (begins.view(ranks, -1).cumsum(1) - 1 + first[:, None]).clamp(min=0).flatten()
 
