@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,9 +45,8 @@ def upstream(rank: int) -> torch.Tensor:
     return torch.randn(1, LENGTHS[rank], 97, generator=torch.Generator().manual_seed(9 + rank))
 
 
-def alone(family: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
+def alone(model: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
     """Return the logits of each rank's tokens, and experts' gradients of one padded batch, in one process."""
-    model = made(family)
     invariant(model)
     width = max(LENGTHS)
     ids, mask, grad = torch.zeros(2, width, dtype=torch.long), torch.zeros(2, width), torch.zeros(2, width, 97)
@@ -64,7 +63,7 @@ def over_ranks(rank: int) -> list[Any]:
     failed: list[Any] = []
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     for family in FAMILIES:
-        logits, grads, norm = alone(family)
+        logits, grads, norm = alone(made(family))
         model = made(family)
         invariant(model)
         cut = parallelize_experts(model, mesh)
@@ -87,7 +86,7 @@ def over_ranks(rank: int) -> list[Any]:
         parallelize_experts(twin, distributed.group.WORLD)
         copied = copy.deepcopy(twin)(input_ids=tokens(rank)).logits
         failed += [] if torch.equal(copied[0].detach(), logits[rank]) else [(family, "copy")]
-    return [failed, errors(rank), of_transformers(rank)]
+    return [failed, errors(rank)]
 
 
 def errors(rank: int) -> list[str]:
@@ -113,26 +112,36 @@ def errors(rank: int) -> list[str]:
     return texts
 
 
-def of_transformers(rank: int) -> list[str]:
-    """Return the reasons for which experts that transformers cut are left alone, or [] where it cannot."""
-    try:
-        from transformers.distributed.expert_parallel import MoEParamShard
-    except ImportError:
-        return []
-    from torch.distributed.tensor import Shard
+def of_transformers(rank: int, folder: str) -> list[Any]:
+    """Return what differs where transformers cuts and shards the model: logits, and experts' gradients, averages."""
+    from transformers import Qwen3MoeForCausalLM
+    from transformers.distributed import DistributedConfig
 
-    model, mesh = made("Qwen3Moe"), init_device_mesh("cpu", (2,))
-    for layer in model.model.layers:
-        for name in ("gate_up_proj", "down_proj"):
-            MoEParamShard(Shard(0), shards_expert_dim=True).shard_param(layer.mlp.experts, name, mesh)
-    fully_shard([model.model.norm, model.lm_head], mesh=mesh)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return [reason for name, reason in invariant(model).left.items() if name.endswith("experts")]
+    failed: list[Any] = []
+    cut = DistributedConfig(fsdp_size=2, ep_size=2)
+    model = Qwen3MoeForCausalLM.from_pretrained(folder, distributed_config=cut, dtype=torch.bfloat16)
+    logits, grads, _ = alone(Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
+    stock = model(input_ids=tokens(rank)).logits
+    with invariant(model, strict=True) as handle, invariant(model, strict=True):
+        out = model(input_ids=tokens(rank)).logits
+        out.backward(upstream(rank).to(out.dtype))
+        failed += [] if torch.equal(out[0].detach(), logits[rank]) else ["logits"]
+        for name, value in experts_of(model).items():
+            assert isinstance(value.grad, DTensor)
+            failed += [] if torch.equal(value.grad.full_tensor() * 2, grads[name]) else [name]
+        handle.undo()
+        failed += [] if torch.equal(model(input_ids=tokens(rank)).logits, out) else ["nested"]
+    return failed if torch.equal(model(input_ids=tokens(rank)).logits, stock) else [*failed, "undone"]
+
+
+def test_models_that_transformers_cuts(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.distributed.expert_parallel")
+    made("Qwen3Moe").save_pretrained(tmp_path)
+    assert run_ranks(of_transformers, 2, str(tmp_path)) == [[], []]
 
 
 def test_experts_over_ranks() -> None:
-    for failed, texts, reasons in run_ranks(over_ranks, 2):
+    for failed, texts in run_ranks(over_ranks, 2):
         assert failed == []
         assert (
             texts[0] == "ValueError: model: expected a mixture of experts of transformers (on rank 0 of process_group)"
@@ -141,5 +150,3 @@ def test_experts_over_ranks() -> None:
         assert texts[2].startswith("ValueError: weights of experts: expected the same on every rank")
         assert texts[3].startswith("ValueError: mesh: expected ranks that divide 7 experts of model.layers.1.mlp")
         assert len(texts) == 4
-        assert all("load it without ep_size, then use parallelize_experts" in reason for reason in reasons)
-        assert len(reasons) in (0, 2)

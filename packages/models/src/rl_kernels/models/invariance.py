@@ -24,6 +24,7 @@ from rl_kernels.models.swap import Undo, class_swap, forget_graphs, held, hold, 
 from rl_kernels.models.unknown import why_unknown
 
 CLASS, ATTENTION, ROTARY, FREQUENCIES, PACKED = "class", "attention", "rotary", "frequencies", "packed"
+DISPATCH = "dispatch"
 SHOWN = 3
 """Number of modules left alone that a warning names."""
 
@@ -108,6 +109,8 @@ class Invariance:
             if isinstance(module, nn.Linear) and module.weight.is_cuda:
                 _check_product(module.weight)
             self._hold(module, CLASS, class_swap(subclass, original_of(module)))
+            if mixtures.is_experts(module) and mixtures.is_cut(module):
+                self._hold(mixtures.implementation_of(module), DISPATCH, mixtures.dispatch_swap)
         self._swap_transformers(modules, configs)
         for inner, module in modules.items():
             new_mark = Mark(inner, self._strict, weakref.ref(self) if self._holds else None, self._config_classes)

@@ -73,17 +73,26 @@ def replacement(module: nn.Module) -> Replacement:
         result = _norm(module)
     elif (forward := gated(module)) is not None:
         result = subclass(type(module), (), forward), ""
-    if result[0] is not None and not calls_own_forward(module):
+    if result[0] is not None and not calls_own_forward(module) and not mixtures.is_cut(module):
         return None, "its forward was replaced on the object, so swapping its class has no effect"
     return result
 
 
 def _linear(module: nn.Linear) -> Replacement:
+    sharded = _sharded_class(type(module))
+    if sharded is nn.Linear:
+        return subclass(type(module), (), DetLinear.forward, bases=(type(module), DetLinear)), ""
     if type(module) is not nn.Linear:
         return None, f"{type(module).__name__} is a subclass of nn.Linear that may compute something else"
     if module.weight.dtype not in HALF_AND_FLOAT:
         return None, f"its weight is {module.weight.dtype}; det_linear takes FP32, BF16 and FP16"
     return subclass(DetLinear, (), DetLinear.forward, nn.Linear), ""
+
+
+def _sharded_class(kind: type[nn.Module]) -> type | None:
+    """Return the class that FSDP2 put its own on, or None."""
+    first, *rest = kind.__bases__
+    return rest[0] if rest and first.__name__ == "FSDPModule" else None
 
 
 def _embedding(base: type[nn.Module]) -> type[nn.Module]:

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from rl_kernels.core.validate import HALF_AND_FLOAT
+from rl_kernels.models.mixtures.dispatch import implementation_of, is_cut
+from rl_kernels.models.mixtures.ranks import RANKS
 from rl_kernels.models.subclasses import subclass
 from rl_kernels.models.swap import shallow_copy
 from rl_kernels.moe import experts
@@ -23,24 +25,7 @@ FLAGS = ("has_gate", "has_bias", "is_transposed")
 WEIGHTS = ("gate_up_proj", "down_proj")
 AGREES = 0.98
 """Smallest share of a probe's elements with equal bits; on a CPU PyTorch rounds a few activations differently."""
-RANKS = "_rl_kernels_expert_ranks"
-"""Attribute of a module whose experts are cut over ranks: its ``ExpertRanks``."""
 NEEDED = "needs a transformers with ALL_EXPERTS_FUNCTIONS and use_experts_implementation, such as 5.17"
-
-
-class ExpertRanks:
-    """The ranks that share the experts of a module, and the number of experts of all of them."""
-
-    def __init__(self, group: Any, count: int) -> None:
-        self.group, self.count = group, count
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertRanks:
-        """Return the same object: a copy of a model runs on the same ranks."""
-        return self
-
-    def __getstate__(self) -> Any:
-        """Refuse a pickle: another process has other ranks."""
-        raise TypeError("parallelize_experts: a model whose experts are cut cannot be pickled; save its state_dict")
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -68,7 +53,8 @@ def experts_module(module: Any) -> tuple[type[nn.Module] | None, str]:
         weights, ranks = (self.gate_up_proj, self.down_proj, *biases), vars(self).get(RANKS)
         options: dict[str, Any] = {}
         if ranks is not None:
-            weights = tuple(None if x is None else x.to_local() for x in weights)
+            # transformers makes them local itself.
+            weights = tuple(x.to_local() if hasattr(x, "to_local") else x for x in weights)
             options = {"process_group": ranks.group, "num_experts": ranks.count}
         out = experts(
             *(hidden_states, *weights[:2], top_k_index, top_k_weights),
@@ -100,8 +86,8 @@ def _why_not(module: Any) -> str | None:
         return "its experts have no gate"
     if getattr(module, "has_post_expert_norm", False):
         return "it normalizes the output of each expert"
-    if getattr(module, "_is_expert_parallel", False):
-        return "transformers spreads its experts over ranks; load it without ep_size, then use parallelize_experts"
+    if is_cut(module) and implementation_of(module) is None:
+        return "transformers spreads its experts over ranks in an unknown way; load it without, use parallelize_experts"
     weights = [getattr(module, name, None) for name in WEIGHTS]
     if any(value is None or value.ndim != len("EFD") or value.dtype not in HALF_AND_FLOAT for value in weights):
         dtypes = {str(getattr(value, "dtype", "missing")) for value in weights}

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rl_kernels.core.distributed import agree, fingerprint, group_of, group_rank, group_size
 from rl_kernels.models.mixtures import is_experts
-from rl_kernels.models.mixtures.experts import RANKS, ExpertRanks
+from rl_kernels.models.mixtures.ranks import RANKS, ExpertRanks
 from rl_kernels.models.swap import SWAPPED, original_of
 
 
