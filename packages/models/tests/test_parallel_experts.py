@@ -140,6 +140,13 @@ def test_models_that_transformers_cuts(tmp_path: Path) -> None:
     assert run_ranks(of_transformers, 2, str(tmp_path)) == [[], []]
 
 
+def test_experts_that_are_cut_in_another_way_are_left_alone() -> None:
+    model = made("Qwen3Moe")
+    model.model.layers[1].mlp.experts._is_expert_parallel = True
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts .*spreads its experts over ranks in an unknown way"):
+        invariant(model, strict=True)
+
+
 def test_experts_over_ranks() -> None:
     for failed, texts in run_ranks(over_ranks, 2):
         assert failed == []

@@ -28,11 +28,11 @@ def implementation_of(module: nn.Module) -> Any | None:
     forward = vars(module).get("forward")
     if not inspect.isfunction(forward):
         return None
-    found = inspect.getclosurevars(forward).nonlocals.get("implementation")
+    found: Any = inspect.getclosurevars(forward).nonlocals.get("implementation")
     if type(found).__name__.removeprefix(SWAPPED) not in KNOWN or getattr(found, "megamoe", None) is not None:
         return None
-    own = getattr(found, "experts_forward", None)
-    return found if getattr(own, "__self__", None) is module and found.tp_mesh.size() == 1 else None
+    is_own = getattr(getattr(found, "experts_forward", None), "__self__", None) is module
+    return found if is_own and found.tp_mesh.size() == 1 else None
 
 
 def dispatch_swap(implementation: Any) -> Undo:
