@@ -126,7 +126,7 @@ def ours(layer: Layer, group: ProcessGroup, **options: Any) -> torch.Tensor:
 
 
 def dispatched(layer: Layer, group: ProcessGroup) -> torch.Tensor:
-    """Return the same as plain PyTorch computes it: each route travels, and ``grouped_mm`` takes the sorted rows."""
+    """Return the same as plain PyTorch computes it: each route travels, and ``torch._grouped_mm`` takes sorted rows."""
     if len(layer.gate_up) == COUNT:
         layer = layer._replace(**_cut(layer))
     hidden, gate_up, down, ids, weights, *_ = layer
@@ -141,7 +141,7 @@ def dispatched(layer: Layer, group: ProcessGroup) -> torch.Tensor:
     local = torch.arange(len(gate_up), device=ids.device).repeat(ranks)
     turn = local.repeat_interleave(received.flatten(), output_size=sum(sizes)).argsort(stable=True)
     ends = received.sum(0).cumsum(0).int()
-    gate, up = F.grouped_mm(rows[turn], gate_up.mT, offs=ends).chunk(2, -1)
-    y = F.grouped_mm(F.silu(gate) * up, down.mT, offs=ends)[turn.argsort()]
+    gate, up = torch._grouped_mm(rows[turn], gate_up.mT, offs=ends).chunk(2, -1)
+    y = torch._grouped_mm(F.silu(gate) * up, down.mT, offs=ends)[turn.argsort()]
     y = wait_tensor(all_to_all_single_autograd(y, sent_sizes, sizes, group))[order.argsort()]
     return (y.view(*ids.shape, -1) * weights.to(BF16)[..., None]).sum(1)
