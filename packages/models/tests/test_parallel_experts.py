@@ -134,6 +134,31 @@ def of_transformers(rank: int, folder: str) -> list[Any]:
     return failed if torch.equal(model(input_ids=tokens(rank)).logits, stock) else [*failed, "undone"]
 
 
+def in_two_dims(rank: int) -> list[str]:
+    """Experts over two ranks, sharded by FSDP2 over the other two; both pairs have the same tokens."""
+    mesh, every = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")), init_device_mesh("cpu", (4,))
+    own = rank % 2
+    logits, grads, _ = alone(made("Qwen3Moe"))
+    model = made("Qwen3Moe")
+    invariant(model)
+    parallelize_experts(model, mesh["ep"])
+    for layer in model.model.layers:
+        sharded = fully_shard(layer.mlp.experts, mesh=mesh["dp"])
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_gradient_divide_factor(4.0)
+        fully_shard(layer, mesh=every)
+    out = fully_shard(model, mesh=every)(input_ids=tokens(own)).logits
+    out.backward(upstream(own).to(out.dtype))
+    failed = [] if torch.equal(out[0].detach(), logits[own]) else ["logits"]
+    # Twice the tokens, and averages over four ranks.
+    pairs = {name: value.grad.full_tensor() * 2 for name, value in experts_of(model).items()}
+    return [*failed, *(name for name, grad in pairs.items() if not torch.equal(grad, grads[name]))]
+
+
+def test_experts_sharded_over_another_dim() -> None:
+    assert run_ranks(in_two_dims, 4) == [[]] * 4
+
+
 def test_models_that_transformers_cuts(tmp_path: Path) -> None:
     pytest.importorskip("transformers.distributed.expert_parallel")
     made("Qwen3Moe").save_pretrained(tmp_path)
