@@ -1,8 +1,9 @@
 """Time exchanges and layers over the GPUs of one machine: `torchrun --nproc-per-node 2 tools/ranks.py`, over NCCL.
 
 Parts: `exchanges`, the ordered all-reduce and reduce-scatter beside NCCL's; `layers`, row-parallel layers beside cuBLAS
-and NCCL; `heads`, linear_logp over the vocabulary beside one GPU; `training`, steps of a Llama with the widths of 8B
-and four layers under TP and FSDP2, beside stock ones; `loop`, GRPO with rollouts under TP and updates under FSDP2.
+and NCCL; `heads`, linear_logp over the vocabulary beside one GPU; `mixtures`, experts over ranks beside one GPU and a
+plain dispatch in PyTorch; `training`, steps of a Llama with the widths of 8B and four layers under TP and FSDP2, beside
+stock ones; `loop`, GRPO with rollouts under TP and updates under FSDP2.
 
 Times are those of the slowest rank, eager calls with the host's work included, and replays of a CUDA graph; the ways
 take turns, and each is the median of its rounds.
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from rank_calls import OURS, Timed, exchanges, heads, layers
+from rank_experts import mixtures
 from rank_model import loop, training
 from torch import distributed
 from torch.distributed import ProcessGroup
@@ -29,9 +31,9 @@ from rl_kernels.core.command import Parser, count, writable, write_json
 from rl_kernels.lab.bench.environment import environment
 from rl_kernels.lab.bench.report import digits
 
-TIMED = {"exchanges": exchanges, "layers": layers, "heads": heads}
+TIMED = {"exchanges": exchanges, "layers": layers, "heads": heads, "mixtures": mixtures}
 MODELS = {"training": training, "loop": loop}
-PACKAGES = ("rl-kernels-core", "rl-kernels-det-gemm", "rl-kernels-linear-logp")
+PACKAGES = ("rl-kernels-core", "rl-kernels-det-gemm", "rl-kernels-linear-logp", "rl-kernels-moe")
 TURN = 0.03
 """Seconds of one turn of calls."""
 
@@ -125,6 +127,8 @@ def _line(name: str, result: dict[str, Any]) -> str:
         return f"{name}: " + ", ".join(f"{key} {digits(value)}" for key, value in result.items() if value is not None)
     parts = []
     for way, times in (("eager", result["eager"]), ("graph", result["graph"])):
+        if OURS not in times:
+            continue
         ours = times[OURS]
         listed = ", ".join(
             f"{who} {digits(us)}" + (f" ({ours / us:.2f})" if who != OURS else "") for who, us in times.items()

@@ -19,6 +19,7 @@ TITLES = {
     "exchanges": "Sums of FP32 parts, rounded to BF16; sizes are those of a part",
     "layers": "Row-parallel layers of Llama 3.1 with 8 segments, beside cuBLAS and NCCL's reduction of BF16",
     "heads": "linear_logp over the vocabulary, beside one GPU, and beside logits that are cut as Megatron cuts them",
+    "mixtures": "Experts of Qwen3-30B-A3B over ranks; tokens are those of all ranks, and one GPU has them all",
 }
 STEPS = """Training steps of a Llama with the widths of 8B and four layers; stock TP leaves the head whole"""
 LOOP = (
@@ -59,8 +60,10 @@ def _timed(entries: Mapping[str, Any]) -> list[list[str]]:
         cells = [name, rate if known else str(entry["differing"])]
         for way in ("graph", "eager"):
             times = entry[way]
-            ratios = (f"{times[OURS] / times[who]:.2f}" if who in times else "" for who in other_ways)
-            cells += [digits(times[OURS]), *ratios]
+            is_timed = [OURS in times and who in times for who in other_ways]
+            pairs = zip(other_ways, is_timed, strict=True)
+            ratios = [f"{times[OURS] / times[who]:.2f}" if timed else "" for who, timed in pairs]
+            cells += [digits(times[OURS]) if OURS in times else "", *ratios]
         rows.append(cells)
     return rows
 

@@ -133,10 +133,13 @@ def combine(launch: TritonLaunch) -> None:
     (tokens, slots), out = launch["IDS"].shape, launch["OUT"]
     assert launch.grid[:2] == (tokens, -(-launch["D"] // launch["WIDTH"]))
     assert slots == launch["SLOTS"]
-    y = dense(launch["Y"], tokens * slots, launch["D"])
-    dense(out, tokens, launch["D"]).copy_(
-        native.combine(y, launch["IDS"], launch["WEIGHTS"], launch["SHARED"], launch["E"])
-    )
+    places = launch["PLACES"]
+    if places is None:
+        dense(launch["Y"], tokens * slots, launch["D"])
+        places = torch.arange(tokens * slots).view(tokens, slots)
+    y = dense(launch["Y"], len(launch["Y"]), launch["D"])
+    total = native.combine(y, launch["IDS"], places, launch["WEIGHTS"], launch["SHARED"], launch["E"])
+    dense(out, tokens, launch["D"]).copy_(total)
 
 
 def activate_backward_rows(launch: TritonLaunch) -> None:
@@ -210,6 +213,22 @@ def operands(tokens, width, inner, experts, slots, *, layout="row", biases=False
     return grad, (hidden, gate_up, down, ids, weights), bias, shared
 
 
+def _check_routes(backend, inputs: tuple) -> None:
+    """Compare the outputs of single routes, and their sum from places in another order."""
+    hidden, gate_up, down, ids, weights, *biases, shared, activation, interleaved = inputs
+    slots, count = ids.shape[1], len(gate_up)
+    places, each = torch.randperm(ids.numel()), ids.reshape(-1, 1)
+    turned = places.argsort()
+    single = (hidden.repeat_interleave(slots, 0)[turned], gate_up, down, each[turned], None, *biases, None)
+    y = backend.forward(*single, activation, interleaved)
+    is_here = (each[turned] < count)[:, 0]
+    torch.testing.assert_close(
+        y[is_here], native.forward(*single, activation, interleaved)[is_here], rtol=2e-2, atol=4e-2
+    )
+    total = backend.combine(y, ids, places.view(ids.shape), weights, shared, count)
+    assert torch.equal(total, backend.forward(*inputs))
+
+
 def check(module: str, call: dict) -> None:
     """Compare the results of a backend's launches with those of ``native``."""
     torch.manual_seed(0)
@@ -225,6 +244,7 @@ def check(module: str, call: dict) -> None:
     near(out, expected[0])
     near(z[:end], expected[1][:end])
     assert torch.equal(backend.forward(*inputs), out)
+    _check_routes(backend, inputs)
     needs = [True, True, True, True, *(bias is not None for bias in biases)]
     expected = native.backward(*inputs, grad, z.nan_to_num(), order, needs)
     for kept in ((z, order), (None, None)):

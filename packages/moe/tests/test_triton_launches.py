@@ -27,6 +27,7 @@ BUGS = (
     Bug("last routes are not sorted", "ceil_div(routes, order.BLOCK", "(lambda x, y: x // y)(routes, order.BLOCK"),
     Bug("terms of the next expert", "k * b.stride(2) and not k % cut.inner", "k * b.stride(2)"),
     Bug("weights of routes left out", "of_down_bias(grad, weights,", "of_down_bias(grad, None,"),
+    Bug("places of rows left out", "combine(y, ids, places, weights", "combine(y, ids, None, weights"),
     Bug("buffer's strides left out", "if buffer is None else buffer.stride()", "if True else buffer.stride()"),
 )
 Plant = Callable[[], AbstractContextManager[None]]

@@ -24,6 +24,7 @@ from rl_kernels.models.swap import Undo, class_swap, forget_graphs, held, hold, 
 from rl_kernels.models.unknown import why_unknown
 
 CLASS, ATTENTION, ROTARY, FREQUENCIES, PACKED = "class", "attention", "rotary", "frequencies", "packed"
+DISPATCH = "dispatch"
 SHOWN = 3
 """Number of modules left alone that a warning names."""
 
@@ -108,6 +109,8 @@ class Invariance:
             if isinstance(module, nn.Linear) and module.weight.is_cuda:
                 _check_product(module.weight)
             self._hold(module, CLASS, class_swap(subclass, original_of(module)))
+            if mixtures.is_experts(module) and mixtures.is_cut(module):
+                self._hold(mixtures.implementation_of(module), DISPATCH, mixtures.dispatch_swap)
         self._swap_transformers(modules, configs)
         for inner, module in modules.items():
             new_mark = Mark(inner, self._strict, weakref.ref(self) if self._holds else None, self._config_classes)
@@ -171,7 +174,8 @@ def invariant(model: nn.Module, *, strict: bool = False, routes: Sequence[torch.
     - Rotary embedding of a transformers model, and MLPs with a SiLU gate, run fused on a GPU with Triton, bit for bit.
       Its frequencies get the bits that the CPU computes, wherever the model was made.
     - Experts of a mixture of transformers run on ``experts``, and its router, recognized by its result for random rows,
-      on ``route``: tokens choose the same experts in any batch. Noise in training raises.
+      on ``route``: tokens choose the same experts in any batch. Noise in training raises. Experts that transformers
+      spread over ranks by its all-to-all stay there, and have the bits of one process.
     - Gated DeltaNet layers of Qwen3-Next and Qwen3.5 run on ``causal_conv1d`` and ``gated_delta_rule``: prefill, pieces
       and decode through transformers' caches give a token the same bits. Continuous batching does not run these models.
     - A model of transformers gets ``det_attention``, as the implementation ``rl_kernels_flash``: padding, packing,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from rl_kernels.models.activations import activation, is_activation
 from rl_kernels.models.fused.embedding import OrderedEmbedding
 from rl_kernels.models.fused.swaps import gated
 from rl_kernels.models.subclasses import subclass
-from rl_kernels.models.swap import SWAPPED, calls_own_forward
+from rl_kernels.models.swap import SWAPPED, calls_own_forward, shallow_copy
 from rl_kernels.models.unknown import is_foreign_linear
 from rl_kernels.norm import LayerNorm, RMSNorm, layer_norm, rms_norm
 
@@ -74,17 +73,26 @@ def replacement(module: nn.Module) -> Replacement:
         result = _norm(module)
     elif (forward := gated(module)) is not None:
         result = subclass(type(module), (), forward), ""
-    if result[0] is not None and not calls_own_forward(module):
+    if result[0] is not None and not calls_own_forward(module) and not mixtures.is_cut(module):
         return None, "its forward was replaced on the object, so swapping its class has no effect"
     return result
 
 
 def _linear(module: nn.Linear) -> Replacement:
+    sharded = _sharded_class(type(module))
+    if sharded is nn.Linear:
+        return subclass(type(module), (), DetLinear.forward, bases=(type(module), DetLinear)), ""
     if type(module) is not nn.Linear:
         return None, f"{type(module).__name__} is a subclass of nn.Linear that may compute something else"
     if module.weight.dtype not in HALF_AND_FLOAT:
         return None, f"its weight is {module.weight.dtype}; det_linear takes FP32, BF16 and FP16"
     return subclass(DetLinear, (), DetLinear.forward, nn.Linear), ""
+
+
+def _sharded_class(kind: type[nn.Module]) -> type | None:
+    """Return the class that FSDP2 put its own on, or None."""
+    first, *rest = kind.__bases__
+    return rest[0] if rest and first.__name__ == "FSDPModule" else None
 
 
 def _embedding(base: type[nn.Module]) -> type[nn.Module]:
@@ -127,7 +135,7 @@ def _recognized(module: nn.Module, eps: str, is_gated: bool = False) -> Form | N
     weight = getattr(module, "weight", None)
     width = 256 if weight is None else weight.shape[0]
     # A copy with its own parameters; no hook runs, because the forward of the class is called directly.
-    twin = copy.copy(module)
+    twin = shallow_copy(module)
     twin.__dict__["_parameters"] = {}
     probe = torch.randn(4, width, generator=generator, dtype=torch.float32, device="cpu").bfloat16()
     scale = None

@@ -82,6 +82,13 @@ def class_swap(subclass: type[nn.Module], original: type[nn.Module]) -> Callable
     return swap
 
 
+def shallow_copy(module: nn.Module) -> Any:
+    """Return a copy that shares all attributes; ``copy.copy`` makes a new module of a class that FSDP2 made."""
+    copied = object.__new__(type(module))
+    copied.__dict__.update(vars(module))
+    return copied
+
+
 def calls_own_forward(module: nn.Module) -> bool:
     """Say whether a call of a module runs the forward of its class, maybe within a hook of accelerate."""
     own = vars(module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -10,9 +10,15 @@ from rl_kernels.core import validate as check
 from rl_kernels.core.main_grad import fold_grad_into_main_grad
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import apply_of, no_lost_derivatives
-from rl_kernels.moe.arguments import check_ids, prepare_experts, prepare_route
+from rl_kernels.moe.arguments import cast, check_bounds, check_ids, main_grad_of, prepare_experts, prepare_route
 from rl_kernels.moe.autograd import Experts, Route, RouteSettings, Settings, choose_routes
 from rl_kernels.moe.op import ops
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from rl_kernels.core.distributed import Validate
 
 
 class Routes(NamedTuple):
@@ -121,7 +127,10 @@ def experts(
     interleaved: bool = False,
     transposed: bool = False,
     recompute: bool = False,
-    validate: bool | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    num_experts: int | None = None,
+    max_tokens: int | None = None,
+    validate: Validate | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Return ``sum_s weights[t, s] * expert(ids[t, s])(hidden[t]) + shared[t]`` for each token t.
@@ -135,9 +144,18 @@ def experts(
     If ``gate_up.main_grad`` or ``down.main_grad`` exists (FP32, shape of the weight, any strides), backward adds to it,
     in place, and that weight gets no ``.grad``.
 
+    With ``process_group`` each rank has the weights and biases of E / ranks consecutive experts, in the order of ranks,
+    and its own tokens, any number of them. Rows travel to the ranks of their experts and back, and are summed by slots
+    on the token's own rank: outputs and the gradients of hidden and weights have the bits of one GPU that has all
+    experts, for any number of ranks. The gradients of an expert's weights are sums over the tokens of all ranks, those
+    of rank 0 first: the bits of one GPU with these tokens in this order. All ranks must call it, a rank without tokens
+    too; all must run backward, and ask for the gradients of hidden and weights or not, alike. Ranks exchange sizes,
+    which this host waits for, unless ``max_tokens`` bounds them.
+
     Args:
         hidden: ``[T, D]``, FP32, BF16 or FP16, any strides; differentiable.
         gate_up: ``[E, 2F, D]`` in the dtype of hidden, any strides: F rows of the gate, then F of up; differentiable.
+            With ``process_group`` those of this rank's experts, as ``down`` and the biases.
         down: ``[E, D, F]`` in the dtype of hidden, any strides; differentiable.
         ids: ``[T, k]``, int32 or int64: the expert of each slot, in ``[0, E)``; E stands for an expert that is not
             here, and adds nothing.
@@ -150,8 +168,16 @@ def experts(
         interleaved: rows of gate and up alternate in ``gate_up`` and its bias, as in gpt-oss.
         transposed: the weights are ``gate_up[E, D, 2F]`` and ``down[E, F, D]``; they are read in place.
         recompute: save no ``[T k, 2F]`` for backward, which then computes the first product again; changes no bit.
+        process_group: ranks that share the experts: a ``ProcessGroup``, or one dim of a ``DeviceMesh``. None: this
+            process has all of them.
+        num_experts: E, the experts of all ranks, a multiple of their number; needed in a group of several.
+        max_tokens: None, or a number that T of no rank exceeds, the same on all: every exchange then has the size of
+            the largest one, ``max_tokens`` rows to each rank and k times as many back, and no call waits for the GPU.
+            For decoding, and needed while a CUDA graph is captured.
         validate: check that all ids are in ``[0, E]``, which waits for a GPU; by default only on a CPU. An id out of
-            range that is not checked makes its token's output NaN.
+            range that is not checked makes its token's output NaN. In a group, unless it is False, the first call of a
+            kind (dtypes, sizes but T, options) also compares these over the ranks, by one exchange: an error of one
+            rank is then raised on all. ``"ranks"``, or ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, compares every call.
         backend: name of a backend; ``auto`` chooses one; None follows ``use_backend`` and ``RL_KERNELS_BACKEND``, and
             chooses one if neither is set.
 
@@ -166,17 +192,27 @@ def experts(
         RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward: not supported. In the backward
             pass: a weight's ``.grad`` was set before a pass that adds to both it and ``main_grad``.
     """
-    buffers = [_main_grad(name, value, transposed) for name, value in (("gate_up", gate_up), ("down", down))]
+    if process_group is not None:
+        # Imported here: PyTorch may be built without torch.distributed.
+        from rl_kernels.moe.parallel import Options, experts_over_ranks, several
+
+        group = several(process_group)
+        if group is not None:
+            given = (hidden, gate_up, down, ids, weights, gate_up_bias, down_bias, shared)
+            options = Options(
+                *(activation, interleaved, transposed, recompute, num_experts, max_tokens, validate, backend)
+            )
+            return experts_over_ranks(given, group, options)
+    buffers = [main_grad_of(name, value, transposed) for name, value in (("gate_up", gate_up), ("down", down))]
     first, second = gate_up, down
-    hidden, gate_up, gate_up_bias = autocast_linear(hidden, gate_up, gate_up_bias)
-    # hidden has the autocast dtype by now: it stands for a shared[T, D] that is not there.
-    last, down, down_bias = autocast_linear(hidden if shared is None else shared, down, down_bias)
-    shared = None if shared is None else last
-    tensors = (hidden, gate_up, down, ids, weights, gate_up_bias, down_bias, shared)
+    tensors = cast(hidden, gate_up, down, ids, weights, gate_up_bias, down_bias, shared)
+    hidden, gate_up, down = tensors[:3]
     needs_grad = torch.is_grad_enabled() and any([getattr(x, "requires_grad", False) for x in tensors])
     check.flag("recompute", recompute)
     keeps = needs_grad and not recompute
     ready = prepare_experts(*tensors, activation, interleaved, transposed, keeps, backend)
+    if num_experts is not None or max_tokens is not None:
+        check_bounds(num_experts, len(gate_up), max_tokens, len(hidden))
     check_ids(ids, gate_up.shape[0] + 1, validate)
     no_lost_derivatives("experts", *tensors)
     if transposed:
@@ -190,12 +226,3 @@ def experts(
         if buffer is not None and value.requires_grad:
             fold_grad_into_main_grad(name, value, out)
     return out
-
-
-def _main_grad(name: str, weight: torch.Tensor, transposed: bool) -> torch.Tensor | None:
-    """Return the buffer of a weight in the layout of the raw ops, checked, or None."""
-    buffer = getattr(weight, "main_grad", None)
-    if buffer is None:
-        return None
-    check.main_grad(f"{name}.main_grad", buffer, weight)
-    return buffer.mT if transposed else buffer

@@ -2,17 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from rl_kernels.core import validate as check
 from rl_kernels.core.calls import Ready
 from rl_kernels.core.dispatch import choose, remembered
+from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.moe.activations import NAMES
 from rl_kernels.moe.choice import SCORINGS
 from rl_kernels.moe.inputs import COUNT, Inputs
 from rl_kernels.moe.op import OPERATOR, describe, describe_route, ops
+
+if TYPE_CHECKING:
+    from rl_kernels.core.distributed import Validate
+
+
+class Weights(NamedTuple):
+    """The weights and biases of experts."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+def cast(
+    hidden: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    shared: torch.Tensor | None,
+) -> tuple[Any, ...]:
+    """Return the tensors of ``experts``, in the order of ``Inputs``, cast as autocast casts operands."""
+    hidden, gate_up, gate_up_bias = autocast_linear(hidden, gate_up, gate_up_bias)
+    # hidden has the autocast dtype by now: it stands for a shared[T, D] that is not there.
+    last, down, down_bias = autocast_linear(hidden if shared is None else shared, down, down_bias)
+    return hidden, gate_up, down, ids, weights, gate_up_bias, down_bias, None if shared is None else last
+
+
+def main_grad_of(name: str, weight: torch.Tensor, transposed: bool) -> torch.Tensor | None:
+    """Return the ``main_grad`` of a weight in the layout of the raw ops, checked, or None."""
+    buffer = getattr(weight, "main_grad", None)
+    if buffer is None:
+        return None
+    check.main_grad(f"{name}.main_grad", buffer, weight)
+    return buffer.mT if transposed else buffer
 
 
 @remembered
@@ -23,8 +62,21 @@ def prepare_experts(*arguments: Any) -> Ready:
         arguments: the fields of ``Inputs``, where weights may be transposed; then ``transposed``, whether the outputs
             of the first product are kept, and ``backend``.
     """
+    *rest, keeps, backend = arguments
+    inputs, name = _checked_experts(*rest, backend)
+    return ops["forward_kept" if keeps else "forward"].ready(*inputs, name)
+
+
+@remembered
+def choose_experts(*arguments: Any) -> str:
+    """Check the arguments as ``prepare_experts`` does, and return the name of a backend; without ``keeps``."""
+    return _checked_experts(*arguments)[1]
+
+
+def _checked_experts(*arguments: Any) -> tuple[Inputs, str]:
+    """Return the arguments as the raw ops take them, and the backend."""
     inputs = Inputs(*arguments[:COUNT])
-    transposed, keeps, backend = arguments[COUNT:]
+    transposed, backend = arguments[COUNT:]
     hidden, gate_up, down, ids, weights, gate_up_bias, down_bias, shared, activation, interleaved = inputs
     _check_operands(hidden, gate_up, down, transposed)
     check.tensor("ids", ids, check.INTEGERS, ndim=2)
@@ -32,6 +84,7 @@ def prepare_experts(*arguments: Any) -> Ready:
         raise ValueError(f"ids: expected at least one slot a token, got shape {tuple(ids.shape)}")
     check.shape("ids", ids, (hidden.shape[0], ids.shape[1]), "tokens of hidden by slots")
     check.tensor("weights", weights, check.HALF_AND_FLOAT, ndim=2)
+    assert weights is not None
     check.shape("weights", weights, ids.shape, "that of ids")
     count, width, inner = gate_up.shape[0], hidden.shape[1], _inner(down, transposed)
     for name, bias, size in (("gate_up_bias", gate_up_bias, 2 * inner), ("down_bias", down_bias, width)):
@@ -49,8 +102,7 @@ def prepare_experts(*arguments: Any) -> Ready:
     check.backend_name(backend)
     if transposed:
         inputs = inputs._replace(gate_up=gate_up.mT, down=down.mT)
-    name = choose(OPERATOR, describe(*inputs[:4]), backend).name
-    return ops["forward_kept" if keeps else "forward"].ready(*inputs, name)
+    return inputs, choose(OPERATOR, describe(*inputs[:4]), backend).name
 
 
 def _check_operands(hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, transposed: bool) -> None:
@@ -75,9 +127,26 @@ def _inner(down: torch.Tensor, transposed: bool) -> int:
     return down.shape[1 if transposed else 2]
 
 
-def check_ids(ids: torch.Tensor, size: int, validate: bool | None) -> None:
+def check_bounds(num_experts: int | None, count: int, max_tokens: int | None, tokens: int, ranks: int = 1) -> None:
+    """Require a number of experts that ranks with ``count`` each have, and a bound of a rank's tokens, if given."""
+    if num_experts is not None:
+        check.integer("num_experts", num_experts, least=1)
+        if num_experts % ranks:
+            raise ValueError(
+                f"num_experts: expected a multiple of the {ranks} ranks of process_group, got {num_experts}"
+            )
+        if count * ranks != num_experts:
+            raise ValueError(
+                f"gate_up: expected the weights of {num_experts // ranks} experts on each of the {ranks} ranks of "
+                f"process_group (num_experts is {num_experts}), got {count}"
+            )
+    if max_tokens is not None:
+        check.integer("max_tokens", max_tokens, least=max(1, tokens))
+
+
+def check_ids(ids: torch.Tensor, size: int, validate: Validate | None) -> None:
     """Require ids in ``[0, size)`` if ``validate``; None: on a CPU, where the check waits for nothing."""
-    if validate is not None:
+    if not (validate is None or validate == "ranks"):
         check.flag("validate", validate)
     if validate or (validate is None and ids.device.type == "cpu"):
         check.ids_in_range("ids", ids, size, ignorable=False)

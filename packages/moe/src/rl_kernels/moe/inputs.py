@@ -14,14 +14,14 @@ class Inputs(NamedTuple):
     """The arguments that all raw ops of experts begin with, in the order of their schemas.
 
     Shapes are those of ``experts``, of the weights those without ``transposed``; ``op`` says which strides they have.
-    Backward reads no ``shared``.
+    Backward reads no ``shared``, and needs ``weights``.
     """
 
     hidden: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
     ids: torch.Tensor
-    weights: torch.Tensor
+    weights: torch.Tensor | None
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
     shared: torch.Tensor | None

@@ -6,6 +6,10 @@ outside ``[0, E)`` has no expert. ``order[T k + E + 1]`` is int32: the routes ``
 slot), then for each expert the position of its first route, and the end of the last one's. ``z[T k, 2F]`` are the
 outputs of the first product in that order. ``forward`` returns the output alone, ``forward_kept`` also z and the order.
 
+Without ``weights``, which k = 1 alone may be, ``forward`` returns the routes' own outputs ``[T, D]``; those of routes
+without an expert are undefined. ``combine`` adds such rows of ``y[R, D]``: the one at ``places[t, s]`` belongs to that
+route of a token; ``ids`` and ``experts`` say which routes count.
+
 ``backward`` returns the gradients of hidden, weights, gate_up, down, gate_up_bias and down_bias; those that ``needs``
 leaves out are empty. ``backward_into`` adds those of gate_up and down to FP32 buffers, where one is given.
 
@@ -31,7 +35,7 @@ from rl_kernels.moe.inputs import COUNT, Inputs
 PER_CHUNK = 8
 """Numbers of 16 bits in 16 bytes, of which TMA's rows are multiples."""
 _INPUTS = (
-    "Tensor hidden, Tensor gate_up, Tensor down, Tensor ids, Tensor weights, Tensor? gate_up_bias, Tensor? down_bias, "
+    "Tensor hidden, Tensor gate_up, Tensor down, Tensor ids, Tensor? weights, Tensor? gate_up_bias, Tensor? down_bias, "
     "Tensor? shared, str activation, bool interleaved"
 )
 _BACKWARD = f"{_INPUTS}, Tensor grad, Tensor? z, Tensor? order"
@@ -42,6 +46,9 @@ _ROUTE_BACKWARD = (
 SCHEMAS = {
     "forward": f"({_INPUTS}, str backend) -> Tensor",
     "forward_kept": f"({_INPUTS}, str backend) -> (Tensor, Tensor, Tensor)",
+    "combine": (
+        "(Tensor y, Tensor ids, Tensor places, Tensor? weights, Tensor? shared, int experts, str backend) -> Tensor"
+    ),
     "backward": f"({_BACKWARD}, bool[] needs, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "backward_into": (
         f"({_BACKWARD}, Tensor(a!)? gate_up_grad, Tensor(b!)? down_grad, bool[] needs, str backend)"
@@ -108,6 +115,7 @@ def _fake_route_backward(
 FAKES: dict[str, Callable[..., Any]] = {
     "forward": _fake_forward,
     "forward_kept": _fake_forward_kept,
+    "combine": lambda y, ids, *_: y.new_empty((ids.shape[0], y.shape[1])),
     "backward": _fake_backward,
     "backward_into": _fake_backward,
     "route_logits": lambda hidden, weight, bias, out_dtype: hidden.new_empty(

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from rl_kernels.models.mixtures.blocks import block
+from rl_kernels.models.mixtures.dispatch import dispatch_swap, implementation_of, is_cut
 from rl_kernels.models.mixtures.experts import experts_module, is_experts
 from rl_kernels.models.mixtures.replay import LAYER, Replay, watch
 from rl_kernels.models.mixtures.routers import can_replay, is_router, router_module
 from rl_kernels.models.swap import SWAPPED
 
-__all__ = ["Replay", "is_experts", "is_router", "part", "replaying"]
+__all__ = ["Replay", "dispatch_swap", "implementation_of", "is_cut", "is_experts", "is_router", "part", "replaying"]
 
 
 def part(module: nn.Module) -> tuple[type[nn.Module] | None, str] | None:

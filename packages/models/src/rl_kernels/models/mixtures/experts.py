@@ -6,14 +6,16 @@ and the layout of its weights. The activation is recognized by its result.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import nn
 
 from rl_kernels.core.validate import HALF_AND_FLOAT
+from rl_kernels.models.mixtures.dispatch import implementation_of, is_cut
+from rl_kernels.models.mixtures.ranks import RANKS
 from rl_kernels.models.subclasses import subclass
+from rl_kernels.models.swap import shallow_copy
 from rl_kernels.moe import experts
 from rl_kernels.moe.activations import NAMES, activate
 from rl_kernels.moe.reference import split
@@ -48,13 +50,20 @@ def experts_module(module: Any) -> tuple[type[nn.Module] | None, str]:
         self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         biases = (self.gate_up_proj_bias, self.down_proj_bias) if has_bias else (None, None)
+        weights, ranks = (self.gate_up_proj, self.down_proj, *biases), vars(self).get(RANKS)
+        options: dict[str, Any] = {}
+        if ranks is not None:
+            # transformers makes them local itself.
+            weights = tuple(x.to_local() if hasattr(x, "to_local") else x for x in weights)
+            options = {"process_group": ranks.group, "num_experts": ranks.count}
         out = experts(
-            *(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights),
-            gate_up_bias=biases[0],
-            down_bias=biases[1],
+            *(hidden_states, *weights[:2], top_k_index, top_k_weights),
+            gate_up_bias=weights[2],
+            down_bias=weights[3],
             activation=activation,
             interleaved=interleaved,
             transposed=transposed,
+            **options,
         )
         # Under autocast a model's own experts return the dtype of their input too.
         return out if out.dtype == hidden_states.dtype else out.to(hidden_states.dtype)
@@ -77,8 +86,8 @@ def _why_not(module: Any) -> str | None:
         return "its experts have no gate"
     if getattr(module, "has_post_expert_norm", False):
         return "it normalizes the output of each expert"
-    if getattr(module, "_is_expert_parallel", False):
-        return "its experts are spread over processes"
+    if is_cut(module) and implementation_of(module) is None:
+        return "transformers spreads its experts over ranks in an unknown way; load it without, use parallelize_experts"
     weights = [getattr(module, name, None) for name in WEIGHTS]
     if any(value is None or value.ndim != len("EFD") or value.dtype not in HALF_AND_FLOAT for value in weights):
         dtypes = {str(getattr(value, "dtype", "missing")) for value in weights}
@@ -92,7 +101,7 @@ def _activation(module: Any) -> tuple[str, bool] | None:
     # Wide enough that some elements lie outside of a clamp.
     probe = 4 * torch.randn(64, 64, generator=generator, dtype=torch.float32, device="cpu")
     probe = probe.bfloat16()
-    twin = copy.copy(module)
+    twin = shallow_copy(module)
     twin.__dict__["_parameters"] = {}
     try:
         with torch.no_grad():

@@ -6,7 +6,6 @@ scored, whether weights add up to 1, and which of its results are FP32.
 
 from __future__ import annotations
 
-import copy
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from rl_kernels.core.torchlib.autocast import autocast_dtype
 from rl_kernels.det_gemm.module import DetLinear
 from rl_kernels.models.mixtures.replay import LAYER
 from rl_kernels.models.subclasses import subclass
-from rl_kernels.models.swap import original_of
+from rl_kernels.models.swap import original_of, shallow_copy
 from rl_kernels.moe import route
 from rl_kernels.moe.choice import SCORINGS
 
@@ -182,7 +181,7 @@ def _recognized(module: Any) -> Form | None:
 def _twin(module: Any, dtype: torch.dtype) -> Any:
     """Return a copy of a router with random weights on the CPU."""
     generator = torch.Generator().manual_seed(0)
-    twin = copy.copy(module)
+    twin = shallow_copy(module)
     for kind in ("_parameters", "_buffers"):
         values = {name: x for name, x in vars(module)[kind].items() if x is not None}
         twin.__dict__[kind] = {

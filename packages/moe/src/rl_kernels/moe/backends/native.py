@@ -39,7 +39,7 @@ def forward_kept(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         h = activate(*split(z[first:end], inputs.interleaved), inputs.activation)
         bias = None if inputs.down_bias is None else inputs.down_bias[expert]
         y[order[first:end]] = products.matmul(h, inputs.down[expert].t(), bias, hidden.dtype)
-    return combine(y, ids, inputs.weights, inputs.shared, count), z, order
+    return _combined(y, ids, inputs.weights, inputs.shared, count), z, order
 
 
 def spans(order: torch.Tensor, inputs: Inputs) -> list[tuple[int, int, int]]:
@@ -60,6 +60,21 @@ def first_product(inputs: Inputs, order: torch.Tensor) -> torch.Tensor:
 
 
 def combine(
+    y: torch.Tensor,
+    ids: torch.Tensor,
+    places: torch.Tensor,
+    weights: torch.Tensor | None,
+    shared: torch.Tensor | None,
+    experts: int,
+) -> torch.Tensor:
+    """Return the sum of ``weights[t, s] y[places[t, s]]`` over s, plus ``shared[t]``; NaN for ids outside [0, E]."""
+    rows = y.new_zeros((ids.numel(), y.shape[1]))
+    is_here = ((ids >= 0) & (ids < experts)).flatten()
+    rows[is_here] = y[places.flatten()[is_here].long()]
+    return _combined(rows, ids, weights, shared, experts)
+
+
+def _combined(
     y: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None, shared: torch.Tensor | None, experts: int
 ) -> torch.Tensor:
     """Return the sum of ``weights[t, s] y[t k + s]`` over s, plus ``shared[t]``; NaN for ids outside [0, E]."""
@@ -90,6 +105,7 @@ def backward_into(*arguments: Any) -> tuple[torch.Tensor, ...]:
     if order is None or z is None:
         order = sort_routes(ids, gate_up.shape[0])
         z = first_product(inputs, order)
+    assert weights is not None
     results = gradients(needs, inputs)
     dhidden, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias = results
     dx = hidden.new_zeros((ids.numel(), hidden.shape[1]))
@@ -122,7 +138,7 @@ def backward_into(*arguments: Any) -> tuple[torch.Tensor, ...]:
         if needs[5]:
             ddown_bias[expert] = _sum(scale * rows.float())
     if needs[0]:
-        dhidden.copy_(combine(dx, ids, None, None, gate_up.shape[0]))
+        dhidden.copy_(_combined(dx, ids, None, None, gate_up.shape[0]))
     if needs[1]:
         dweights.copy_(dots.view(ids.shape))
     return tuple(results)

@@ -109,6 +109,8 @@ ROWS = RowLayout(
 )
 DIFFERENTIABLE = ("hidden", "gate_up", "down", "weights", "gate_up_bias", "down_bias", "shared")
 
+RANKS = ("process_group", "num_experts", "max_tokens")
+
 SPEC = Spec(
     cases=CASES,
     inputs=inputs,
@@ -127,6 +129,7 @@ SPEC = Spec(
     empty=EMPTY,
     main_grad=frozenset({"gate_up", "down"}),
     autocast={"": ("hidden", "gate_up", "down", "gate_up_bias", "down_bias", "shared")},
-    unread=frozenset({"backend", "recompute", "validate"}),
+    uncased=frozenset({"backend", "validate", *RANKS}),
+    unread=frozenset({"backend", "recompute", "validate", *RANKS}),
     spared=frozenset({"recompute"}),
 )

@@ -35,6 +35,9 @@ ILLEGAL = (
     IllegalCall("unknown activation", given(activation="relu"), ValueError, "activation: expected one of"),
     IllegalCall("interleaved a number", given(interleaved=1), TypeError, "interleaved: expected a bool"),
     IllegalCall("recompute a number", given(recompute=1), TypeError, "recompute: expected a bool"),
+    IllegalCall("a group's name", given(process_group="ep"), TypeError, "process_group: expected a ProcessGroup"),
+    IllegalCall("experts of nobody", given(num_experts=1000), ValueError, "gate_up: expected the weights of 1000"),
+    IllegalCall("bound of no token", given(max_tokens=0), ValueError, "max_tokens: expected an integer >= "),
     IllegalCall("validate a number", given(validate=1), TypeError, "validate: expected a bool"),
     IllegalCall(
         "main_grad of 16 bits",

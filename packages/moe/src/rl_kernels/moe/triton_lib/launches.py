@@ -66,16 +66,36 @@ def _forward(kit_of: KitOf, keeps: bool, *arguments: Any) -> Launches:
     combine = _combine(ids, count, width)
     # The routes of a single token need no order: each is a tile, of which there are as many as experts.
     is_sorted = kit.is_sorted and (keeps or len(ids) != 1 or slots > count)
+    is_summed = inputs.weights is not None
 
     def launch(*arguments: Any) -> Any:
         hidden, gate_up, down, ids, weights, gate_up_bias, down_bias, shared, *_ = _readable(arguments)
-        out = hidden.new_empty(hidden.shape)
         with device_of(hidden):
             order, tiles = sort(ids) if is_sorted else (ids, None)
             z, h = first(hidden, gate_up, gate_up_bias, order, tiles)
-            if routes:
-                combine(second(h, down, down_bias, order, tiles), ids, weights, shared, out)
+            out = second(h, down, down_bias, order, tiles)
+            if is_summed:
+                y, out = out, hidden.new_empty(hidden.shape)
+                if routes:
+                    combine(y, ids, None, weights, shared, out)
         return (out, z, order) if keeps else out
+
+    return launch
+
+
+@prepared
+def combine_routes(y: torch.Tensor, ids: torch.Tensor, *arguments: Any) -> Launches:
+    """Return the sums of rows of ``y[R, D]``, the raw op ``combine``."""
+    *_, count = arguments
+    combine = _combine(ids, count, y.shape[1])
+
+    def launch(*arguments: Any) -> torch.Tensor:
+        y, ids, places, weights, shared = _contiguous(*arguments[:5])
+        out: torch.Tensor = y.new_empty((ids.shape[0], y.shape[1]))
+        with device_of(y):
+            if out.numel():
+                combine(y, ids, places, weights, shared, out)
+        return out
 
     return launch
 
@@ -135,7 +155,7 @@ def _backward(kit_of: KitOf, *arguments: Any) -> Launches:
                 of_down(grad, scaled, ddown if down_grad is None else down_grad, order, bounds)
             del scaled
             if needs[0] and routes:
-                combine(of_hidden(dz, gate_up.mT, None, order, tiles), ids, None, None, dhidden)
+                combine(of_hidden(dz, gate_up.mT, None, order, tiles), ids, None, None, None, dhidden)
             if needs[2] or gate_up_grad is not None:
                 of_gate_up(dz, hidden, dgate_up if gate_up_grad is None else gate_up_grad, order, bounds)
             if needs[4]:

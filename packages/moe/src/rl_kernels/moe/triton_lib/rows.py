@@ -132,11 +132,12 @@ def activate_backward(
 
 @triton.jit(do_not_specialize=["E"])
 def combine(
-    Y, IDS, WEIGHTS, SHARED, OUT, E, D, SLOTS: tl.constexpr, WIDTH: tl.constexpr
+    Y, IDS, PLACES, WEIGHTS, SHARED, OUT, E, D, SLOTS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """Write the weighted sum of a token's routes, rows of Y, plus SHARED. Grid: tokens, blocks of columns.
 
-    The expert E adds nothing; any other id outside [0, E) makes the sum NaN.
+    With PLACES these are the rows of routes, else rows are in the order of tokens and slots. The expert E adds nothing;
+    any other id outside [0, E) makes the sum NaN.
     """
     token = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -146,7 +147,10 @@ def combine(
         # A block of equal ids: Triton 3.9's interpreter takes no mask made with a scalar.
         expert = tl.zeros([WIDTH], tl.int64) + tl.load(IDS + token * SLOTS + slot)
         is_here = (expert >= 0) & (expert < E)
-        y = tl.load(Y + (token * SLOTS + slot) * D + c, mask=inside & is_here, other=0.0).to(tl.float32)
+        place = tl.zeros([WIDTH], tl.int64) + token * SLOTS + slot
+        if PLACES is not None:
+            place = tl.zeros([WIDTH], tl.int64) + tl.load(PLACES + token * SLOTS + slot)
+        y = tl.load(Y + place * D + c, mask=inside & is_here, other=0.0).to(tl.float32)
         if WEIGHTS is not None:
             weight = tl.load(WEIGHTS + token * SLOTS + slot).to(tl.float32)
             y = product(tl.full([WIDTH], 1.0, tl.float32) * weight, y)

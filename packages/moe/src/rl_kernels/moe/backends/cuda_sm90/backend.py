@@ -16,12 +16,13 @@ from rl_kernels.moe.backends.cuda_sm90.gradient import WeightGradient
 from rl_kernels.moe.backends.cuda_sm90.products import CODES, HALVES, NEIGHBORS, ROWS, Form, GateUp, Product
 from rl_kernels.moe.inputs import Inputs
 from rl_kernels.moe.triton_lib import grouped, routing
-from rl_kernels.moe.triton_lib.launches import Kit, raw_ops
+from rl_kernels.moe.triton_lib.launches import Kit, combine_routes, raw_ops
 from rl_kernels.moe.triton_lib.schedule import Schedules
 
 __all__ = [
     "backward",
     "backward_into",
+    "combine",
     "forward",
     "forward_kept",
     "programs",
@@ -55,6 +56,7 @@ def kit_of(inputs: Inputs, is_sorted: bool) -> Kit:
 
 
 forward, forward_kept, backward, backward_into = raw_ops(kit_of)
+combine = combine_routes
 route_logits, route_backward, route_backward_into = routing.raw_ops(MatrixProduct)
 route_choose = routing.route_choose
 

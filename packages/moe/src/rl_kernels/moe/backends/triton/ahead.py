@@ -30,6 +30,7 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
         hidden, ids = empty(tokens, WIDTH, dtype=dtype), empty(tokens, SLOTS, dtype=torch.int32)
         routes = hidden, gate_up, down, ids, empty(tokens, SLOTS)
         yield partial(backend.forward_kept, *routes, *biases, hidden, activation, False)
+        yield partial(backend.combine, hidden, ids, ids, routes[-1], hidden, COUNT)
         yield partial(backend.forward, *routes, None, None, None, activation, True)
         yield partial(backend.backward, *routes, *biases, None, activation, True, hidden, None, None, [True] * 6)
         buffers = (torch.empty_like(x, dtype=torch.float32) for x in (gate_up, down))
