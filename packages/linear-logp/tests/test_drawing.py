@@ -123,6 +123,11 @@ def check_boundaries(backend: str = "native", device: torch.device = CPU) -> Non
     logits.logits[:] = torch.tensor([math.log(2), 0.0, 0.0, -math.inf])
     logits.norm[:] = torch.tensor([math.log(2), math.log(2)])
     assert logits.sample(top_p=0.5).min_logit.tolist() == logits.logits[:, 0].tolist()
+    # Numbers out of range give a token of the vocabulary too: the last one with a mass, or 0 if nothing is kept.
+    one = torch.ones(1, device=device)
+    requests = dict(uniform=one), dict(min_p=1.5 * one)
+    found = [logits.sample(**request, validate=False).ids.item() for request in requests]
+    assert found == [2, 0]
 
 
 def check_all() -> None:
