@@ -6,6 +6,7 @@ import torch
 from rl_kernels.core.calls import forget
 from rl_kernels.core.cuda import where
 from rl_kernels.core.cuda.gemm.ahead import programs_of
+from rl_kernels.core.dispatch import BackendUnavailable
 from rl_kernels.core.operator import Call
 from rl_kernels.core.triton_lib import launch
 from rl_kernels.lab.check.compare import bits
@@ -157,6 +158,12 @@ def test_only_rows_that_tma_cannot_read_are_copied():
         copied = cuda_tiles.copyable(other)
         assert torch.equal(copied, other)
         assert copied.data_ptr() != other.data_ptr()
+
+
+def test_sample_without_triton_raises(monkeypatch):
+    monkeypatch.setattr(launch, "INSTALLED", False)
+    with pytest.raises(BackendUnavailable, match="draws tokens in Triton, which is not installed"):
+        given.sample(torch.zeros(2, 8), torch.zeros(2, 2))
 
 
 def test_only_logits_that_are_not_read_by_pairs_are_copied():

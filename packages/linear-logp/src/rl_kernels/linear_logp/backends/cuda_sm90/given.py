@@ -8,6 +8,8 @@ import torch
 
 from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.cuda.launch import kernel
+from rl_kernels.core.dispatch import BackendUnavailable
+from rl_kernels.core.triton_lib import launch as triton_launch
 from rl_kernels.linear_logp.backends.cuda_sm90.tiles import FORWARD, Cut, program
 from rl_kernels.linear_logp.drawing import Request
 from rl_kernels.linear_logp.inputs import STATE
@@ -32,6 +34,8 @@ def by_pairs(logits: torch.Tensor) -> torch.Tensor:
 @prepared
 def sample(logits: torch.Tensor, norm: torch.Tensor, *rest: Any) -> Launches:
     """Return ids, their log-probabilities over the kept and over all entries, and min_logit."""
+    if not triton_launch.INSTALLED:
+        raise BackendUnavailable("backend: sample draws tokens in Triton, which is not installed: pip install triton")
     # Here, so that the backend's other functions need no Triton.
     from rl_kernels.linear_logp.triton_lib import sampling
 
