@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -206,7 +205,7 @@ def check_backend(backend: str, device: torch.device, rows: int, vocab: int, ste
 
 
 @pytest.fixture(params=[16, 8192], ids=lambda size: f"list of {size}")
-def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip where Triton is not interpreted; give rows a list of so many entries."""
     reason = OPERATOR.backend("triton").why_not(Call.of(torch.zeros(1)))
     if reason is not None:
@@ -214,7 +213,6 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     from rl_kernels.linear_logp.triton_lib import rows
 
     monkeypatch.setattr(rows, "LISTED", type(rows.LISTED)(request.param))
-    return
 
 
 @pytest.mark.slow
