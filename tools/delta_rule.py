@@ -266,7 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json is not None:
             write_json(args.json, document)
     differing = (n for name, kinds in document.get("layouts", {}).items() if name != "fla" for n in kinds.items())
-    return int(any(n for name, n in differing if name.endswith("differ")) or bool(document["failed"]))
+    has_failed = not document["failed"].keys().isdisjoint(PARTS)
+    return int(has_failed or any(n for name, n in differing if name.endswith("differ")))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,12 @@ import torch
 from rl_kernels.core.calls import forget
 from rl_kernels.core.cuda import where
 from rl_kernels.core.cuda.gemm.ahead import programs_of
+from rl_kernels.core.dispatch import BackendUnavailable
 from rl_kernels.core.operator import Call
 from rl_kernels.core.triton_lib import launch
 from rl_kernels.lab.check.compare import bits
 from rl_kernels.linear_logp import Memory, linear_logp
+from rl_kernels.linear_logp.backends.cuda_sm90 import given
 from rl_kernels.linear_logp.backends.cuda_sm90 import tiles as cuda_tiles
 from rl_kernels.linear_logp.op import OPERATOR
 
@@ -156,3 +158,19 @@ def test_only_rows_that_tma_cannot_read_are_copied():
         copied = cuda_tiles.copyable(other)
         assert torch.equal(copied, other)
         assert copied.data_ptr() != other.data_ptr()
+
+
+def test_sample_without_triton_raises(monkeypatch):
+    monkeypatch.setattr(launch, "INSTALLED", False)
+    with pytest.raises(BackendUnavailable, match="draws tokens in Triton, which is not installed"):
+        given.sample(torch.zeros(2, 8), torch.zeros(2, 2))
+
+
+def test_only_logits_that_are_not_read_by_pairs_are_copied():
+    x = torch.randn(6, 64)
+    for fits in (x, x[:, :61], x[1:, 2:]):
+        assert given.by_pairs(fits) is fits
+    for other in (x[:, 1:], x[:, :61].clone(), x[:, ::2], x.t()):
+        copied = given.by_pairs(other)
+        assert torch.equal(copied, other)
+        assert given.by_pairs(copied) is copied

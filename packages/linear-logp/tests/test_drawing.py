@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -123,6 +122,11 @@ def check_boundaries(backend: str = "native", device: torch.device = CPU) -> Non
     logits.logits[:] = torch.tensor([math.log(2), 0.0, 0.0, -math.inf])
     logits.norm[:] = torch.tensor([math.log(2), math.log(2)])
     assert logits.sample(top_p=0.5).min_logit.tolist() == logits.logits[:, 0].tolist()
+    # Numbers out of range give a token of the vocabulary too: the last one with a mass, or 0 if nothing is kept.
+    one = torch.ones(1, device=device)
+    requests = dict(uniform=one), dict(min_p=1.5 * one)
+    found = [logits.sample(**request, validate=False).ids.item() for request in requests]
+    assert found == [2, 0]
 
 
 def check_all() -> None:
@@ -201,7 +205,7 @@ def check_backend(backend: str, device: torch.device, rows: int, vocab: int, ste
 
 
 @pytest.fixture(params=[16, 8192], ids=lambda size: f"list of {size}")
-def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip where Triton is not interpreted; give rows a list of so many entries."""
     reason = OPERATOR.backend("triton").why_not(Call.of(torch.zeros(1)))
     if reason is not None:
@@ -209,7 +213,6 @@ def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     from rl_kernels.linear_logp.triton_lib import rows
 
     monkeypatch.setattr(rows, "LISTED", type(rows.LISTED)(request.param))
-    return
 
 
 @pytest.mark.slow

@@ -188,7 +188,7 @@ def _prepare(
     if options.known is not None:
         Known.validate(options.known, hidden, target_ids, return_stats=options.return_stats)
     chosen = choose(OPERATOR, describe(hidden, weight, vocab_size=shard.size), options.backend).name
-    cap = cap_of(options, dtype)
+    cap = cap_numbers(options, dtype)
     scale = _scale(options, cap, target_ids.numel(), dtype)
     ready = Ready(chosen)
     if group is None and options.known is None:
@@ -246,7 +246,7 @@ def _check_options(options: Options, target_ids: torch.Tensor, device: torch.dev
     check.number("logit_scale", options.logit_scale, above=0, dtype=dtype)
 
 
-def cap_of(options: Options, dtype: torch.dtype) -> torch.Tensor | None:
+def cap_numbers(options: Options, dtype: torch.dtype) -> torch.Tensor | None:
     """Return the numbers of ``Cap``, or None if logits are not capped."""
     softcap, logit_scale = options.softcap, options.logit_scale
     if not softcap > 0:

@@ -117,12 +117,16 @@ def _draw(logits: torch.Tensor, norm: torch.Tensor, request: list[torch.Tensor])
 
     is_kept = (z >= kth) & (z >= pth) & (top - z <= farthest)
     mass = torch.where(is_kept, masses(top - z), 0).cumsum(1)
-    wanted = share(mass[:, -1], torch.where(is_greedy, 0, fraction(uniform)))
+    units = torch.where(is_greedy, 0, fraction(uniform)).clamp(max=(1 << FRACTION_BITS) - 1)
+    wanted = share(mass[:, -1], units)
     ids = (mass <= wanted[:, None]).sum(1)
     least = torch.where(is_kept, z, torch.inf).amin(1)
     keeps_all = ((kth == -torch.inf) & (pth == -torch.inf) & (farthest == torch.inf))[:, 0]
     least = torch.where(is_greedy | keeps_all, -torch.inf, least)
-    return Drawn(ids.masked_fill(is_undefined, 0), least.masked_fill(is_undefined, torch.nan), temperature)
+    # Parameters out of range may keep nothing.
+    return Drawn(
+        ids.masked_fill(is_undefined | (ids >= vocab), 0), least.masked_fill(is_undefined, torch.nan), temperature
+    )
 
 
 def masses(d: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
 from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.core.torchlib.scalars import scalar
-from rl_kernels.linear_logp.arguments import Options, cap_of, checked
+from rl_kernels.linear_logp.arguments import Options, cap_numbers, checked
 from rl_kernels.linear_logp.inputs import rows_of
 from rl_kernels.linear_logp.op import OPERATOR, describe, ops
 from rl_kernels.linear_logp.sampled import Sampled, request_of
@@ -87,6 +87,7 @@ class LinearLogits(NamedTuple):
 
         Raises:
             TypeError, ValueError: an argument is not as described, or the logits are FP64; the message names it.
+            BackendUnavailable: the logits are on a GPU, and Triton is not installed.
             RuntimeError: the logits were changed, as for ``logp``.
         """
         self._check_unchanged()
@@ -206,7 +207,7 @@ def _prepare(
     checked(hidden, lm_head_weight, ids, bias, None, options)
     dtype = compute_dtype(hidden.dtype)
     check.number("softcap", softcap, least=0, dtype=dtype)
-    cap = cap_of(options, dtype)
+    cap = cap_numbers(options, dtype)
     check.backend_name(backend)
     chosen = choose(OPERATOR, describe(hidden, lm_head_weight), backend).name
     rows = rows_of(hidden)

@@ -1,6 +1,6 @@
 """The backward pass of all backends with kernels: a backend's passes over chunks, then all chunks at once in Triton.
 
-The passes form the chunks again: products and inverses, the states at their starts, and the residuals. They also take
+The passes recompute the chunks: products and inverses, the states at their starts, and the residuals. They also take
 the gradient of the state through the chunks, in descending order. Three launches are left: systems, queries and keys.
 """
 

@@ -61,9 +61,9 @@ def linear_logp_loss(
 
     Where gradients are enabled, they are computed now, for an upstream gradient of ``grad_scale``: backward only
     returns them, once. With ``lm_head_weight.main_grad`` (FP32) that of the weight is added to it now, even if ``loss``
-    raises in a later chunk, or no backward pass follows; ``torch.utils.checkpoint`` around the call, which would add it
-    twice, is refused. Without it, a batch of several chunks takes an FP32 buffer ``[V, D]``. Under ``torch.compile``
-    the call breaks the graph.
+    raises in a later chunk, a target there is below ``min_logit``, or no backward pass follows;
+    ``torch.utils.checkpoint`` around the call, which would add it twice, is refused. Without it, a batch of several
+    chunks takes an FP32 buffer ``[V, D]``. Under ``torch.compile`` the call breaks the graph.
 
     Args:
         hidden: ``[N, D]`` packed tokens, or ``[B, T, D]`` without ``cu_seqlens``; otherwise as in ``linear_logp``.

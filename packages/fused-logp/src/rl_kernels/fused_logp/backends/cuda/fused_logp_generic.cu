@@ -4,8 +4,8 @@
 //   forward_parts, merge_parts   a warp per unit of a row, then a warp per row
 // Which columns a lane holds, and the order of the sums: fused_logp.cuh.
 //
-// Defines: DTYPE 0 FP32, 1 BF16, 2 FP16; ENTROPY and MIN_LOGIT 0 or 1; BLOCKS resident on a multiprocessor, which bounds the
-// registers.
+// Defines: DTYPE 0 FP32, 1 BF16, 2 FP16; ENTROPY and MIN_LOGIT 0 or 1; BLOCKS resident on a multiprocessor, which
+// bounds the registers.
 #include "fused_logp.cuh"
 
 using namespace rlk;

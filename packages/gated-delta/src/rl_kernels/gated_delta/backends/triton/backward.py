@@ -1,4 +1,4 @@
-"""The passes over chunks of the backward pass: the launches that form the chunks again, ``replay`` and ``reverse``."""
+"""The passes over chunks of the backward pass: the launches that recompute the chunks, ``replay`` and ``reverse``."""
 
 from __future__ import annotations
 

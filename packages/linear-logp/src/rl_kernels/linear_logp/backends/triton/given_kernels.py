@@ -1,8 +1,8 @@
-"""Log-probabilities from given logits, with the bits that ``kernels`` gives where it forms them.
+"""Log-probabilities from given logits, with the bits of ``kernels``, which computes logits and log-probabilities.
 
-Triton's reduction adds a row of a tile in an order that follows from which thread holds what. Here a tile passes
-through a product too, of zeros, and so is held as there; its sums then have the same order. Blocks of a unit are merged
-in ascending order, then units.
+Triton adds a row of a tile in an order that follows from which thread holds what. So a tile is added to a product of
+zeros first: it then lies in the registers as the product of ``kernels`` does, and its sums have the same order. Blocks
+of a unit are merged in ascending order, then units.
 """
 
 from __future__ import annotations
