@@ -50,6 +50,6 @@ def _decode(times: Results) -> str:
     rows = [["sequences", "ours", "FLA", "ours / FLA", "KiB of a cache", "of a recurrent state"]]
     for batch, found in times.items():
         kib = (f"{found[name] / 1024:,.0f}" for name in ("bytes of a cache", "bytes of a state"))
-        ratio = f"{found['ours'] / found['fla']:.2f}"
-        rows.append([batch, digits(found["ours"]), digits(found["fla"]), ratio, *kib])
+        peer = [digits(found["fla"]), f"{found['ours'] / found['fla']:.2f}"] if "fla" in found else ["", ""]
+        rows.append([batch, digits(found["ours"]), *peer, *kib])
     return as_table(rows)

@@ -47,14 +47,19 @@ def bits(document: Results) -> str:
     if next(iter(ways["stock"]["prompts"].values())).get("of_tokens"):
         kinds["tokens with other experts"] = ("experts", "of_tokens")
     rows = [["that differ", *(f"{way}: {kind}" for way in ways for kind in kinds)]]
-    for label in ways["stock"]["prompts"]:
-        by_way = [ways[way]["prompts"][label] for way in ways]
-        counts = [(entry[name], entry[whole]) for entry in by_way for name, whole in kinds.values()]
-        rows.append([label, *(of(*count) for count in counts)])
-        rows[-1] += map(extent, ways["stock"]["prompts"][label].get("moves", {}).values())
+    for label in ways["invariant"]["prompts"]:
+        by_way = [ways[way]["prompts"].get(label) for way in ways]
+        # A stock hybrid refuses packed rows without FLA.
+        cells = (
+            [of(entry[name], entry[whole]) if entry else "refused" for name, whole in kinds.values()]
+            for entry in by_way
+        )
+        rows.append([label, *(cell for way in cells for cell in way)])
+        rows[-1] += map(extent, ways["stock"]["prompts"].get(label, {}).get("moves", {}).values())
     moves = next(iter(ways["stock"]["prompts"].values())).get("moves", {})
     rows[0] += (f"stock: log-probs with {kind} differ by, mean and largest" for kind in moves)
-    gradients = ", ".join(f"{way} {of(*entry['gradients'].values())}" for way, entry in ways.items())
+    counted = {way: entry["gradients"] for way, entry in ways.items() if entry["gradients"]}
+    gradients = ", ".join(f"{way} {of(*counts.values())}" for way, counts in counted.items())
     prompts = f"{settings['prompts']} prompts of up to {settings['longest']} tokens, each compared with itself alone"
     note = f"- gradients of the prompts packed that differ from those padded: {gradients}"
     return f"{_sizes(settings)}; {prompts}:\n\n{as_table(rows)}\n\n{note}\n{ran_on(document['environment'])}"
