@@ -154,6 +154,7 @@ def test_other_processors_and_other_logits_are_refused(made: Made) -> None:
         ({"repetition_penalty": 1.1}, True, r"repetition_penalty: expected .*; RepetitionPenaltyLogitsProcessor"),
         ({"generation_kwargs": {"min_new_tokens": 2}}, True, "generation_kwargs: .*; MinNewTokensLength"),
         ({"generation_kwargs": {"typical_p": 0.5}}, True, "generation_kwargs: .*; TypicalLogitsWarper"),
+        ({"generation_kwargs": {"suppress_tokens": [3]}}, True, r"generation_kwargs: .* suppress_tokens, .* got \[3\]"),
         ({"generation_kwargs": {"renormalize_logits": True}}, True, "generation_kwargs: .*; LogitNormalization"),
         ({}, False, r"top_k, top_p, min_p: expected none of them with record alone: .* use_in\(trainer, invariant=Tr"),
     ]
