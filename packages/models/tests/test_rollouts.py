@@ -246,3 +246,7 @@ def test_the_command_refuses_what_it_cannot_use(tmp_path, capsys, monkeypatch):
     status, printed = run(capsys, tmp_path / "some.gguf", "--rollout")
     assert status == 2
     assert "a GGUF file needs more packages: pip install gguf accelerate" in printed.err
+    (tmp_path / "own.py").write_text("import torch\ndef made():\n    return torch.nn.Linear(2, 2), []\n")
+    status, printed = run(capsys, f"{tmp_path / 'own.py'}:made", "--rollout")
+    assert status == 2
+    assert "model: expected a causal language model of transformers, got Linear" in printed.err

@@ -273,6 +273,6 @@ def delta_gates_sums(SUMS, TOTALS, steps, HEADS: tl.constexpr, WIDTH: tl.constex
     total = tl.zeros([WIDTH], tl.float32)
     for first in range(0, steps, AT_ONCE):
         for i in tl.static_range(AT_ONCE):
-            place = ((first + i).to(tl.int64) * 2 + tl.program_id(0)) * HEADS + column
+            place = ((first + i) * 2 + tl.program_id(0).to(tl.int64)) * HEADS + column
             total += tl.load(SUMS + place, mask=(first + i < steps) & (column < HEADS), other=0.0)
     tl.store(TOTALS + tl.program_id(0) * HEADS + column, total, mask=column < HEADS)

@@ -76,8 +76,7 @@ def audit_rollouts(
         TypeError, ValueError: the model is none of these, a prompt is no 1-D tensor of ids in its vocabulary, or its
             head cannot be scored; the message says which.
     """
-    if not is_pretrained(model) or model.get_output_embeddings() is None:
-        raise TypeError(f"model: expected a causal language model of transformers, got {type(model).__name__}")
+    check_model(model)
     recorded = [each for each in rollout if isinstance(each, Sample)]
     prompts = [each for each in rollout if isinstance(each, torch.Tensor)]
     if not rollout or len(rollout) not in (len(recorded), len(prompts)):
@@ -96,6 +95,12 @@ def audit_rollouts(
                     counts[way.name][name] = _compared(samples, scored, bounds, clip)
                     progress(f"{way.name}: scored {name}")
     return RolloutAudit(len(rollout), bool(recorded), counts)
+
+
+def check_model(model: Any) -> None:
+    """Raise ``TypeError`` unless a model is a causal language model of transformers."""
+    if not is_pretrained(model) or model.get_output_embeddings() is None:
+        raise TypeError(f"model: expected a causal language model of transformers, got {type(model).__name__}")
 
 
 def _check_ids(model: Any, sequences: Sequence[torch.Tensor]) -> None:

@@ -17,7 +17,7 @@ from rl_kernels.core.command import install_hint, json_rows, location, number, w
 from rl_kernels.models.audits import random_prompts
 from rl_kernels.models.checkpoints import SMOLLM2, Checkpoint
 from rl_kernels.models.rollouts import prompts, recorded, report
-from rl_kernels.models.rollouts.audit import audit_rollouts
+from rl_kernels.models.rollouts.audit import audit_rollouts, check_model
 from rl_kernels.models.rollouts.counts import BOUNDS, CLIP, DISTANCES
 from rl_kernels.models.rollouts.samples import Sample
 
@@ -78,6 +78,7 @@ def unusable(args: argparse.Namespace) -> str | None:
 def run(args: argparse.Namespace, model: Any, inputs: Any, checkpoint: Checkpoint | None) -> int:
     """Audit the rollouts of a model, print and draw the result; return the exit status."""
     start = time.perf_counter()
+    check_model(model)
     if args.model == SMOLLM2:
         # Threads gain little with products this small, and lose much where other processes run.
         torch.set_num_threads(1)

@@ -14,7 +14,8 @@ def settings_of(trainer: Any) -> dict[str, Any]:
     """Return the options of a trainer's requests to vLLM that are set."""
     names = (*SAMPLED, "repetition_penalty")
     settings = {name: getattr(trainer, name) for name in names} | (trainer.args.generation_kwargs or {})
-    settings["structured_outputs"] = trainer.args.vllm_structured_outputs_regex
+    if trainer.args.vllm_structured_outputs_regex is not None:
+        settings["structured_outputs"] = trainer.args.vllm_structured_outputs_regex
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -35,9 +36,10 @@ def check_engine(trainer: Any, dtype: Any, refusal: str | None = None) -> None:
     Raises:
         ValueError: the message names the setting and the remedy.
     """
-    settings = settings_of(trainer)
-    for name, value in settings.items():
-        allowed = (trainer.temperature,) if name == "temperature" else PLAIN.get(name, (value,))
+    # Of several log-probs a token, TRL takes that of the most probable token for the sampled one's.
+    only = {**PLAIN, "temperature": (trainer.temperature,), "logprobs": (0,), "logprob_token_ids": (None,)}
+    for name, value in settings_of(trainer).items():
+        allowed = only.get(name, (value,))
         if name not in DROPPING and value not in allowed:
             raise ValueError(f"{name}: expected {allowed[0]!r} with invariant and use_vllm, got {value!r}")
     if drops_tokens(trainer):

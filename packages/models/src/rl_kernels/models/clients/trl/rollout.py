@@ -57,6 +57,11 @@ def check_rollout(trainer: Any, model: Any, refusal: str | None) -> None:
     if config.do_sample and (config.temperature or 1.0) != trainer.temperature:
         got = f"{config.temperature} where training has {trainer.temperature}"
         raise ValueError(f"generation_kwargs: expected no temperature but GRPOConfig's, got {got}")
+    # TRL suppresses a vision model's image token.
+    if config.suppress_tokens and config.suppress_tokens != [getattr(model.config, "image_token_id", None)]:
+        raise ValueError(
+            f"generation_kwargs: expected no suppress_tokens, which log-probs count, got {config.suppress_tokens}"
+        )
     # What generate sets itself, for processors that hide the end of a sequence.
     config._eos_token_tensor = torch.zeros(1, dtype=torch.int64)
     watched(model._get_logits_processor(config, input_ids_seq_length=1, device="cpu"), [], refusal)

@@ -192,6 +192,12 @@ def _sample(self: Sampler, logits: torch.Tensor, sampling_metadata: Any, *args: 
 
 def _temperature(self: Any, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, idx_mapping_np: Any) -> None:
     """Divide the second runner's logits by the temperatures of their requests, and store these."""
+    neutral = {"temperature": {0.0, 1.0}, "min_p": {0.0}, "top_p": {1.0}, "top_k": {self.vocab_size}}
+    changes = any(set(getattr(self, name).np[idx_mapping_np].tolist()) - neutral[name] for name in neutral)
+    # That of vLLM 0.26 divides and masks the model's own logits in place.
+    last = getattr(_steps, "last", None)
+    if changes and last is not None and logits.data_ptr() == last.logits.data_ptr():
+        _copied(logits)
     _originals["temperature"](self, logits, expanded_idx_mapping, idx_mapping_np)
     temperature = self.temperature.gpu[expanded_idx_mapping]
     _steps.temperature = torch.where(temperature == 0, 1.0, temperature)
