@@ -91,8 +91,11 @@ def test_min_logit_is_a_mask(shape: tuple[int, int, int], dtype: torch.dtype, op
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("shape", "dtype", "options"), [*CASES[:3], *LARGE], ids=str)
-def test_min_logit_on_a_gpu(shape: tuple[int, int, int], dtype: torch.dtype, options: dict[str, Any]) -> None:
-    test_min_logit_is_a_mask(shape, dtype, options)
+def test_min_logit_on_a_gpu(
+    gpu_backend: str, shape: tuple[int, int, int], dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    if gpu_backend in backends(dtype, shape[1]):
+        check(gpu_backend, shape, dtype, **options)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)

@@ -15,7 +15,7 @@ from rl_kernels.core.torchlib.ops import define_check
 def is_below(logp: torch.Tensor, min_logit: torch.Tensor) -> torch.Tensor:
     """Say of which rows the target is below ``min_logit``: the gradient of their log-probability counts as 0."""
     # Of a target that is masked, and kept by a threshold of -inf, it counts as it does without thresholds.
-    return (logp == -math.inf) & (min_logit > -math.inf)
+    return logp < min_logit.clamp(max=torch.finfo(min_logit.dtype).min)
 
 
 def validate(value: object, leading: Sequence[int], device: torch.device, dtype: torch.dtype, *, values: bool) -> None:

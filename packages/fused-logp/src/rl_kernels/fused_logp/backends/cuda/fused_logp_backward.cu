@@ -95,11 +95,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT / THREADS) backwa
         stream(from, p.column_stride, to, p.out_column_stride, first, last, false, [](float, int) { return 0.0f; });
         return;
     }
+#if MIN_LOGIT
+    // Logits come while the threshold is found.
+    const char* line = from + first * p.column_stride + static_cast<int>(threadIdx.x) * LINE;
+    if (p.column_stride == Number::SIZE && line < from + last * p.column_stride) read_ahead(line);
+    const float least = p.counted(row).least;
+#endif
     const i64 id = p.ids[row];
     const auto gradient = gradient_of(p, row, id);
 #if MIN_LOGIT
     // A row without a distribution, or whose id is not a column, is NaN as a whole.
-    const NotBelow counted = isnan(gradient.log_total) || isnan(gradient.rest) ? NotBelow{-infinity()} : p.counted(row);
+    const NotBelow counted = {isnan(gradient.log_total) || isnan(gradient.rest) ? -infinity() : least};
 #else
     const Every counted;
 #endif

@@ -96,7 +96,9 @@ def _gradient(*inputs: Any, inplace: bool) -> Launches:
     out_strides = logits.stride() if inplace else (vocab, 1)
     width, unit = GRADIENT_WIDTHS[vocab % kernels.ALIGNED.value == 0], logits.stride(1) == out_strides[1] == 1
     numbers = (vocab, *logits.stride(), *out_strides, ignore_index or 0, *flags, unit, width)
-    gradient = Launch(kernels.backward, (count, ceil_div(vocab, width)), numbers, num_warps=4)
+    # With thresholds, 4 warps of wide loads would take more registers, so that fewer programs run at once.
+    warps = 4 if min_logit is None or width == GRADIENT_WIDTHS[False] else 8
+    gradient = Launch(kernels.backward, (count, ceil_div(vocab, width)), numbers, num_warps=warps)
 
     def launch(
         logits: torch.Tensor,

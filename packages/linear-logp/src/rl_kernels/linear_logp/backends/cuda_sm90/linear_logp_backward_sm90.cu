@@ -67,8 +67,8 @@ struct Row {
         gradient = {p.inverse(row), p.norm[row], entropy, or_0(p.grad_logp), or_0(p.grad_lse), g_entropy, p.valid(id)};
 #if MIN_LOGIT
         // A row without a distribution, or whose id is not a column, is NaN as a whole.
-        const bool is_nan = isnan(gradient.log_total) || !p.valid(id);
-        counted = is_nan ? NotBelow{-infinity()} : p.counted(row);
+        const float least = p.counted(row).least;
+        counted = {isnan(gradient.log_total) || !p.valid(id) ? -infinity() : least};
 #endif
     }
 

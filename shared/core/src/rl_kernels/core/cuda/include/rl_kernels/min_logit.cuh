@@ -6,18 +6,22 @@
 
 namespace rlk {
 
-// The smallest x whose quotient x / t rounds to at least m; infinity if m is NaN, so that nothing counts.
+// The smallest x whose quotient x / t rounds to at least m; infinity if m is NaN, so that nothing counts. Without a
+// branch: what a row reads next need not wait for it.
 __device__ inline float least_kept(float m, float t) {
-    if (isnan(m)) return infinity();
-    if (m == -infinity()) return m;
     // Between m and the number before it a quotient rounds to the nearer one, from the middle to the even one. In FP64
     // the middle is exact, and so is its product with t. To infinity a quotient rounds as to 2^128.
     constexpr double BEYOND = 0x1p128;
-    const double before = nextafterf(m, -infinity()), here = m;
-    const double middle = __dmul_rn(__dmul_rn(__dadd_rn(fmax(before, -BEYOND), fmin(here, BEYOND)), 0.5), t);
+    constexpr u32 SIGN = 1u << 31;
+    const u32 bits = __float_as_uint(m);
+    const float before = __uint_as_float(m > 0.0f ? bits - 1 : (bits | SIGN) + 1);
+    const double low = before == -infinity() ? -BEYOND : before, high = m == infinity() ? BEYOND : m;
+    const double middle = __dmul_rn(__dmul_rn(__dadd_rn(low, high), 0.5), t);
     const float least = __double2float_ru(middle);
-    const bool is_odd = __float_as_uint(m) & 1;
-    return is_odd && least == middle ? nextafterf(least, infinity()) : least;
+    const u32 of_least = __float_as_uint(least);
+    const float after = __uint_as_float(least < 0.0f ? of_least - 1 : (of_least & ~SIGN) + 1);
+    const float found = (bits & 1) && least == middle ? after : least;
+    return isnan(m) ? infinity() : m == -infinity() ? m : found;
 }
 
 // Which values of a row count: all of them. If x does not count, `or_lowest` returns -inf for x, and `or_0` returns 0

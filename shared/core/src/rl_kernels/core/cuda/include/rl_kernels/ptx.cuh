@@ -81,6 +81,10 @@ __device__ inline void store_once(Chunk* at, Chunk c) {
                  : "memory");
 }
 
+// Starts a read of the line of 128 bytes that holds an address into the L2 cache.
+constexpr int LINE = 128;
+__device__ inline void read_ahead(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 // The same for 4, 8 or 16 bytes; it stays where it is among other such loads.
 template <int COUNT>
 __device__ inline void load_once(u32 (&word)[COUNT], const void* at) {
