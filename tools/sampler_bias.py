@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from rl_kernels.core.command import Parser, count
 from rl_kernels.models.checkpoints import SMOLLM2, Checkpoint, find
-from rl_kernels.models.clients.trl.kept import smallest_kept
 from rl_kernels.models.head import head_logp, inputs_of, unrounded
 
 SAMPLERS: dict[str, dict[str, Any]] = {
@@ -50,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         checkpoint = find(SMOLLM2)
     except ValueError as error:
         parser.error(str(error))
+    if find_spec("trl") is None:
+        parser.error("TRL is not installed: pip install trl")
     torch.manual_seed(0)
     model, inputs = loaded(checkpoint, options.answers)
     print(f"| {' | '.join(COLUMNS)} |", "| --- | ---: | ---: | ---: | ---: |", sep="\n")
@@ -76,6 +78,8 @@ def measured(
     model: Any, inputs: dict[str, torch.Tensor], sampler: dict[str, Any], tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ratio of each sampled token, and how many tokens were kept in its place."""
+    from rl_kernels.models.clients.trl.kept import smallest_kept
+
     head, settings = model.get_output_embeddings(), {"top_k": 0, "top_p": 1.0, "temperature": 1.0, **sampler}
     with (
         inputs_of(head, lambda hidden: hidden[:, -1].clone()) as rows,

@@ -139,7 +139,7 @@ def fused_logp(
         check.ids_in_range("target_ids", checked, logits.shape[-1], ignore_index)
     if out is not None:
         _check_writable(out, logits)
-    no_lost_derivatives("fused_logp", logits, temperature, out)
+    no_lost_derivatives("fused_logp", logits, temperature, min_logit, out)
     (ids, rows), least = _flat(target_ids, row_indices), _of_rows(min_logit)
     op = ops["forward_stats" if return_stats else "forward"]
     if logits.requires_grad and torch.is_grad_enabled():

@@ -149,7 +149,7 @@ def call_of(
     main_grad = getattr(lm_head_weight, "main_grad", None) if lm_head_weight.requires_grad else None
     if main_grad is not None:
         check.main_grad("lm_head_weight.main_grad", main_grad, weight)
-    no_lost_derivatives("linear_logp", hidden, weight, bias, scale)
+    no_lost_derivatives("linear_logp", hidden, weight, bias, scale, options.min_logit)
     if options.return_known and needs_gradient:
         raise ValueError("linear_logp_known: expected no gradients, call it under torch.no_grad()")
     ids, memory = flat(target_ids), options.memory or _DEFAULT

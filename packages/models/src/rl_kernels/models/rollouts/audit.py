@@ -144,7 +144,7 @@ def _sampled(model: Any, way: Stock, prompts: Sequence[torch.Tensor], tokens: in
 def _lengths(completions: torch.Tensor, ends: int | Sequence[int] | None) -> list[int]:
     """Return the number of tokens of each completion, with its end token."""
     ends = [ends] if isinstance(ends, int) else list(ends or ())
-    is_end = torch.isin(completions, torch.tensor(ends, dtype=completions.dtype))
+    is_end = torch.isin(completions, torch.tensor(ends, dtype=completions.dtype, device=completions.device))
     # Tokens before which none is an end.
     return (is_end.long().cumsum(1) - is_end.long() == 0).sum(1).tolist()
 

@@ -52,7 +52,7 @@ def chat(tokenizer: Any, count: int) -> list[torch.Tensor] | None:
     prompts = texts(count)
     rows = [_encoded(tokenizer, text) for text in prompts]
     has_vocabulary = len(set(map(tuple, rows))) == len(set(prompts))
-    return [torch.tensor(row) for row in rows] if has_vocabulary else None
+    return [torch.tensor(row, device="cpu") for row in rows] if has_vocabulary else None
 
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:

@@ -60,7 +60,7 @@ def batches(samples: Sequence[Sample]) -> dict[str, list[Batch]]:
 def padded(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Return a batch of (prompt, completion): prompts padded on the left, completions on the right."""
     before, after = (max(len(pair[side]) for pair in parts) for side in (0, 1))
-    ids = torch.zeros(len(parts), before + after, dtype=torch.int64)
+    ids = torch.zeros(len(parts), before + after, dtype=torch.int64, device="cpu")
     mask = torch.zeros_like(ids)
     for row, pair in enumerate(parts):
         place = slice(before - len(pair[0]), before + len(pair[1]))
@@ -80,7 +80,7 @@ def _packed(numbered: Sequence[tuple[int, Sample]]) -> Batch:
         places.append(Place(index, 0, start + len(sample.prompt)))
         start += len(sample.tokens)
     ids = torch.cat([sample.tokens for _, sample in numbered])
-    positions = torch.cat([torch.arange(len(sample.tokens)) for _, sample in numbered])
+    positions = torch.cat([torch.arange(len(sample.tokens), device="cpu") for _, sample in numbered])
     return Batch({"input_ids": ids[None], "position_ids": positions[None]}, places)
 
 

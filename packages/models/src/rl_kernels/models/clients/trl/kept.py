@@ -45,7 +45,7 @@ class _Divide:
     supports_continuous_batching = True
 
     def __init__(self, temperature: float) -> None:
-        self._temperature, self.z = temperature, torch.empty(0)
+        self._temperature, self.z = temperature, torch.empty(0, device="cpu")
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         # On a GPU, PyTorch multiplies by the reciprocal of a number.

@@ -63,7 +63,7 @@ def check_rollout(trainer: Any, model: Any, refusal: str | None) -> None:
             f"generation_kwargs: expected no suppress_tokens, which log-probs count, got {config.suppress_tokens}"
         )
     # What generate sets itself, for processors that hide the end of a sequence.
-    config._eos_token_tensor = torch.zeros(1, dtype=torch.int64)
+    config._eos_token_tensor = torch.zeros(1, dtype=torch.int64, device="cpu")
     watched(model._get_logits_processor(config, input_ids_seq_length=1, device="cpu"), [], refusal)
 
 
