@@ -143,8 +143,8 @@ def test_ties_are_kept_whole_and_nothing_dropped_is_not_recorded() -> None:
         scores = each(None, scores)
     assert torch.equal(scores > -torch.inf, torch.tensor([[True, True, True, True, False]]))
     assert torch.equal(smallest[0], torch.tensor([1.0]) / torch.tensor(0.9))
-    plain = [divide]
-    assert kept.watched(plain, smallest, "none may be") is plain
+    for plain in ([divide], [divide, transformers.MinPLogitsWarper(0.0)]):
+        assert kept.watched(plain, smallest, "none may be") is plain
 
 
 def test_other_processors_and_other_logits_are_refused(made: Made) -> None:

@@ -109,7 +109,8 @@ def watched(processors: Any, smallest: list[torch.Tensor], refusal: str | None =
                 f"{option}: expected a temperature, top_k, top_p and min_p alone, to record what is sampled; {name} "
                 "changes logits in another way"
             )
-    cuts = [each for each, name in zip(processors, names, strict=True) if name in CUTS]
+    # transformers makes one of min_p=0, too, which drops nothing.
+    cuts = [each for each, name in zip(processors, names, strict=True) if name in CUTS and getattr(each, "min_p", True)]
     if not cuts:
         return processors
     if refusal is not None:
