@@ -92,8 +92,11 @@ def _blocks(logits: torch.Tensor) -> Iterator[slice]:
 def _of_rows(request: Request, rows: slice, logits: torch.Tensor) -> list[torch.Tensor]:
     """Return the parameters of some rows, ``[n]`` each, on the device of the logits."""
     count, off = logits[rows].shape[0], (1.0, 0.0, 1.0, torch.inf, 0.0)
-    given = [torch.tensor(default, device="cpu") if value is None else value for value, default in zip(request, off, strict=True)]
-    return [(x[rows] if x.ndim else x.expand(count)).to(logits.device) for x in given]
+    values = (
+        torch.tensor(default, device="cpu") if value is None else value
+        for value, default in zip(request, off, strict=True)
+    )
+    return [(x[rows] if x.ndim else x.expand(count)).to(logits.device) for x in values]
 
 
 def _draw(logits: torch.Tensor, norm: torch.Tensor, request: list[torch.Tensor]) -> Drawn:
