@@ -110,7 +110,7 @@ def watched(processors: Any, smallest: list[torch.Tensor], refusal: str | None =
                 "changes logits in another way"
             )
     # transformers makes one of min_p=0, too, which drops nothing.
-    cuts = [each for each, name in zip(processors, names, strict=True) if name in CUTS and getattr(each, "min_p", 1)]
+    cuts = [each for each, name in zip(processors, names, strict=True) if name in CUTS and getattr(each, "min_p", True)]
     if not cuts:
         return processors
     if refusal is not None:
