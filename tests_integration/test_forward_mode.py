@@ -112,7 +112,8 @@ def test_vmap_is_right_or_raises(operator, case, argument):
         return
     for index, results in enumerate(expected):
         for one, other in zip(found, results, strict=True):
-            assert torch.equal(one[index], other)
+            # A row of which thresholds keep nothing is NaN.
+            torch.testing.assert_close(one[index], other, rtol=0, atol=0, equal_nan=True)
 
 
 def total(call):
