@@ -41,8 +41,8 @@ def _sample(line: str, where: str) -> Sample:
     values = _numbers(fields, VALUES, (int, float), where)
     if len(values) != len(completion):
         raise ValueError(f"recorded: {where}: {VALUES}: expected {len(completion)}, one a token, got {len(values)}")
-    ids = (torch.tensor(numbers, device="cpu") for numbers in (prompt, completion))
-    return Sample(*ids, torch.tensor(values, dtype=torch.float32, device="cpu"))
+    before, after = (torch.tensor(numbers, device="cpu") for numbers in (prompt, completion))
+    return Sample(before, after, torch.tensor(values, dtype=torch.float32, device="cpu"))
 
 
 def _numbers(fields: dict[str, Any], name: str, kind: Any, where: str) -> list[Any]:
