@@ -308,11 +308,12 @@ def test_each_token_comes_of_its_own_pass(passes: int) -> None:
     module, hidden = torch.nn.Linear(2, 5), torch.rand(6, 2, 3, 2)
 
     def generate(input_ids: torch.Tensor) -> torch.Tensor:
+        model._get_logits_processor()
         for each in hidden[:passes]:
             module(each)
         return torch.cat((input_ids, torch.ones(2, 4, dtype=torch.long)), 1)
 
-    model = SimpleNamespace(generate=generate, _get_logits_processor=None)
+    model = SimpleNamespace(generate=generate, _get_logits_processor=list)
     scorer: Any = SimpleNamespace(module=module, logps=lambda rows, ids, _: rows[:, 0] * ids)
 
     def sample() -> Any:
@@ -327,3 +328,7 @@ def test_each_token_comes_of_its_own_pass(passes: int) -> None:
         whole, ended = hidden[:4, :, -1, 0].t().tolist()
         assert sampled()[1] == [whole, ended[:2]]
     assert model.generate is generate
+    model._get_logits_processor = None
+    model.generate = lambda input_ids: torch.cat((input_ids, input_ids), 1)
+    with pytest.raises(RuntimeError, match="expected a call of _get_logits_processor"):
+        sampled()

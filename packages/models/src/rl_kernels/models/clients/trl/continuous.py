@@ -81,8 +81,8 @@ def recorded(
             replaced(model, "generate_batch", generate_batch),
         ):
             ids, _ = sample(prompts, *args, **options)
-        if len(results) != len(prompts):
-            raise RuntimeError(f"rollout: continuous batching answered {len(results)} of {len(prompts)} prompts")
+            if len(results) != len(prompts):
+                raise RuntimeError(f"rollout: continuous batching answered {len(results)} of {len(prompts)} prompts")
         for output, tokens in zip(results, ids, strict=True):
             if output.error is not None or len(output.logprobs) != len(tokens):
                 raise RuntimeError(

@@ -122,15 +122,23 @@ def watched(processors: Any, smallest: list[torch.Tensor], refusal: str | None =
 
 @contextmanager
 def smallest_kept(model: Any, refusal: str | None) -> Iterator[list[torch.Tensor]]:
-    """Collect the smallest kept z ``[B]`` of each pass of a model that generates; nothing if it drops no tokens."""
+    """Collect the smallest kept z ``[B]`` of each pass of a model that generates; nothing if it drops no tokens.
+
+    Raises:
+        RuntimeError: at the end, tokens were generated with processors that nobody saw.
+    """
     smallest: list[torch.Tensor] = []
-    original = model._get_logits_processor
+    original, is_seen = model._get_logits_processor, False
 
     def processors(*args: Any, **options: Any) -> Any:
+        nonlocal is_seen
+        is_seen = True
         return watched(original(*args, **options), smallest, refusal)
 
     with replaced(model, "_get_logits_processor", processors):
         yield smallest
+    if not is_seen:
+        raise RuntimeError("generate: expected a call of _get_logits_processor, which says what sampling drops")
 
 
 def with_min_logit(model: Callable[..., Any], min_logit: torch.Tensor | None) -> Callable[..., Any]:
@@ -164,11 +172,9 @@ class Carried:
 
         def generated(*args: Any, **options: Any) -> Any:
             result = generate(*args, **options)
-            logps = result[4] or ()
-            self._rows = None
-            if any(isinstance(value, KeptLogp) for values in logps for value in values):
-                # A tool's tokens have a plain 0.
-                self._rows = [[getattr(value, "min_logit", -math.inf) for value in values] for values in logps]
+            logps = next((each for each in result if _are_kept(each)), None)
+            # A tool's tokens have a plain 0.
+            self._rows = logps and [[getattr(value, "min_logit", -math.inf) for value in values] for values in logps]
             return result
 
         def produced(*args: Any, **options: Any) -> Any:
@@ -181,6 +187,12 @@ class Carried:
     def of(self, ids: torch.Tensor) -> torch.Tensor | None:
         """Return the last rollout's ``[B, T]`` for its completions ``[B, T]``; None if no token was dropped."""
         return None if self._rows is None else padded(self._rows, ids, -math.inf)
+
+
+def _are_kept(lists: Any) -> bool:
+    """Say whether a part of what ``_generate`` returns has log-probabilities over kept tokens."""
+    rows = lists if isinstance(lists, list | tuple) else ()
+    return any(isinstance(value, KeptLogp) for row in rows if isinstance(row, list | tuple) for value in row)
 
 
 def padded(rows: Sequence[Sequence[float]], ids: torch.Tensor, filling: float) -> torch.Tensor:
