@@ -83,11 +83,10 @@ def recorded(
             ids, _ = sample(prompts, *args, **options)
             if len(results) != len(prompts):
                 raise RuntimeError(f"rollout: continuous batching answered {len(results)} of {len(prompts)} prompts")
-        for output, tokens in zip(results, ids, strict=True):
-            if output.error is not None or len(output.logprobs) != len(tokens):
-                raise RuntimeError(
-                    f"rollout: continuous batching failed: {output.error or 'it lost log-probabilities'}"
-                )
+            for output, tokens in zip(results, ids, strict=True):
+                if output.error is not None or len(output.logprobs) != len(tokens):
+                    reason = output.error or "it lost log-probabilities"
+                    raise RuntimeError(f"rollout: continuous batching failed: {reason}")
         return ids, [output.logprobs for output in results]
 
     return sampled
