@@ -163,6 +163,11 @@ def test_a_router_that_the_installed_transformers_defines_otherwise_is_refused()
         form_in(Squared, sizes)
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="module")
 def installed() -> Any:
     """Return the module of log-probs, installed; vLLM takes a layer once."""
