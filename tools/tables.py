@@ -17,8 +17,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sections import delta, demo, hardware, mismatch, mixtures, models, operators, products, ranks, rollouts, training
-from sections.front import front_table
+from sections import (
+    delta,
+    demo,
+    front,
+    hardware,
+    mismatch,
+    mixtures,
+    models,
+    operators,
+    products,
+    ranks,
+    rollouts,
+    training,
+)
 from sections.text import filled, picture
 
 from rl_kernels.demo import report
@@ -26,7 +38,7 @@ from rl_kernels.lab.bench.record import read
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "tools/results"
-FRONT = ("README.md", "docs/benchmarks/index.md")
+FRONT = {"README.md": front.first_table, "docs/benchmarks/index.md": front.front_table}
 """Pages with a few lines of all results."""
 
 
@@ -102,11 +114,13 @@ def pages(root: Path) -> dict[str, dict[str, str]]:
         bodies[f"{home}/benchmarks/README.md"] = {"bench results": page}
     for section in SECTIONS:
         bodies.setdefault(section.page, {})[section.name] = section.text(root)
-    return bodies | {page: {"summary": front_table(root / RESULTS, packages)} for page in FRONT}
+    return bodies | {page: {"summary": table(root / RESULTS, packages)} for page, table in FRONT.items()}
 
 
 def pictures(root: Path) -> Iterator[tuple[Path, Callable[[Path], None]]]:
     """Yield each committed picture, with what draws it."""
+    if (root / RESULTS / front.ROLLOUT).exists():
+        yield root / "docs/steps.svg", partial(front.draw, root / RESULTS)
     for file in (root / RESULTS).glob("*-demo.json"):
         yield root / "docs" / f"{file.stem}.svg", partial(report.draw, load(file))
     for file in (root / RESULTS).glob("*-rollout.json"):

@@ -1,10 +1,10 @@
-"""The table on the README's first screen: what people use and rl-kernels beside it, from the committed results."""
+"""The picture and table of the README's first screen, and the table of the benchmarks' first page."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rl_kernels.lab.bench.record import OURS, Document
 from rl_kernels.lab.bench.report import as_table, digits
 
 STEP, CALLS, TRL = "h200-model-step.json", "h200-client-calls.json", "h200-trl-step.json"
-MIXTURE = "h200-qwen3-30b-model-bits.json"
+MIXTURE, HYBRID = "h200-qwen3-30b-model-bits.json", "h200-qwen3.5-9b-model-step.json"
 FLASH, ENGINE = "h200-attention-client-calls.json", "h200-trl-with-vllm.json"
 ROLLOUT, REAL = "h200-rollout.json", {"smollm2": "SmolLM2-135M-Instruct"}
 MODEL = {
@@ -23,27 +23,91 @@ MODEL = {
     "decode, 64 sequences, 2048 keys, CUDA graph": "decode a token for 64 sequences, 2048 keys, in a CUDA graph",
 }
 """The rows of a whole model: label in the results, and text."""
+STEPS = {
+    ENGINE: "TRL with vLLM:\nrollout and update",
+    TRL: "TRL: rollout\nand update",
+    STEP: "Llama of 8B widths:\nforward and backward",
+    MIXTURE: "mixture of 30B widths:\nforward and backward",
+    HYBRID: "hybrid of 9B widths:\nforward and backward",
+}
+"""The bars of the picture: file of results, and text."""
+COLORS = {"stock": "#c0392b", "invariant": "#1f618d"}
 LOGP, SHAPE, BOTH = "linear-logp", "4096x4096x128256", "forward + backward"
 PEERS = {"eager": "plain PyTorch", "compile": "torch.compile", "cce": "CCE", "liger": "Liger"}
 PRODUCT, ATTENTION = "mm 2048x4096x4096, BF16", "varlen_attn 4x2048, 32 heads of 128, BF16, forward + backward"
 Row = tuple[str, ...]
 
 
+def first_table(results: Path, packages: Mapping[str, Mapping[str, Document]]) -> str:
+    """Return the text between the markers of the README: a real model, whole steps, and two operators."""
+    logps = (row for row in _logps(packages.get(LOGP, {})) if row[1].startswith(PEERS["compile"]))
+    return _table([*_rollouts(results / ROLLOUT), *_steps(results).values(), *logps, *_products(results / CALLS)])
+
+
 def front_table(results: Path, packages: Mapping[str, Mapping[str, Document]]) -> str:
-    """Return the text between the markers of the README; measurements that are missing have no row."""
+    """Return the text between the markers of the benchmarks' first page."""
     rows = [
         *_rollouts(results / ROLLOUT),
         *_models(results / STEP, "Llama of 8B widths, 4 layers"),
         *_models(results / MIXTURE, "mixture of Qwen3-30B-A3B's widths, 4 layers"),
         *_choices(results / MIXTURE),
+        *_models(results / HYBRID, "hybrid of Qwen3.5-9B's widths, 8 layers"),
         *_logps(packages.get(LOGP, {})),
         *_products(results / CALLS),
         *_attention(results / FLASH),
         *_trl(results / TRL),
         *_trl_with_vllm(results / ENGINE),
     ]
+    return _table(rows)
+
+
+def draw(results: Path, path: Path) -> None:
+    """Write the picture: tokens of a real model that differ, and the times of steps over those of stock."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    from rl_kernels.lab.bench.plot import save
+
+    document = _read(results / ROLLOUT)
+    with rc_context({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}):
+        figure = Figure(figsize=(11, 3.6), layout="constrained")
+        shares, times = figure.subplots(1, 2)
+        for place, (way, color) in enumerate(COLORS.items()):
+            counts = document["counts"][way]
+            heights = [100 * each["differ"] / each["tokens"] for each in counts.values()]
+            label = "rl-kernels" if way == "invariant" else "what people use"
+            bars = shares.bar([i + 0.4 * place for i in range(len(counts))], heights, 0.38, color=color, label=label)
+            shares.bar_label(bars, [f"{height:.0f} %" for height in heights], padding=2)
+        shares.set_xticks([i + 0.2 for i in range(len(counts))], list(counts))
+        name = REAL[document["settings"]["model"]]
+        shares.set(title=f"{name}: sampled tokens\nwhose log-prob differs in training, %", ylim=(0, 118))
+        rows = _steps(results)
+        ratios = [float(row[-1]) for row in rows.values()]
+        bars = times.barh([STEPS[file] for file in rows], ratios, color=COLORS["invariant"])
+        times.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=2)
+        times.axvline(1, color=COLORS["stock"])
+        times.invert_yaxis()
+        times.set(title="Time of a step, over that of what people use", xlim=(0, 1.1))
+        figure.legend(*shares.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        save(figure, path)
+
+
+def _table(rows: Sequence[Row]) -> str:
     head = ("BF16, one H200", "what people use", "rl-kernels", "ratio")
     return filled([as_table([head, *rows])] if rows else [])
+
+
+def _steps(results: Path) -> dict[str, Row]:
+    """Return a row for each whole step, by the file of its results; measurements that are missing have no row."""
+    rows = {
+        ENGINE: (row for row in _trl_with_vllm(results / ENGINE) if row[0].endswith("whole step")),
+        TRL: _trl_step(results / TRL),
+        STEP: _models(results / STEP, "Llama of 8B widths, 4 layers"),
+        MIXTURE: _models(results / MIXTURE, "mixture of Qwen3-30B-A3B's widths, 4 layers"),
+        HYBRID: _models(results / HYBRID, "hybrid of Qwen3.5-9B's widths, 8 layers"),
+    }
+    # A model's first row is forward and backward.
+    return {file: row for file, each in rows.items() if (row := next(each, None)) is not None}
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -125,6 +189,13 @@ def _trl(file: Path) -> Iterator[Row]:
         differing[1],
         "",
     )
+
+
+def _trl_step(file: Path) -> Iterator[Row]:
+    ways = _read(file).get("ways")
+    if ways:
+        steps = [ways[name]["rollout_ms"] + ways[name]["update_ms"] for name in ("TRL", f"{OURS}, invariant")]
+        yield _beside("TRL's GRPOTrainer: rollout and update", "TRL", *steps)
 
 
 def _trl_with_vllm(file: Path) -> Iterator[Row]:

@@ -37,7 +37,8 @@ LARGE = 1 << 28
 def measured(document: Mapping[str, Any]) -> str:
     """Return the tables of the parts that were measured."""
     machine, done = document["environment"], document["parts"]
-    parts = [f"### {machine['ranks']} of {machine['device']}"]
+    only = f": {next(iter(done))}" if len(done) == 1 else ""
+    parts = [f"### {machine['ranks']} of {machine['device']}{only}"]
     for part, title in TITLES.items():
         if part in done:
             parts.append(f"{title}, microseconds:\n\n{as_table(_timed(done[part]))}")
@@ -56,8 +57,7 @@ def _timed(entries: Mapping[str, Any]) -> list[list[str]]:
     known = any(entry["bytes"] for entry in entries.values())
     rows = [["", "GB/s" if known else "bits that differ", "graph", *ratios, "eager", *ratios]]
     for name, entry in entries.items():
-        rate = digits(entry["bytes"] / entry["graph"][OURS] / 1e3)
-        cells = [name, rate if known else str(entry["differing"])]
+        cells = [name, digits(entry["bytes"] / entry["graph"][OURS] / 1e3) if known else str(entry["differing"])]
         for way in ("graph", "eager"):
             times = entry[way]
             is_timed = [OURS in times and who in times for who in other_ways]
