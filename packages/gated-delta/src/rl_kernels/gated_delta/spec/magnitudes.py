@@ -74,7 +74,8 @@ class _Terms:
         self.inverses = [(x.square().sum(-1, keepdim=True) + EPS).rsqrt() for x in (q, k)]
         units = [x * inverse for x, inverse in zip((q, k), self.inverses, strict=True)] if normalize else [q, k]
         self.units = [self._raised(x) for x in units]
-        q, k = (x.repeat_interleave(self.group, 1) for x in units)
+        q, k = self.rows = [x.repeat_interleave(self.group, 1) for x in units]
+        self.signed_beta, self.signed_scale = beta[..., None], scale
         self.q, self.k, self.beta = self._raised(q), self._raised(k), self._raised(beta)
         state = v.new_zeros((v.shape[1], q.shape[2], v.shape[2]))
         state = state if sequence.state is None else sequence.state.double()
@@ -96,18 +97,27 @@ class _Terms:
         return x.abs() ** self.power
 
     def gradients(self, grad: torch.Tensor, grad_state: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Sum the powers of the terms of the gradients of q, k, v, g, beta and the state."""
-        grad, pull, rows = self._raised(grad), self._raised(grad_state), []
+        """Sum the powers of the terms of the gradients of q, k, v, g, beta and the state.
+
+        ``adjoint`` is the gradient of the state, ``pull`` sums the powers of its terms: those of a change are the
+        products with the adjoint itself, as those of the state's are, since sums of sums would grow with each token.
+        """
+        adjoint, grads, rows = grad_state, grad, []
+        grad, pull = self._raised(grad), self._raised(grad_state)
         for t in reversed(range(len(self.q))):
             beta, side, size = self.beta[t, :, None], self.sides[t], self.sizes[t]
+            q, k = (x[t, :, :, None] for x in self.rows)
+            adjoint = adjoint + self.signed_scale * q * grads[t][:, None]
             pull = pull + self.scale * self.q[t, :, :, None] * grad[t][:, None]
-            du = (self.k[t, :, None] @ pull)[:, 0]
+            du, change = ((self.k[t, :, None] @ x)[:, 0] for x in (pull, self._raised(adjoint)))
             dq = self.scale * (size @ grad[t][:, :, None])[..., 0]
             dk = (pull @ (beta * side)[..., None] + size @ (beta * du)[..., None])[..., 0]
-            pull = pull + self.k[t, :, :, None] * (beta * du)[:, None]
+            pull = pull + self.k[t, :, :, None] * (beta * change)[:, None]
             dg = (pull * size).sum((1, 2)) + (du * side).sum(1) + (dq * self.q[t]).sum(1)
             rows.append((dq, dk, beta * du, dg, (du * side).sum(1)))
-            pull = self.g[t].exp()[:, None, None] ** self.power * pull
+            decay = self.g[t].exp()[:, None, None]
+            adjoint = decay * (adjoint - k * (self.signed_beta[t] * (k.mT @ adjoint)[:, 0])[:, None])
+            pull = decay**self.power * pull
         if not rows:
             return (*[pull.new_zeros(())] * 5, pull)
         dq, dk, dv, dg, dbeta = (torch.stack(parts[::-1]) for parts in zip(*rows, strict=True))
