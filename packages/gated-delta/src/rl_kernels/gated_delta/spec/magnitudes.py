@@ -16,6 +16,8 @@ from rl_kernels.gated_delta.spec.places import TOKENS, Tokens, places_of, sequen
 
 NAMES = (*TOKENS, "initial_state")
 Results = dict[str, torch.Tensor]
+ROUNDED = 4
+"""Inside a chunk six: q, k, their product, the inverse, the product of both, the residual; of a state's term two."""
 
 
 def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> Results:
@@ -40,8 +42,8 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
 
 
 def deviations(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -> Results:
-    """Return standard deviations of the results, from factors that are rounded."""
-    return {name: value.sqrt() for name, value in _sums(call, upstream, 2).items()}
+    """Return standard deviations of the results: a term is a product of about ``ROUNDED`` rounded factors."""
+    return {name: value.mul(ROUNDED).sqrt() for name, value in _sums(call, upstream, 2).items()}
 
 
 def _sums(call: Inputs, upstream: Mapping[str, torch.Tensor], power: int) -> Results:
