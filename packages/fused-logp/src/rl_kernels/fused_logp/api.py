@@ -99,7 +99,8 @@ def fused_logp(
             is kept gives NaN.
         ignore_index: positions with this id give 0 in every output and get zero gradient; their logits have no effect.
         row_indices: ``[R]``, int64 or int32, indices into the flattened rows; only these rows are computed. The other
-            rows keep their value in ``out``, or are 0 without ``out``; their ids are neither read nor checked.
+            rows keep their value in ``out``, or are 0 without ``out``; their ids and min_logit are neither read nor
+            checked.
         out: ``[...]`` in ``out_dtype``, on the device of logits; overwritten with the log-probabilities and
             returned. Must be None when logits require grad.
         out_dtype: dtype of the log-probabilities: FP32, BF16, FP16 or FP64. logsumexp and entropy are FP32, or FP64
@@ -131,12 +132,14 @@ def fused_logp(
         check.temperature(temperature, target_ids.shape, logits.device, dtype, values=validate)
         scale = scalar_or_rows(temperature, target_ids.numel(), dtype)
     if validate:
-        thresholds.validate(min_logit, target_ids.shape, logits.device, compute_dtype(logits.dtype), values=True)
-        checked = target_ids
+        thresholds.validate(min_logit, target_ids.shape, logits.device, compute_dtype(logits.dtype))
+        checked, numbers = target_ids, min_logit
         if row_indices is not None:
             check.ids_in_range("row_indices", row_indices, target_ids.numel(), ignorable=False)
-            checked = target_ids.reshape(-1)[row_indices.long()]
+            rows = row_indices.long()
+            checked, numbers = (x if x is None else x.reshape(-1)[rows] for x in (target_ids, min_logit))
         check.ids_in_range("target_ids", checked, logits.shape[-1], ignore_index)
+        thresholds.check_numbers(numbers, checked, ignore_index)
     if out is not None:
         _check_writable(out, logits)
     no_lost_derivatives("fused_logp", logits, temperature, min_logit, out)
@@ -201,7 +204,7 @@ def _prepare(
         check.own_storage("inplace_backward: logits", logits)
     dtype = compute_dtype(logits.dtype)
     check.temperature(temperature, target_ids.shape, logits.device, dtype, values=False)
-    thresholds.validate(min_logit, target_ids.shape, logits.device, dtype, values=False)
+    thresholds.validate(min_logit, target_ids.shape, logits.device, dtype)
     (ids, rows), scale = _flat(target_ids, row_indices), scalar_or_rows(temperature, target_ids.numel(), dtype)
     op, name = ops["forward_stats" if return_stats else "forward"], choose(OPERATOR, describe(logits), backend).name
     ready = op.ready(logits.reshape(-1, logits.shape[-1]), ids, scale, ignore_index, rows, _of_rows(min_logit), name)

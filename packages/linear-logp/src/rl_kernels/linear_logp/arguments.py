@@ -142,10 +142,9 @@ def call_of(
         check.temperature(options.temperature, target_ids.shape, hidden.device, dtype, values=is_read)
         scale = _scale(options, cap, target_ids.numel(), dtype)
     if options.validate:
-        thresholds.validate(
-            options.min_logit, target_ids.shape, hidden.device, compute_dtype(hidden.dtype), values=True
-        )
+        thresholds.validate(options.min_logit, target_ids.shape, hidden.device, compute_dtype(hidden.dtype))
         check.ids_in_range("target_ids", target_ids, shard.size, options.ignore_index)
+        thresholds.check_numbers(options.min_logit, target_ids, options.ignore_index)
     main_grad = getattr(lm_head_weight, "main_grad", None) if lm_head_weight.requires_grad else None
     if main_grad is not None:
         check.main_grad("lm_head_weight.main_grad", main_grad, weight)
@@ -241,7 +240,7 @@ def _check_options(options: Options, target_ids: torch.Tensor, device: torch.dev
     check.backend_name(options.backend)
     check.integer("check_rows", options.check_rows, least=0)
     check.temperature(options.temperature, target_ids.shape, device, dtype, values=False)
-    thresholds.validate(options.min_logit, target_ids.shape, device, dtype, values=False)
+    thresholds.validate(options.min_logit, target_ids.shape, device, dtype)
     check.number("softcap", options.softcap, least=0, dtype=dtype)
     check.number("logit_scale", options.logit_scale, above=0, dtype=dtype)
 
