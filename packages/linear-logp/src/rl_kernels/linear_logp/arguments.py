@@ -90,6 +90,7 @@ class Call(NamedTuple):
         ready: the forward pass on the chosen backend.
         known: statistics that the caller knows, of rows ``[N]``, or None.
         needs_gradient: whether autograd records the call.
+        is_checked: whether targets are compared with ``min_logit``.
     """
 
     target_ids: torch.Tensor
@@ -106,6 +107,7 @@ class Call(NamedTuple):
     ready: Ready
     known: Known | None
     needs_gradient: bool
+    is_checked: bool
 
     def of_rows(self, rows: slice | torch.Tensor, saved_mib: int | None) -> Call:
         """Return the call for some of the rows."""
@@ -164,6 +166,7 @@ def call_of(
         ),
         None if known is None else known.of_rows(ids, options.ignore_index),
         needs_gradient,
+        bool(options.validate),
     )
     return (rows_of(hidden), weight, bias), call
 

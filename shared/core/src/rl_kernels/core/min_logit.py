@@ -40,7 +40,7 @@ def check_numbers(min_logit: torch.Tensor | None, target_ids: torch.Tensor, igno
         _check_numbers(min_logit, target_ids, ignore_index)
 
 
-def check_targets(logp: torch.Tensor, min_logit: torch.Tensor, without: Callable[[], torch.Tensor]) -> None:
+def check_targets(logp: torch.Tensor, min_logit: torch.Tensor, unbounded: Callable[[], torch.Tensor]) -> None:
     """Require that no target is below ``min_logit``. Costs a sync on a GPU, after the forward pass.
 
     Skipped under torch.compile and while a CUDA graph is captured.
@@ -48,20 +48,20 @@ def check_targets(logp: torch.Tensor, min_logit: torch.Tensor, without: Callable
     Args:
         logp: ``[N]``, of the targets, before it is cast; 0 where they are ignored.
         min_logit: ``[N]``.
-        without: returns the same without thresholds. Called only if a row is NaN or -inf: a row is NaN because nothing
-            of it is kept, or because its logits are.
+        unbounded: returns ``[N]``, NaN where logits of the row are, such as logp without thresholds. Called only if a
+            row is NaN or -inf: a row is NaN because nothing of it is kept, or because its logits are.
 
     Raises:
         ValueError: a target is below its threshold.
     """
     if values_hidden(logp):
         return
-    unbounded = None
+    plain = None
     if are_plain(logp, min_logit) and not ops_are_observed():
         if not bool((~(logp > -math.inf) & (min_logit > -math.inf)).any()):
             return
-        unbounded = without()
-    _check_kept(logp, min_logit, unbounded)
+        plain = unbounded()
+    _check_kept(logp, min_logit, plain)
 
 
 def _require_numbers(value: torch.Tensor, target_ids: torch.Tensor, ignore_index: int | None) -> None:
