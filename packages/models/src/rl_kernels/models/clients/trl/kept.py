@@ -38,6 +38,10 @@ class KeptLogp(float):
         self.min_logit = min_logit
         return self
 
+    def __getnewargs__(self) -> tuple[float, float]:
+        """Return the arguments for copies, which a gather over processes makes too."""
+        return float(self), self.min_logit
+
 
 class _Divide:
     """Divides logits by the temperature as ``linear_logp`` does; the result waits for ``_Keep``."""
