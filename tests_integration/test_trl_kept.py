@@ -167,6 +167,10 @@ def test_other_processors_and_other_logits_are_refused(made: Made) -> None:
         # As TRL has it.
         trl_client.use_in(trainer)
     trainer = made()
+    trainer.model.double()
+    with pytest.raises(ValueError, match=r"^top_k, top_p, min_p: expected none of them for a model in FP64"):
+        trl_client.use_in(trainer, invariant=True)
+    trainer.model.float()
     trainer.model.config.final_logit_softcapping = 30.0
     with pytest.raises(ValueError, match=r"^top_k, top_p, min_p: expected none of them for a model with a softcap"):
         trl_client.use_in(trainer, invariant=True)

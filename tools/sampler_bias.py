@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-
 from sections.training import samplers
 
 from rl_kernels.core.command import Parser, count, writable, write_json
