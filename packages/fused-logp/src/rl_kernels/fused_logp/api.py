@@ -265,8 +265,7 @@ class _FusedLogp(torch.autograd.Function):
         op, ready, target_ids, temperature, ignore_index, row_indices, min_logit, inplace = settings
         rows = logits if logits.ndim == 2 else logits.reshape(-1, logits.shape[-1])
         results = op.call(ready, rows, target_ids, temperature, ignore_index, row_indices, min_logit)
-        below = None if min_logit is None else thresholds.is_below(results[0], min_logit)
-        save(ctx, logits, target_ids, temperature, row_indices, min_logit, below, results[-1], *results[2:3])
+        save(ctx, logits, target_ids, temperature, row_indices, min_logit, results[-1], *results[2:3])
         ctx.set_materialize_grads(False)
         # Saved by hooks, changed logits would not be noticed by another backward pass that needs them.
         ctx.ignore_index, ctx.inplace, ctx.backend = ignore_index, inplace and not are_hooked(), ready.backend
@@ -274,11 +273,8 @@ class _FusedLogp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        logits, target_ids, temperature, row_indices, min_logit, below, norm, *entropy = ctx.saved_tensors
-        grads = [*upstream, *[None] * (3 - len(upstream))]
-        if below is not None and grads[0] is not None:
-            grads[0] = grads[0].masked_fill(below, 0.0)
-        saved = (norm, entropy[0] if entropy else None, *grads)
+        logits, target_ids, temperature, row_indices, min_logit, norm, *entropy = ctx.saved_tensors
+        saved = (norm, entropy[0] if entropy else None, *upstream, *[None] * (3 - len(upstream)))
         rows = logits if logits.ndim == 2 else logits.reshape(-1, logits.shape[-1])
         arguments = (rows, target_ids, temperature, ctx.ignore_index, row_indices, min_logit, *saved, ctx.backend)
         if ctx.inplace:

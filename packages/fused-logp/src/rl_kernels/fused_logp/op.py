@@ -4,8 +4,7 @@ Arguments of the raw ops: logits ``[N, V]`` of any strides; ids ``[N]``; tempera
 dtype (FP32, or FP64 for FP64 logits); row_indices int64 in ``[0, N)``; min_logit ``[N]`` in the
 compute dtype. Results: logp, logsumexp and entropy ``[N]``,
 and norm ``[N, 2]``, all in the compute dtype. norm holds the largest raw logit of each row and the log of the sum of
-e^(z - max z); backward computes the gradient from these two. Of a row whose target is below min_logit it needs a
-grad_logp of 0.
+e^(z - max z); backward computes the gradient from these two. Where the target is below min_logit, grad_logp counts as 0.
 """
 
 from __future__ import annotations
