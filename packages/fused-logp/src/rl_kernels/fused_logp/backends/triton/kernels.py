@@ -223,11 +223,12 @@ def find_kept(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = rows < count
     id = tl.load(ids + rows, mask=here, other=0).to(tl.int64)
-    inside = here & (id >= 0) & (id < V)
+    rest = softmax.zero_or_nan(id, V)
     least = least_kept(min_logit, temperature, rows, here, PER_ROW, True)
     _, log_total = softmax.load_norm(norm, rows, here)
-    x = tl.load(logits + rows * row_stride + id * column_stride, mask=inside, other=0.0).to(tl.float32)
-    tl.store(kept + 2 * rows, tl.where(inside & (log_total == log_total), least, float("-inf")), mask=here)
+    x = tl.load(logits + rows * row_stride + id * column_stride, mask=here & (rest == 0.0), other=0.0).to(tl.float32)
+    number = log_total + rest
+    tl.store(kept + 2 * rows, tl.where(number == number, least, float("-inf")), mask=here)
     if HAS_LOGP:
         grad = tl.load(grad_logp + rows, mask=here, other=0.0)
         tl.store(kept + 2 * rows + 1, tl.where(x < least, 0.0, grad), mask=here)
