@@ -136,8 +136,9 @@ def fused_logp(
         checked, numbers = target_ids, min_logit
         if row_indices is not None:
             check.ids_in_range("row_indices", row_indices, target_ids.numel(), ignorable=False)
-            rows = row_indices.long()
-            checked, numbers = (x if x is None else x.reshape(-1)[rows] for x in (target_ids, min_logit))
+            computed = row_indices.long()
+            checked = target_ids.reshape(-1)[computed]
+            numbers = None if min_logit is None else min_logit.reshape(-1)[computed]
         check.ids_in_range("target_ids", checked, logits.shape[-1], ignore_index)
         thresholds.check_numbers(numbers, checked, ignore_index)
     if out is not None:
