@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,9 +167,19 @@ def test_other_processors_and_other_logits_are_refused(made: Made) -> None:
         # As TRL has it.
         trl_client.use_in(trainer)
     trainer = made()
+    trainer.model.double()
+    with pytest.raises(ValueError, match=r"^top_k, top_p, min_p: expected none of them for a model in FP64"):
+        trl_client.use_in(trainer, invariant=True)
+    trainer.model.float()
     trainer.model.config.final_logit_softcapping = 30.0
     with pytest.raises(ValueError, match=r"^top_k, top_p, min_p: expected none of them for a model with a softcap"):
         trl_client.use_in(trainer, invariant=True)
+
+
+def test_log_probs_are_copied_with_their_thresholds() -> None:
+    value = KeptLogp(-1.0, 0.5)
+    copies = copy.copy(value), copy.deepcopy([value])[0], *(pickle.loads(pickle.dumps(value, n)) for n in range(6))
+    assert [(type(each), float(each), each.min_logit) for each in copies] == [(KeptLogp, -1.0, 0.5)] * 8
 
 
 def test_tokens_of_tools_keep_all() -> None:

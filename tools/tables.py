@@ -81,6 +81,7 @@ SECTIONS = (
     Section("docs/recipes/vllm-sglang.md", "vllm rollout", "*-vllm-*.json", training.rollouts),
     Section("docs/objectives.md", "differences", "trl-objectives.json", training.trl_objectives),
     Section("docs/demo.md", "demo", "*-demo.json", demo.section, picture=TWINS),
+    Section("docs/sampling.md", "samplers", "sampler-bias.json", training.samplers),
     Section("docs/mismatch.md", "rollout", "*-rollout.json", rollouts.section, picture=ROLLOUT),
     Section("docs/mismatch.md", "mismatch", "mismatch.json", mismatch.section),
     Section("docs/benchmarks/grpo-step.md", "grpo step", "*-grpo-step*.json", training.grpo),

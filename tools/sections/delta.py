@@ -17,16 +17,17 @@ def rule(document: Results) -> str:
     settings = document["settings"]
     key_heads, heads, size = settings["heads"]
     few = "{} key heads and {} value heads".format(*settings["few"])
-    parts = [
-        f"{settings['layouts']:,} layouts of sequences, {few} of {size}: numbers that differ from the sequence alone.",
-        _layouts(document["layouts"]),
-        f"L2 errors at {settings['tokens']:,} tokens, {few}, against the recurrence in FP64:",
-        _errors(document["errors"]),
-        f"Microseconds of a decode step in a CUDA graph, {key_heads} and {heads} heads, the mean of 64 steps:",
-        _decode(document["decode"]),
-        ran_on(document["environment"]),
-    ]
-    return "\n\n".join(parts)
+    texts = {
+        "layouts": f"{settings['layouts']:,} layouts of sequences, {few} of {size}: numbers that differ from the "
+        "sequence alone.",
+        "errors": f"L2 errors at {settings['tokens']:,} tokens, {few}, against the recurrence in FP64:",
+        "decode": f"Microseconds of a decode step in a CUDA graph, {key_heads} and {heads} heads, the mean of 64 "
+        "steps:",
+    }
+    # A run may have some parts only.
+    tables = {"layouts": _layouts, "errors": _errors, "decode": _decode}
+    shown = [text for part in texts if part in document for text in (texts[part], tables[part](document[part]))]
+    return "\n\n".join([*shown, ran_on(document["environment"])])
 
 
 def _layouts(counts: Results) -> str:

@@ -111,6 +111,17 @@ def trl_objectives(document: Results) -> str:
     return as_table(rows)
 
 
+def samplers(document: Results) -> str:
+    """Return the table of `sampler_bias.py`: log-probs over the vocabulary against those over kept tokens."""
+    rows = [["sampler", "tokens", "mean ratio, vocabulary over kept", "outside 0.9 to 1.1", "kept tokens, median"]]
+    for name, entry in document["samplers"].items():
+        cells = (f"{entry['tokens']:,}", f"{entry['ratio']:.3f}", f"{entry['outside'] / entry['tokens']:.0%}")
+        rows.append([name, *cells, f"{entry['kept']:,}"])
+    settings = document["settings"]
+    answers = f"{settings['answers']} answers each of up to {settings['tokens']} tokens"
+    return f"{as_table(rows)}\n\n- {settings['prompts']} prompts, {answers}\n{ran_on(document['environment'])}"
+
+
 def rollouts(document: Results) -> str:
     """Return the tables of `vllm_rollout.py`: log-probabilities that differ from training, and speed."""
     settings, tables = document["settings"], []

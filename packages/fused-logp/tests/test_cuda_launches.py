@@ -92,6 +92,19 @@ def write(launch: Launch, found: torch.Tensor) -> None:
     write_statistics(launch, found, chosen, temperature, active, entropy=launch.constants["ENTROPY"])
 
 
+def find_kept(launch: Launch) -> None:
+    """Numbers of rows that are not active are not read."""
+    rows, kept, grad = launch["rows"], launch["kept"], launch["grad_logp"]
+    assert kept.shape == (rows, 2)
+    assert launch.block == 256
+    assert launch.grid[0] * 256 - 256 < rows <= launch.grid[0] * 256
+    x, active, temperature = inputs(launch, rows)
+    chosen = x.gather(1, launch["ids"].clamp(0, x.shape[1] - 1)[:, None])[:, 0]
+    upstream = torch.zeros(rows) if grad is None else grad.where(chosen > -torch.inf, 0.0)
+    found = torch.stack((launch["min_logits"] * temperature, upstream), 1)
+    kept.copy_(torch.where(active[:, None], found, torch.nan))
+
+
 def backward(launch: Launch) -> None:
     vocab, chunks, width = launch["vocab"], launch["chunks"], launch.block * 32
     rows, rest = divmod(launch.grid[0], chunks)
@@ -104,6 +117,9 @@ def backward(launch: Launch) -> None:
     x, active, temperature = inputs(launch, rows)
     assert (launch["grad_entropy"] is not None) == launch.constants["ENTROPY"]
     upstream = [launch[name] for name in ("grad_logp", "grad_lse", "grad_entropy")]
+    if launch.constants["MIN_LOGIT"]:
+        least, upstream[0] = launch["kept"].t()
+        assert torch.equal(x[active] > -torch.inf, x[active] >= least[active, None])
     chosen = launch["ids"][:, None] == torch.arange(vocab)
     entropy = launch["entropy"] if launch.constants["ENTROPY"] else None
     found = logits_gradient(x / temperature[:, None], temperature, launch["norm"], chosen, upstream, entropy)
@@ -134,9 +150,10 @@ class TestLaunches(CudaHost):
         Bug("strides in elements", "count, *(stride * logits.itemsize for", "count, *(stride for"),
         Bug("no room for the states of a row", "units * STATE)]", "STATE)]"),
         Bug("strided thresholds read as if contiguous", "else min_logit.contiguous()", "else min_logit"),
+        Bug("last rows have no threshold", "-(-count // KEPT_THREADS)", "max(count // KEPT_THREADS, 1) - 1"),
         Bug("norm in the dtype of logits", "count, 2, dtype=torch.float32", "count, 2, dtype=like.dtype"),
     )
-    stand_ins = {one.__name__: one for one in (forward_parts, merge_parts, forward_rows, backward)}
+    stand_ins = {one.__name__: one for one in (forward_parts, merge_parts, forward_rows, find_kept, backward)}
     calls = (
         dict(rows=1, vocab=1),
         dict(rows=3, vocab=7, dtype=torch.float32, layout="apart", ignored=0, scale="rows"),

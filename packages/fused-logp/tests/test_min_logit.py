@@ -10,7 +10,7 @@ import torch
 
 from rl_kernels.core.operator import Call
 from rl_kernels.core.rowwise.operands import compute_dtype
-from rl_kernels.core.testing import Draw, bits_of
+from rl_kernels.core.testing import IGNORED, Draw, bits_of
 from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.fused_logp import fused_logp
 from rl_kernels.fused_logp.op import OPERATOR
@@ -103,3 +103,14 @@ def test_min_logit_that_keeps_nothing(backend: str) -> None:
         fused_logp(logits, ids, min_logit=least.nan_to_num(-100.0), backend=backend)
     # A row of NaN is no row of which nothing is kept.
     assert fused_logp(logits * torch.nan, ids, min_logit=least.nan_to_num(0.0), backend=backend).isnan().all()
+    # A NaN counts only where a row is computed.
+    least, first = least.clamp(max=-100.0), torch.arange(2, device=DEVICE)
+    for target_ids, rows in ((ids.index_fill(0, first[:1] + 2, IGNORED), None), (ids, first)):
+        call = {"target_ids": target_ids, "ignore_index": IGNORED, "row_indices": rows, "backend": backend}
+        leaf = logits.clone().requires_grad_()
+        result = fused_logp(leaf, min_logit=least, **call)
+        result.sum().backward()
+        assert torch.equal(result, fused_logp(logits, **call))
+        assert not leaf.grad[2].any()
+        with pytest.raises(ValueError, match="min_logit: expected numbers, got NaN"):
+            fused_logp(logits, min_logit=least.roll(1), **call)

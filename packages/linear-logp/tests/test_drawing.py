@@ -132,6 +132,7 @@ def check_boundaries(backend: str = "native", device: torch.device = CPU) -> Non
 def check_all() -> None:
     check_definition()
     check_boundaries()
+    check_small_top_p("native", CPU)
 
 
 def test_definition_over_masks_in_fp64() -> None:
@@ -195,6 +196,8 @@ def check_backend(backend: str, device: torch.device, rows: int, vocab: int, ste
     check_boundaries(backend, device)
     for place, kind in enumerate(KINDS):
         logits, u = given(kind, rows, vocab, backend, device), uniform_of(rows, device)
+        if place % 2:
+            logits = logits._replace(logits=logits.logits.t().contiguous().t())
         for request in (per_row(rows, device), *REQUESTS[:2], *REQUESTS[2 + place % step :: step]):
             found = logits.sample(uniform=u, **request)
             expected = logits._replace(backend="native").sample(uniform=u, **request)
@@ -202,6 +205,19 @@ def check_backend(backend: str, device: torch.device, rows: int, vocab: int, ste
             assert torch.equal(found.min_logit, expected.min_logit)
             assert (found.kept_logp - expected.kept_logp).abs().max() < 1e-5
             assert (found.logp - expected.logp).abs().max() < 1e-5
+
+
+def check_small_top_p(backend: str, device: torch.device) -> None:
+    """Of a wide row, a top_p that is just above what the largest entry reaches, but not once it is rounded down."""
+    vocab, unit = 1 << 20, 1 << drawing.FRACTION_BITS
+    row = torch.full((1, vocab), -1.1)
+    row[0, 7] = 0.0
+    mass = drawing.masses(torch.tensor([0.0, 1.1])).tolist()
+    whole = mass[0] + (vocab - 1) * mass[1]
+    top_p = (mass[0] * unit // whole + 0.99) / unit
+    norm = torch.tensor([[0.0, math.log(whole / mass[0])]])
+    logits = LinearLogits(row.to(device), norm.to(device), None, backend, torch.float32)
+    assert logits.sample(top_p=top_p).min_logit.tolist() == [0.0]
 
 
 @pytest.fixture(params=[16, 8192], ids=lambda size: f"list of {size}")
@@ -224,6 +240,7 @@ def test_interpreted_kernels_draw_what_native_draws(interpreted: None) -> None:
 @pytest.mark.parametrize("vocab", [300, 5003, 151936])
 def test_gpu_draws_what_native_draws(gpu_backend: str, vocab: int) -> None:
     check_backend(gpu_backend, torch.device("cuda"), 40, vocab)
+    check_small_top_p(gpu_backend, torch.device("cuda"))
 
 
 def test_frequencies_are_the_kept_probabilities() -> None:

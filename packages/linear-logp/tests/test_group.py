@@ -233,6 +233,36 @@ def test_ranks_have_the_bits_of_one_process() -> None:
         assert all(other == texts[0] for other in texts)
 
 
+def thresholds_apart(rank: int) -> list[str]:
+    """Return what calls say whose thresholds differ by rank, after one of their kind; then of logits that are NaN."""
+    call = shard(drawn(9001), distributed.group.WORLD) | {"target_ids": torch.full((ROWS,), 9000)}
+    everywhere, here = torch.full((ROWS,), -50.0), torch.full((ROWS,), 1e30 if rank else -torch.inf)
+    known = linear_logp_known(**call, min_logit=everywhere)
+    linear_logp_from_known(**call, min_logit=everywhere, known=known, check_rows=0)
+    known = linear_logp_known(**call, min_logit=here, validate=False)
+    column = torch.full_like(call["lm_head_weight"][:1], 1.0 if rank else torch.nan)
+    of_nan = {"min_logit": -everywhere, "lm_head_weight": torch.cat((column, call["lm_head_weight"][1:]))}
+    texts = []
+    for function, options in (
+        (linear_logp, {"min_logit": here}),
+        (linear_logp_known, {"min_logit": here}),
+        (linear_logp_from_known, {"min_logit": here, "known": known, "check_rows": 0}),
+        (linear_logp, of_nan),
+    ):
+        try:
+            result = function(**{**call, **options})
+        except ValueError as error:
+            texts.append(str(error)[:53])
+        else:
+            texts.append(str(float((result if isinstance(result, torch.Tensor) else result.logp)[0])))
+    return texts
+
+
+def test_no_rank_waits_for_another_that_has_other_thresholds() -> None:
+    below = "target_ids: expected tokens whose logit is at least m"
+    assert run_ranks(thresholds_apart, 2, timeout=60.0) == [["-inf"] * 3 + ["nan"], [below] * 3 + ["nan"]]
+
+
 def check(texts: dict[str, str], world: int) -> None:
     """Check the text of each error."""
     where = f"(on rank {world - 1} of process_group)"

@@ -108,10 +108,15 @@ def test_targets_below_min_logit_raise_and_nothing_kept_is_nan() -> None:
     draw = Draw(torch.float32, DEVICE, seed=1)
     call = {"hidden": draw.normal(4, 8), "lm_head_weight": draw.normal(50, 8), "target_ids": draw.ids(50, 4)}
     call["target_ids"][3] = IGNORED
-    least = torch.tensor([100.0, -100.0, -100.0, 100.0], device=DEVICE)
+    least = torch.tensor([100.0, -100.0, -100.0, torch.nan], device=DEVICE)
     options = {"min_logit": least, "ignore_index": IGNORED}
     assert linear_logp(**call, **options, validate=False).isnan().tolist() == [True, False, False, False]
     known = linear_logp_known(**call, **options, validate=False)
     for function in (linear_logp, linear_logp_known, lambda **more: linear_logp_from_known(**more, known=known)):
         with pytest.raises(ValueError, match="at least min_logit, 1 of 4 are below it"):
             function(**call, **options)
+    # A NaN counts only where the id does.
+    options["min_logit"] = least.clamp(max=-100.0)
+    assert torch.equal(linear_logp(**call, **options), linear_logp(**call, ignore_index=IGNORED))
+    with pytest.raises(ValueError, match="min_logit: expected numbers, got NaN"):
+        linear_logp(**call, min_logit=options["min_logit"].roll(1), ignore_index=IGNORED)

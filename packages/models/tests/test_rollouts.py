@@ -3,12 +3,14 @@
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from rl_kernels.models import cli, invariant, sequence_logp
 from rl_kernels.models.rollouts import prompts as chats
+from rl_kernels.models.rollouts import report
 from rl_kernels.models.rollouts.audit import audit_rollouts
 from rl_kernels.models.rollouts.counts import DISTANCES, mismatch
 from rl_kernels.models.rollouts.recorded import read
@@ -44,6 +46,9 @@ def test_counts_are_those_of_the_definitions():
     assert found.k3 == pytest.approx(sum(math.exp(x) - 1 - x for x in d) / 6)
     assert found.beyond == tuple(sum(abs(x) > distance for x in d) for distance in DISTANCES)
     assert mismatch(rollout, training, bounds=(0.0, 1.2), clip=0.7).outside == 1
+    nearly = {"stock": {"padded": replace(found, tokens=4900, differ=4899, outside=4900, clipped=30, rerouted=None)}}
+    (row,) = report.cells(nearly, {"bounds": (0.9, 1.1), "clip": 0.2})[1:]
+    assert row[2:5] == ["4,899 (99.9 %)", "4,900 (100 %)", "30 (0.61 %)"]
     with pytest.raises(ValueError, match=r"^training: expected finite log-probs, got nan"):
         mismatch(rollout, torch.full_like(rollout, math.nan))
 
@@ -149,6 +154,9 @@ def test_bad_arguments_are_named(tiny, prompts):
             audit_rollouts(model, rollout)
     with pytest.raises(TypeError, match=r"^model: expected a causal language model of transformers, got Linear"):
         audit_rollouts(torch.nn.Linear(2, 2), prompts)
+    for name, expected in (("temperature", "a number > 0"), ("tokens", "an integer >= 1")):
+        with pytest.raises(ValueError, match=f"^{name}: expected {expected}"):
+            audit_rollouts(model, prompts, **{name: 0})
 
 
 @pytest.mark.smoke

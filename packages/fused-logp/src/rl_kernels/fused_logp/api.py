@@ -99,7 +99,8 @@ def fused_logp(
             is kept gives NaN.
         ignore_index: positions with this id give 0 in every output and get zero gradient; their logits have no effect.
         row_indices: ``[R]``, int64 or int32, indices into the flattened rows; only these rows are computed. The other
-            rows keep their value in ``out``, or are 0 without ``out``; their ids are neither read nor checked.
+            rows keep their value in ``out``, or are 0 without ``out``; their ids and min_logit are neither read nor
+            checked.
         out: ``[...]`` in ``out_dtype``, on the device of logits; overwritten with the log-probabilities and
             returned. Must be None when logits require grad.
         out_dtype: dtype of the log-probabilities: FP32, BF16, FP16 or FP64. logsumexp and entropy are FP32, or FP64
@@ -131,12 +132,15 @@ def fused_logp(
         check.temperature(temperature, target_ids.shape, logits.device, dtype, values=validate)
         scale = scalar_or_rows(temperature, target_ids.numel(), dtype)
     if validate:
-        thresholds.validate(min_logit, target_ids.shape, logits.device, compute_dtype(logits.dtype), values=True)
-        checked = target_ids
+        thresholds.validate(min_logit, target_ids.shape, logits.device, compute_dtype(logits.dtype))
+        checked, numbers = target_ids, min_logit
         if row_indices is not None:
             check.ids_in_range("row_indices", row_indices, target_ids.numel(), ignorable=False)
-            checked = target_ids.reshape(-1)[row_indices.long()]
+            computed = row_indices.long()
+            checked = target_ids.reshape(-1)[computed]
+            numbers = None if min_logit is None else min_logit.reshape(-1)[computed]
         check.ids_in_range("target_ids", checked, logits.shape[-1], ignore_index)
+        thresholds.check_numbers(numbers, checked, ignore_index)
     if out is not None:
         _check_writable(out, logits)
     no_lost_derivatives("fused_logp", logits, temperature, min_logit, out)
@@ -201,7 +205,7 @@ def _prepare(
         check.own_storage("inplace_backward: logits", logits)
     dtype = compute_dtype(logits.dtype)
     check.temperature(temperature, target_ids.shape, logits.device, dtype, values=False)
-    thresholds.validate(min_logit, target_ids.shape, logits.device, dtype, values=False)
+    thresholds.validate(min_logit, target_ids.shape, logits.device, dtype)
     (ids, rows), scale = _flat(target_ids, row_indices), scalar_or_rows(temperature, target_ids.numel(), dtype)
     op, name = ops["forward_stats" if return_stats else "forward"], choose(OPERATOR, describe(logits), backend).name
     ready = op.ready(logits.reshape(-1, logits.shape[-1]), ids, scale, ignore_index, rows, _of_rows(min_logit), name)
@@ -262,8 +266,7 @@ class _FusedLogp(torch.autograd.Function):
         op, ready, target_ids, temperature, ignore_index, row_indices, min_logit, inplace = settings
         rows = logits if logits.ndim == 2 else logits.reshape(-1, logits.shape[-1])
         results = op.call(ready, rows, target_ids, temperature, ignore_index, row_indices, min_logit)
-        below = None if min_logit is None else thresholds.is_below(results[0], min_logit)
-        save(ctx, logits, target_ids, temperature, row_indices, min_logit, below, results[-1], *results[2:3])
+        save(ctx, logits, target_ids, temperature, row_indices, min_logit, results[-1], *results[2:3])
         ctx.set_materialize_grads(False)
         # Saved by hooks, changed logits would not be noticed by another backward pass that needs them.
         ctx.ignore_index, ctx.inplace, ctx.backend = ignore_index, inplace and not are_hooked(), ready.backend
@@ -271,11 +274,8 @@ class _FusedLogp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        logits, target_ids, temperature, row_indices, min_logit, below, norm, *entropy = ctx.saved_tensors
-        grads = [*upstream, *[None] * (3 - len(upstream))]
-        if below is not None and grads[0] is not None:
-            grads[0] = grads[0].masked_fill(below, 0.0)
-        saved = (norm, entropy[0] if entropy else None, *grads)
+        logits, target_ids, temperature, row_indices, min_logit, norm, *entropy = ctx.saved_tensors
+        saved = (norm, entropy[0] if entropy else None, *upstream, *[None] * (3 - len(upstream)))
         rows = logits if logits.ndim == 2 else logits.reshape(-1, logits.shape[-1])
         arguments = (rows, target_ids, temperature, ctx.ignore_index, row_indices, min_logit, *saved, ctx.backend)
         if ctx.inplace:

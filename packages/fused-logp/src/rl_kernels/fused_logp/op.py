@@ -1,11 +1,10 @@
 """Registry entry of fused_logp: torch schemas, fake kernels, backends and their promises.
 
 Arguments of the raw ops: logits ``[N, V]`` of any strides; ids ``[N]``; temperature ``[]`` or ``[N]`` in the compute
-dtype (FP32, or FP64 for FP64 logits); row_indices int64 in ``[0, N)``; min_logit ``[N]`` in the
-compute dtype. Results: logp, logsumexp and entropy ``[N]``,
-and norm ``[N, 2]``, all in the compute dtype. norm holds the largest raw logit of each row and the log of the sum of
-e^(z - max z); backward computes the gradient from these two. Of a row whose target is below min_logit it needs a
-grad_logp of 0.
+dtype (FP32, or FP64 for FP64 logits); row_indices int64 in ``[0, N)``; min_logit ``[N]`` in the compute dtype. Results:
+logp, logsumexp and entropy ``[N]``, and norm ``[N, 2]``, all in the compute dtype. norm holds the largest raw logit of
+each row and the log of the sum of e^(z - max z); backward computes the gradient from these two. Where the target is
+below min_logit, its grad_logp counts as 0.
 """
 
 from __future__ import annotations

@@ -90,6 +90,7 @@ class Call(NamedTuple):
         ready: the forward pass on the chosen backend.
         known: statistics that the caller knows, of rows ``[N]``, or None.
         needs_gradient: whether autograd records the call.
+        is_checked: whether targets are compared with ``min_logit``.
     """
 
     target_ids: torch.Tensor
@@ -106,6 +107,7 @@ class Call(NamedTuple):
     ready: Ready
     known: Known | None
     needs_gradient: bool
+    is_checked: bool
 
     def of_rows(self, rows: slice | torch.Tensor, saved_mib: int | None) -> Call:
         """Return the call for some of the rows."""
@@ -142,10 +144,9 @@ def call_of(
         check.temperature(options.temperature, target_ids.shape, hidden.device, dtype, values=is_read)
         scale = _scale(options, cap, target_ids.numel(), dtype)
     if options.validate:
-        thresholds.validate(
-            options.min_logit, target_ids.shape, hidden.device, compute_dtype(hidden.dtype), values=True
-        )
+        thresholds.validate(options.min_logit, target_ids.shape, hidden.device, compute_dtype(hidden.dtype))
         check.ids_in_range("target_ids", target_ids, shard.size, options.ignore_index)
+        thresholds.check_numbers(options.min_logit, target_ids, options.ignore_index)
     main_grad = getattr(lm_head_weight, "main_grad", None) if lm_head_weight.requires_grad else None
     if main_grad is not None:
         check.main_grad("lm_head_weight.main_grad", main_grad, weight)
@@ -165,6 +166,7 @@ def call_of(
         ),
         None if known is None else known.of_rows(ids, options.ignore_index),
         needs_gradient,
+        bool(options.validate),
     )
     return (rows_of(hidden), weight, bias), call
 
@@ -241,7 +243,7 @@ def _check_options(options: Options, target_ids: torch.Tensor, device: torch.dev
     check.backend_name(options.backend)
     check.integer("check_rows", options.check_rows, least=0)
     check.temperature(options.temperature, target_ids.shape, device, dtype, values=False)
-    thresholds.validate(options.min_logit, target_ids.shape, device, dtype, values=False)
+    thresholds.validate(options.min_logit, target_ids.shape, device, dtype)
     check.number("softcap", options.softcap, least=0, dtype=dtype)
     check.number("logit_scale", options.logit_scale, above=0, dtype=dtype)
 

@@ -13,7 +13,7 @@ from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib.derivatives import first_order, is_asked_for
 from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.linear_logp.arguments import Call, Operands, Options, call_of
-from rl_kernels.linear_logp.inputs import slices
+from rl_kernels.linear_logp.inputs import slices, totals_of
 from rl_kernels.linear_logp.known import Known, compare, draw, rows_to_check
 from rl_kernels.linear_logp.op import ops
 from rl_kernels.linear_logp.vocabulary import Shard, slots
@@ -114,11 +114,16 @@ def forward(
 def _forward_over_ranks(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call, group: ProcessGroup
 ) -> tuple[torch.Tensor, ...]:
-    """Return what ``forward`` returns, of the shards of all ranks."""
+    """Return what ``forward`` returns, of the shards of all ranks, and check targets.
+
+    Raises:
+        ValueError: a target is below ``min_logit``. No rank exchanges anything to find out: those of other ranks may
+            be others.
+    """
     from rl_kernels.core.distributed import all_gather
 
     shard, backend, saved_mib, ranks = call.shard, call.ready.backend, call.saved_mib, group.size()
-    per_slice = []
+    per_slice, totals = [], []
     if saved_mib is None and hidden.shape[0] > ROWS:
         saved_mib = 0
     # At least one slice; only one if logits are kept, because joining those of several would copy them.
@@ -130,7 +135,11 @@ def _forward_over_ranks(
         packed, kept = ops["states"](*inputs, shard.start, units, call.has_stats, saved_mib, backend)
         gathered = all_gather(packed, group).unflatten(0, (ranks, -1))
         per_slice.append(ops["finish"](gathered, part.target_ids, *rest, shard.size, call.has_stats, backend))
+        if call.is_checked and call.min_logit is not None:
+            totals.append(totals_of(gathered, entropy=call.has_stats))
     logp, lse, entropy, norm = per_slice[0] if len(per_slice) == 1 else map(torch.cat, zip(*per_slice, strict=True))
+    if call.is_checked and call.min_logit is not None:
+        thresholds.check_targets(logp, call.min_logit, lambda: torch.cat(totals))
     return (logp, lse, entropy, norm, kept) if call.has_stats else (logp, norm, kept)
 
 
@@ -161,23 +170,28 @@ def check_known(operands: Operands, call: Call, count: int) -> None:
     assert call.known is not None
     rows = rows_to_check(call.target_ids, call.ignore_index, count, draw(call.shard.group))
     has_stats = call.known.logsumexp is not None or call.known.entropy is not None
-    logp, *stats, norm, _ = forward(hidden[rows], weight, bias, call.of_rows(rows, 0)._replace(has_stats=has_stats))
+    part = call.of_rows(rows, 0)._replace(has_stats=has_stats, is_checked=False)
+    logp, *stats, norm, _ = forward(hidden[rows], weight, bias, part)
     compare(call.known, rows, Known(logp, norm, *stats))
 
 
 def check_targets(operands: Operands, call: Call, logp: torch.Tensor) -> None:
     """Check that the target of each row is at or above ``min_logit``, if there is one.
 
+    Over ranks a forward pass has checked it. What is known there is taken to be NaN because logits are: to form them
+    needs all ranks, and another may see no reason to.
+
     Raises:
         ValueError: it is not.
     """
-    if call.min_logit is None:
+    is_over_ranks = call.shard.group is not None
+    if call.min_logit is None or (is_over_ranks and call.known is None):
         return
     unbounded = call._replace(min_logit=None, known=None, saved_mib=0, ready=Ready(call.ready.backend))
 
     @torch.no_grad()
     def without() -> torch.Tensor:
-        return forward(*operands, unbounded)[0]
+        return logp if is_over_ranks else forward(*operands, unbounded)[0]
 
     thresholds.check_targets(logp, call.min_logit, without)
 

@@ -175,6 +175,11 @@ def packed_room(hidden: torch.Tensor, slots: int, *, entropy: bool) -> tuple[tor
     return packed, packed[:-1].view(slots, numbers, count), packed[-1]
 
 
+def totals_of(gathered: torch.Tensor, *, entropy: bool) -> torch.Tensor:
+    """Return the totals of each row's states ``[N]``, added: NaN where logits are, 0 where none is kept."""
+    return gathered[:, 1 : -1 : STATE if entropy else STATE - 1].sum((0, 1))
+
+
 def unpacked(
     gathered: torch.Tensor, target_ids: torch.Tensor, vocab_size: int, *, entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:

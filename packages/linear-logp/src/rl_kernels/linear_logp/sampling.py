@@ -94,6 +94,8 @@ class LinearLogits(NamedTuple):
         arguments = temperature, top_k, top_p, min_p, uniform, generator, validate
         request = request_of(self.logits, self.norm, *arguments)
         leading, logits = self.logits.shape[:-1], rows_of(self.logits)
+        # A copy of the logits may be in another order.
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
         results = ops["sample"](logits, self.norm.view(-1, 2), *request, self.dtype, self.backend)
         return Sampled(*(x if len(leading) == 1 else x.view(leading) for x in results))
 

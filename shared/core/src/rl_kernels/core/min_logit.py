@@ -18,11 +18,8 @@ def is_below(logp: torch.Tensor, min_logit: torch.Tensor) -> torch.Tensor:
     return logp < min_logit.clamp(max=torch.finfo(min_logit.dtype).min)
 
 
-def validate(value: object, leading: Sequence[int], device: torch.device, dtype: torch.dtype, *, values: bool) -> None:
-    """Require None, or a tensor of ``leading`` shape in ``dtype`` on ``device`` that does not require grad.
-
-    With ``values`` NaN is refused, except under torch.compile and while a CUDA graph is captured.
-    """
+def validate(value: object, leading: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
+    """Require None, or a tensor of ``leading`` shape in ``dtype`` on ``device`` that does not require grad."""
     if value is None:
         return
     check.tensor("min_logit", value, (dtype,))
@@ -32,11 +29,18 @@ def validate(value: object, leading: Sequence[int], device: torch.device, dtype:
         raise ValueError(f"min_logit: expected device {device}, got {value.device}")
     if value.requires_grad:
         raise ValueError("min_logit: expected a tensor that does not require grad: it gets no gradient")
-    if values and not values_hidden(value):
-        _check_numbers(value)
 
 
-def check_targets(logp: torch.Tensor, min_logit: torch.Tensor, without: Callable[[], torch.Tensor]) -> None:
+def check_numbers(min_logit: torch.Tensor | None, target_ids: torch.Tensor, ignore_index: int | None) -> None:
+    """Require that no threshold is NaN where the id, in a tensor of the same shape, is not ignored.
+
+    Skipped under torch.compile and while a CUDA graph is captured.
+    """
+    if min_logit is not None and not values_hidden(min_logit):
+        _check_numbers(min_logit, target_ids, ignore_index)
+
+
+def check_targets(logp: torch.Tensor, min_logit: torch.Tensor, unbounded: Callable[[], torch.Tensor]) -> None:
     """Require that no target is below ``min_logit``. Costs a sync on a GPU, after the forward pass.
 
     Skipped under torch.compile and while a CUDA graph is captured.
@@ -44,24 +48,25 @@ def check_targets(logp: torch.Tensor, min_logit: torch.Tensor, without: Callable
     Args:
         logp: ``[N]``, of the targets, before it is cast; 0 where they are ignored.
         min_logit: ``[N]``.
-        without: returns the same without thresholds. Called only if a row is NaN or -inf: a row is NaN because nothing
-            of it is kept, or because its logits are.
+        unbounded: returns ``[N]``, NaN where logits of the row are, such as logp without thresholds. Called only if a
+            row is NaN or -inf: a row is NaN because nothing of it is kept, or because its logits are.
 
     Raises:
         ValueError: a target is below its threshold.
     """
     if values_hidden(logp):
         return
-    unbounded = None
+    plain = None
     if are_plain(logp, min_logit) and not ops_are_observed():
         if not bool((~(logp > -math.inf) & (min_logit > -math.inf)).any()):
             return
-        unbounded = without()
-    _check_kept(logp, min_logit, unbounded)
+        plain = unbounded()
+    _check_kept(logp, min_logit, plain)
 
 
-def _require_numbers(value: torch.Tensor) -> None:
-    if bool(value.isnan().any()):
+def _require_numbers(value: torch.Tensor, target_ids: torch.Tensor, ignore_index: int | None) -> None:
+    is_nan = value.isnan()
+    if bool((is_nan if ignore_index is None else is_nan & (target_ids != ignore_index)).any()):
         raise ValueError("min_logit: expected numbers, got NaN")
 
 
@@ -77,5 +82,5 @@ def _require_kept(logp: torch.Tensor, min_logit: torch.Tensor, unbounded: torch.
         )
 
 
-_check_numbers = define_check("check_numbers", "(Tensor value)", _require_numbers)
+_check_numbers = define_check("check_numbers", "(Tensor value, Tensor ids, int? ignore_index)", _require_numbers)
 _check_kept = define_check("check_kept", "(Tensor logp, Tensor min_logit, Tensor? unbounded)", _require_kept)

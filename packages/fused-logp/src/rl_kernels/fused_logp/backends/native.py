@@ -102,6 +102,10 @@ def _gradients(
         x = logits[rows].to(temperature.dtype)
         upstream_rows = LogpUpstream(target_ids, norm, *upstream).rows(rows)
         scale = _column(temperature, rows, x)
+        grad_logp = upstream_rows.grad_logp
+        if min_logit is not None and grad_logp is not None:
+            is_below = below(select(x, upstream_rows.ids)[:, None], scale, min_logit[rows])[:, 0]
+            upstream_rows = upstream_rows._replace(grad_logp=grad_logp.masked_fill(is_below, 0.0))
         dx = dlogits(x, scale, upstream_rows)
         if min_logit is not None:
             dx.masked_fill_(below(x, scale, min_logit[rows]), 0.0)

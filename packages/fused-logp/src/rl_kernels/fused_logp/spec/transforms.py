@@ -33,6 +33,8 @@ def indexed(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
         "target_ids": call["target_ids"].masked_fill(inactive, -7),
         "row_indices": rows,
     }
+    if "min_logit" in call:
+        changed["min_logit"] = call["min_logit"].masked_fill(inactive, torch.nan)
 
     def computed_rows(name: str, result: torch.Tensor) -> torch.Tensor:
         return result.flatten(0, inactive.ndim - 1)[rows]

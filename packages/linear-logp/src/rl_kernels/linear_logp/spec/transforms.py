@@ -27,7 +27,7 @@ def appended(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
         if isinstance(call.get(name), torch.Tensor):
             flat[name] = call[name].flatten()
     ignored = call.get("ignore_index", IGNORED)
-    fills = {"hidden": torch.nan, "target_ids": ignored, "temperature": 1.0, "min_logit": 0.0}
+    fills = {"hidden": torch.nan, "target_ids": ignored, "temperature": 1.0, "min_logit": torch.nan}
 
     def longer(value: torch.Tensor, fill: float, rows: int) -> torch.Tensor:
         return torch.cat((value, value.new_full((rows, *value.shape[1:]), fill)))

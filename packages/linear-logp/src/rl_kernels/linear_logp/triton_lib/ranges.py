@@ -55,8 +55,10 @@ def _narrowed(stats, masses, k, p, edges, j, lower, before, lighter, whole, HAS_
         last = first
         low, high = tl.maximum(_at(mass, j, first - 1, lighter), 1.0), _at(mass, j, first, whole)
     if HAS_P and p < 1.0:
-        first = tl.minimum(first, tl.sum((mass * (1.0 + rows.SLACK) < low * p).to(tl.int32), 0))
-        last = tl.maximum(last, tl.sum((mass * (1.0 - rows.SLACK) < high * p).to(tl.int32), 0))
+        # Of small p the fraction that counts is less by more than the slack.
+        share = rows.fraction(p).to(tl.float32) * (1.0 / rows.UNITS)
+        first = tl.minimum(first, tl.sum((mass * (1.0 + rows.SLACK) < low * share).to(tl.int32), 0))
+        last = tl.maximum(last, tl.sum((mass * (1.0 - rows.SLACK) < high * share).to(tl.int32), 0))
     lower, upper = _at(edges, j, first - 1, lower), _at(edges, j, last, rows.INF)
     before, lighter = _at(count, j, first - 1, before), _at(mass, j, first - 1, lighter)
     if HAS_K:

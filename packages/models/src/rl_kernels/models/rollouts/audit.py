@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rl_kernels.core import validate as check
 from rl_kernels.models.logits import in_mode
 from rl_kernels.models.pretrained import is_pretrained
 from rl_kernels.models.rollouts.counts import BOUNDS, CLIP, Mismatch, mismatch
@@ -73,10 +74,12 @@ def audit_rollouts(
         the counts.
 
     Raises:
-        TypeError, ValueError: the model is none of these, a prompt is no 1-D tensor of ids in its vocabulary, or its
-            head cannot be scored; the message says which.
+        TypeError, ValueError: the model is none of these, a prompt is no 1-D tensor of ids in its vocabulary, its head
+            cannot be scored, or another argument is out of range; the message says which.
     """
     check_model(model)
+    check.number("temperature", temperature, above=0)
+    check.integer("tokens", tokens, least=1)
     recorded = [each for each in rollout if isinstance(each, Sample)]
     prompts = [each for each in rollout if isinstance(each, torch.Tensor)]
     if not rollout or len(rollout) not in (len(recorded), len(prompts)):

@@ -62,6 +62,9 @@ def cells(counts: Counts, settings: Mapping[str, Any]) -> list[list[str]]:
 
 def _share(some: int, every: int) -> str:
     share = 100 * some / every
+    if some < every and share >= 99.5:
+        # Nearly all is not all.
+        return f"{some:,} ({min(share, 99.9):.1f} %)"
     return f"{some:,}" + (f" ({share:.0f} %)" if share >= 9.5 else f" ({share:.2g} %)" if some else "")
 
 

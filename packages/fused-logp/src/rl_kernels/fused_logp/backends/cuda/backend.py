@@ -39,8 +39,10 @@ CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Values of the kernels' DTYPE macro."""
 ROWS = {False: "PPPqfi", True: "PPPqfiP"}
 """Layouts of ``struct Rows``, without and with thresholds."""
-FORWARD, BACKWARD = "PPPPPPqqqi", "PPPPPPPqqqqii"
+FORWARD, BACKWARD = "PPPPPPqqqi", {False: "PPPPPPPqqqqii", True: "PPPPPPPqqqqiiPq"}
 """Layouts of ``struct Forward`` and ``struct Backward`` after the fields of ``struct Rows``: pointers and sizes."""
+KEPT_THREADS = 256
+"""Threads of a block of ``find_kept``, one for each row."""
 
 
 @functools.cache
@@ -123,7 +125,9 @@ def _gradient(logits: torch.Tensor, target_ids: torch.Tensor, *rest: Any, inplac
     sizes = (*(stride * logits.itemsize for stride in (*logits.stride(), *out_strides)), vocab, chunks)
     arch = target_of(arch_of("cuda", logits.device.index), exact=False)
     compiled = program(GRADIENT, arch, logits.dtype, entropy=entropy, min_logit=has_least)
-    gradient = kernel(compiled, "backward", f"({ROWS[has_least]}{BACKWARD})", logits.device)
+    form = f"({ROWS[has_least]}{BACKWARD[has_least]})"
+    gradient = kernel(compiled, "backward", form, logits.device)
+    find_kept = kernel(compiled, "find_kept", form, logits.device) if has_least else None
 
     def launch(
         logits: torch.Tensor,
@@ -141,6 +145,10 @@ def _gradient(logits: torch.Tensor, target_ids: torch.Tensor, *rest: Any, inplac
         rows = per_row(target_ids if is_long else target_ids.to(torch.int64), temperature, row_indices, min_logit)
         if count:
             numbers = _numbers(rows, ignore_index, (logits, out, norm, row_entropy, *grads), sizes)
+            if find_kept is not None:
+                kept = logits.new_empty((count, 2), dtype=torch.float32)
+                numbers = *numbers, kept.data_ptr(), count
+                find_kept.start((-(-count // KEPT_THREADS), 1, 1), KEPT_THREADS, 0, False, numbers)
             gradient.start((count * chunks, 1, 1), threads, 0, False, numbers)
         return None if inplace else out
 

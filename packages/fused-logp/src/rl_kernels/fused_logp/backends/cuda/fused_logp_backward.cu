@@ -5,11 +5,19 @@
 //   thread   16-byte chunks thread, thread + threads, ... of it, two in flight; single columns at unaligned ends, or
 //            everywhere if columns are not contiguous or input and output are aligned differently
 //
+// With thresholds `find_kept` runs first, a thread for each row; chunks of which nothing counts are 0 without a power.
+//
 // Defines: DTYPE 0 FP32, 1 BF16, 2 FP16; ENTROPY 0 or 1: whether there is an upstream gradient of the entropy;
 // MIN_LOGIT 0 or 1.
 #include "fused_logp.cuh"
 
 using namespace rlk;
+
+// Of a row: the smallest raw value that counts, -inf in a row that is NaN as a whole, because it has no distribution or
+// its id is no column; and the upstream gradient of logp, 0 if the target does not count.
+struct Kept {
+    float least, grad_logp;
+};
 
 // A missing upstream gradient is null and counts as 0.
 struct Backward : Rows {
@@ -22,6 +30,17 @@ struct Backward : Rows {
     const float* grad_entropy;
     i64 row_stride, column_stride, out_row_stride, out_column_stride;
     int vocab, chunks;
+#if MIN_LOGIT
+    Kept* kept;
+    i64 rows;
+#endif
+
+#if MIN_LOGIT
+    __device__ float upstream(i64 row) const { return kept[row].grad_logp; }
+#else
+    __device__ float upstream(i64 row) const { return grad_logp ? grad_logp[row] : 0.0f; }
+#endif
+    __device__ bool valid(i64 id) const { return id >= 0 && id < vocab; }
 };
 
 namespace {
@@ -31,14 +50,14 @@ constexpr int UNROLLED = 2, THREADS = 512, PER_THREAD = 32;
 __device__ Gradient<ENTROPY> gradient_of(const Backward& p, i64 row, i64 id) {
     const auto or_0 = [&](const float* values) { return values ? values[row] : 0.0f; };
     const float entropy = ENTROPY ? p.entropy[row] : 0.0f, g_entropy = ENTROPY ? p.grad_entropy[row] : 0.0f;
-    const bool valid = id >= 0 && id < p.vocab;
-    return {p.inverse(row), p.norm[row], entropy, or_0(p.grad_logp), or_0(p.grad_lse), g_entropy, valid};
+    return {p.inverse(row), p.norm[row], entropy, p.upstream(row), or_0(p.grad_lse), g_entropy, p.valid(id)};
 }
 
-// Writes value(x, column) for columns first to last - 1; if `reads` is false, x is 0 and not read.
-template <class Value>
+// Writes value(x, column) for columns first to last - 1, which is 0 for what is not `counted`; if `reads` is false, x is
+// 0 and not read.
+template <class Counted, class Value>
 __device__ void stream(const char* from, i64 from_stride, char* to, i64 to_stride, int first, int last, bool reads,
-                       Value value) {
+                       Counted counted, Value value) {
     constexpr int SIZE = Number::SIZE, PER = PER_CHUNK<Number>;
     const int thread = threadIdx.x, threads = blockDim.x;
     const auto narrow = [&](int begin, int end) {
@@ -66,9 +85,10 @@ __device__ void stream(const char* from, i64 from_stride, char* to, i64 to_strid
         for (int u = 0; u < UNROLLED; ++u) {
             const int k = v + u * threads, column = head + k * PER;
             if (k >= vectors) break;
-            Chunk gradients;
+            Chunk gradients = {};
+            const bool none = reads && counted.template none_of<Number>(loaded[u].word);
 #pragma unroll
-            for (int w = 0; w < 4; ++w) {
+            for (int w = 0; w < 4 && !none; ++w) {
                 float x[2] = {};
                 if (reads) Number::unpack(loaded[u].word[w], x);
 #pragma unroll
@@ -92,23 +112,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT / THREADS) backwa
     const char* from = p.logits + row * p.row_stride;
     char* to = p.out + row * p.out_row_stride;
     if (!p.active(row)) {
-        stream(from, p.column_stride, to, p.out_column_stride, first, last, false, [](float, int) { return 0.0f; });
+        stream(from, p.column_stride, to, p.out_column_stride, first, last, false, Every(),
+               [](float, int) { return 0.0f; });
         return;
     }
 #if MIN_LOGIT
-    // Logits come while the threshold is found.
+    // Logits come while the numbers of the row do.
     const char* line = from + first * p.column_stride + static_cast<int>(threadIdx.x) * LINE;
     if (p.column_stride == Number::SIZE && line < from + last * p.column_stride) read_ahead(line);
-    const float least = p.counted(row).least;
-#endif
-    const i64 id = p.ids[row];
-    const auto gradient = gradient_of(p, row, id);
-#if MIN_LOGIT
-    // A row without a distribution, or whose id is not a column, is NaN as a whole.
-    const NotBelow counted = {isnan(gradient.log_total) || isnan(gradient.rest) ? -infinity() : least};
+    const NotBelow counted = {p.kept[row].least};
 #else
     const Every counted;
 #endif
-    stream(from, p.column_stride, to, p.out_column_stride, first, last, true,
+    const i64 id = p.ids[row];
+    const auto gradient = gradient_of(p, row, id);
+    stream(from, p.column_stride, to, p.out_column_stride, first, last, true, counted,
            [&](float x, int column) { return counted.or_0(x, gradient.at(x, column == id)); });
 }
+
+#if MIN_LOGIT
+
+extern "C" __global__ void __launch_bounds__(WARPS* WARP) find_kept(Backward p) {
+    const i64 row = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (row >= p.rows || !p.active(row)) return;
+    const i64 id = p.ids[row];
+    const float least = p.counted(row).least, log_total = p.norm[row].log_total;
+    const float grad_logp = p.grad_logp ? p.grad_logp[row] : 0.0f;
+    if (!p.valid(id) || isnan(log_total)) {
+        p.kept[row] = {-infinity(), grad_logp};
+    } else {
+        const float x = Number::read(p.logits + row * p.row_stride + id * p.column_stride);
+        p.kept[row] = {least, x < least ? 0.0f : grad_logp};
+    }
+}
+
+#endif

@@ -99,6 +99,8 @@ def _gradient(*inputs: Any, inplace: bool) -> Launches:
     # With thresholds, 4 warps of wide loads would take more registers, so that fewer programs run at once.
     warps = 4 if min_logit is None or width == GRADIENT_WIDTHS[False] else 8
     gradient = Launch(kernels.backward, (count, ceil_div(vocab, width)), numbers, num_warps=warps)
+    sizes = count, vocab, *logits.stride(), temperature.ndim > 0, grads[0] is not None
+    find_kept = Launch(kernels.find_kept, (ceil_div(count, kernels.ROWS.value),), sizes, num_warps=1)
 
     def launch(
         logits: torch.Tensor,
@@ -113,11 +115,14 @@ def _gradient(*inputs: Any, inplace: bool) -> Launches:
     ) -> torch.Tensor | None:
         out = logits if inplace else logits.new_empty(count, vocab)
         if count:
-            rows = _rows(target_ids, temperature, row_indices, min_logit)
+            *rows, least = _rows(target_ids, temperature, row_indices, min_logit)
             # Tensors that the kernel does not read stand in for those that are missing.
             upstream = [norm if grad is None else grad.contiguous() for grad in grads]
             with device_of(logits):
-                gradient(logits, out, *rows, norm, norm if entropy is None else entropy, *upstream)
+                kept = norm if min_logit is None else torch.empty_like(norm)
+                if min_logit is not None:
+                    find_kept(logits, *rows[:2], least, norm, upstream[0], kept)
+                gradient(logits, out, *rows, kept, norm, norm if entropy is None else entropy, *upstream)
         return None if inplace else out
 
     return launch

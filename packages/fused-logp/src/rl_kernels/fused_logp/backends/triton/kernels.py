@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from rl_kernels.core.triton_lib import softmax
-from rl_kernels.core.triton_lib.min_logit import least_kept, or_0, or_lowest
+from rl_kernels.core.triton_lib.min_logit import least_kept, or_lowest
 
 SEGMENT = tl.constexpr(8192)
 """Columns of a segment, which has a state of its own."""
@@ -37,8 +37,13 @@ def _segment(
     top, total, weighted = softmax.empty()
     for start in range(0, full, BLOCK):
         x = tl.load(base + start + columns).to(tl.float32)
-        x = or_lowest(x, least, MIN_LOGIT)
-        top, total, weighted = softmax.add_block(x, c, top, total, weighted, ENTROPY)
+        if MIN_LOGIT:
+            # What is below adds 0; a NaN is not.
+            if tl.max((~(x < least)).to(tl.int32), 0) > 0:
+                x = or_lowest(x, least, MIN_LOGIT)
+                top, total, weighted = softmax.add_block(x, c, top, total, weighted, ENTROPY)
+        else:
+            top, total, weighted = softmax.add_block(x, c, top, total, weighted, ENTROPY)
     if full < width:
         x = tl.load(base + full + columns, mask=full + columns < width, other=float("-inf")).to(tl.float32)
         x = or_lowest(x, least, MIN_LOGIT)
@@ -195,6 +200,40 @@ def forward_merge(
     )
 
 
+@triton.jit(do_not_specialize=["count", "V", "row_stride", "column_stride"])
+def find_kept(
+    logits,
+    ids,
+    temperature,
+    min_logit,
+    norm,
+    grad_logp,
+    kept,
+    count,
+    V,
+    row_stride,
+    column_stride,
+    PER_ROW: tl.constexpr,
+    HAS_LOGP: tl.constexpr,
+):
+    """Write, for ``backward``, the smallest raw value of a row that counts and its upstream gradient of logp.
+
+    The former is -inf in a row that is NaN as a whole, the latter 0 if the target does not count. Grid: tiles of rows.
+    """
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    here = rows < count
+    id = tl.load(ids + rows, mask=here, other=0).to(tl.int64)
+    rest = softmax.zero_or_nan(id, V)
+    least = least_kept(min_logit, temperature, rows, here, PER_ROW, True)
+    _, log_total = softmax.load_norm(norm, rows, here)
+    x = tl.load(logits + rows * row_stride + id * column_stride, mask=here & (rest == 0.0), other=0.0).to(tl.float32)
+    number = log_total + rest
+    tl.store(kept + 2 * rows, tl.where(number == number, least, float("-inf")), mask=here)
+    if HAS_LOGP:
+        grad = tl.load(grad_logp + rows, mask=here, other=0.0)
+        tl.store(kept + 2 * rows + 1, tl.where(x < least, 0.0, grad), mask=here)
+
+
 @triton.jit
 def backward(
     logits,
@@ -202,7 +241,7 @@ def backward(
     ids,
     temperature,
     marks,
-    min_logit,
+    kept,
     norm,
     entropies,
     grad_logp,
@@ -240,16 +279,18 @@ def backward(
         c = inv * softmax.LOG2E
         top, log_total = softmax.load_norm(norm, row, active)
         entropy = tl.load(entropies + row)
+        # Beside the smallest value that counts is the gradient of logp.
+        place = (kept + row + 1) if MIN_LOGIT else grad_logp
         chosen, slope, curve = softmax.upstream_of(
-            grad_logp, grad_logsumexp, grad_entropy, row, active, inv, HAS_LOGP, HAS_LSE, HAS_ENTROPY
+            place, grad_logsumexp, grad_entropy, row, active, inv, HAS_LOGP, HAS_LSE, HAS_ENTROPY
         )
         x = tl.load(source, mask=here, other=0.0).to(tl.float32)
         zero_or_nan = softmax.zero_or_nan(id, V)
         dz = softmax.dlogits(
             x, columns == id, zero_or_nan, c, top, log_total, entropy, chosen, slope, curve, HAS_ENTROPY
         )
-        least = least_kept(min_logit, temperature, row, active, PER_ROW, MIN_LOGIT)
-        dz = or_0(dz, x, least, log_total + zero_or_nan, MIN_LOGIT)
+        if MIN_LOGIT:
+            dz = tl.where(x < tl.load(kept + 2 * row), 0.0, dz)
         tl.store(target, dz.to(dtype), mask=here)
     else:
         tl.store(target, tl.zeros((WIDTH,), tl.float32).to(dtype), mask=here)

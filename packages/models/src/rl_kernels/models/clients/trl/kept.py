@@ -38,6 +38,10 @@ class KeptLogp(float):
         self.min_logit = min_logit
         return self
 
+    def __getnewargs__(self) -> tuple[float, float]:
+        """Return the arguments for copies, which a gather over processes makes too."""
+        return float(self), self.min_logit
+
 
 class _Divide:
     """Divides logits by the temperature as ``linear_logp`` does; the result waits for ``_Keep``."""
@@ -83,6 +87,8 @@ def refusal_of(trainer: Any, model: Any, *, invariant: bool) -> str | None:
             f"{trainer.args.steps_per_generation} over gradient_accumulation_steps "
             f"{trainer.args.gradient_accumulation_steps}: after an update other logits reach the smallest that was kept"
         )
+    if model.dtype == torch.float64:
+        return f"{names} for a model in FP64: the smallest kept logit is recorded in FP32"
     # Their code for the cap, and some for the scale, rounds in another way than linear_logp.
     for name, neutral in {"softcap": 0.0, "logit_scale": 1.0}.items():
         if logit_options(model)[name] != neutral:

@@ -1,4 +1,4 @@
-"""vLLM on our operators: rollouts whose log-probabilities are the trainer's, bit for bit. For vLLM 0.24 to 0.32.
+"""vLLM on our operators: rollouts whose log-probabilities are the trainer's, bit for bit. For vLLM 0.24 to 0.33.
 
 vLLM loads this package by itself (entry point group ``vllm.general_plugins``). With ``RL_KERNELS_VLLM=1``, or after
 ``enable()``, a model's attention runs on ``det_attention`` over vLLM's pages (the backend ``CUSTOM``, then the

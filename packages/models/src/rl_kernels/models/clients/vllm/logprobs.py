@@ -9,9 +9,9 @@ of the logits, ``linear_logp`` reads the head once more for the sampled tokens, 
 
 The first runner would compute the log-probabilities of the whole vocabulary before it samples. It gets a copy of the
 logits in their place, since vLLM changes logits in place, and the log-softmax is computed only for requests that name
-other tokens. Processed log-probabilities are computed as raw ones if they are the same for a whole batch. With another
-temperature, or if tokens were dropped, ``linear_logp`` reads the head once more: vLLM's masked logits say what was
-kept, and the smallest of these is handed on in a column of its own (``outputs``).
+other tokens. Processed log-probabilities are computed as raw ones for requests of which they are the same. For rows
+with another temperature or a filter ``linear_logp`` reads the head once more: vLLM's masked logits say what was kept,
+and the smallest of these is handed on in a column of its own (``outputs``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ GREEDY = 1e-5
 """vLLM takes lower temperatures for 0."""
 _steps = threading.local()
 """Of a thread's engine, until its log-probabilities are computed: ``last``, the logits; ``head``, the arguments of
-``linear_logp``; ``temperature`` ``[N]``, or None if all are 1; ``masked``, the first runner's logits after masks."""
+``linear_logp``; ``temperature`` ``[N]``, or None if all are 1; ``masked``, the first runner's logits after masks;
+``rows``, the indices of rows with a temperature or a filter, or None if that is unknown."""
 KEEPING = "processed_logits"
 """The mode in which the first runner's sampler returns logits after masks."""
 
@@ -94,7 +95,7 @@ class Logits(LogitsProcessor):
         # A view takes host time in each step.
         if weight.shape[0] != vocab:
             weight, bias = weight[:vocab], None if bias is None else bias[:vocab]
-        _steps.head, _steps.temperature = (hidden_states, weight, bias), None
+        _steps.head, _steps.temperature, _steps.rows = (hidden_states, weight, bias), None, None
         last: LinearLogits | CappedLogits = self._logits(hidden_states, weight, bias)
         if self.soft_cap is not None:
             last = _capped(last.logits, hidden_states, weight, bias, self.soft_cap)
@@ -139,16 +140,22 @@ def _over_kept(masked: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Ten
     z is the quotient of ``linear_logp``; vLLM's may have another last bit, and drops one of two equal logits. -inf
     where nothing is dropped.
     """
-    last, temperature = _last(len(token_ids)), _steps.temperature
+    last, temperature, (hidden, weight, bias) = _last(len(token_ids)), _steps.temperature, _steps.head
     if temperature is None:
         temperature = torch.ones_like(last.logits[:, 0])
-    is_dropped = masked == -torch.inf
-    smallest = (last.logits / temperature[:, None]).masked_fill_(is_dropped, torch.inf).amin(-1)
-    smallest = torch.where(is_dropped.any(-1), smallest, -torch.inf)
-    hidden, weight, bias = _steps.head
-    options: dict[str, Any] = {"temperature": temperature, "min_logit": smallest, "validate": False}
+    # With a cap the head would be read for the others, too.
+    is_of_all = _steps.rows is None or isinstance(last, CappedLogits) or len(_steps.rows) == len(token_ids)
+    rows = slice(None) if is_of_all else _steps.rows
+    is_dropped = masked[rows] == -torch.inf
+    least = (last.logits[rows] / temperature[rows, None]).masked_fill_(is_dropped, torch.inf).amin(-1)
+    least = torch.where(is_dropped.any(-1), least, -torch.inf)
+    options: dict[str, Any] = {"temperature": temperature[rows], "min_logit": least, "validate": False}
     options["softcap"] = getattr(last, "softcap", 0.0)
-    return linear_logp(hidden, weight, token_ids, bias, **options), smallest
+    logps = linear_logp(hidden[rows], weight, token_ids[rows], bias, **options)
+    if isinstance(rows, slice):
+        return logps, least
+    every = last.logp(token_ids, validate=False)
+    return every.index_copy_(0, rows, logps), torch.full_like(every, -torch.inf).index_copy_(0, rows, least)
 
 
 def _with_scores(result: Any, token_ids: torch.Tensor, logps: torch.Tensor | None = None) -> Any:
@@ -179,12 +186,17 @@ def _sample(self: Sampler, logits: torch.Tensor, sampling_metadata: Any, *args: 
         return _originals["sample"](self, logits, metadata, *args, **options)
     copy = _copied(logits)
     sampled, _steps.masked = _originals["sample"](self, logits, metadata, *args, **options)
+    # Some requests of a batch with min_p have one.
+    has_min_p = any(getattr(each, "min_p_count", 0) for each in metadata.logitsprocs.argmax_invariant)
+    changes = torch.full_like(logits[:, 0], has_min_p, dtype=torch.bool)
     if metadata.temperature is not None:
-        is_greedy = metadata.temperature < GREEDY
-        temperature = torch.where(is_greedy, 1.0, metadata.temperature)
-        _steps.temperature = None if bool((temperature == 1).all()) else temperature
-    drops = [each for each in metadata.logitsprocs.argmax_invariant if getattr(each, "min_p_count", 0)]
-    if _steps.temperature is None and metadata.top_k is None and metadata.top_p is None and not drops:
+        _steps.temperature = torch.where(metadata.temperature < GREEDY, 1.0, metadata.temperature)
+        changes |= _steps.temperature != 1
+    for filtered, neutral in ((metadata.top_k, logits.shape[1]), (metadata.top_p, 1)):
+        if filtered is not None:
+            changes |= filtered < neutral
+    _steps.rows = changes.nonzero()[:, 0]
+    if not len(_steps.rows):
         _steps.masked = None
         return sampled, copy
     return sampled, _steps.masked
@@ -193,10 +205,15 @@ def _sample(self: Sampler, logits: torch.Tensor, sampling_metadata: Any, *args: 
 def _temperature(self: Any, logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, idx_mapping_np: Any) -> None:
     """Divide the second runner's logits by the temperatures of their requests, and store these."""
     neutral = {"temperature": {0.0, 1.0}, "min_p": {0.0}, "top_p": {1.0}, "top_k": {self.vocab_size}}
-    changes = any(set(getattr(self, name).np[idx_mapping_np].tolist()) - neutral[name] for name in neutral)
+    settings = {name: getattr(self, name).np[idx_mapping_np].tolist() for name in neutral}
+    rows = [
+        row for row in range(len(idx_mapping_np)) if any(settings[name][row] not in neutral[name] for name in neutral)
+    ]
+    # Without a sync: the host is ahead of the GPU.
+    _steps.rows = torch.tensor(rows, dtype=torch.int64, device="cpu").to(logits.device, non_blocking=True)
     # That of vLLM 0.26 divides and masks the model's own logits in place.
     last = getattr(_steps, "last", None)
-    if changes and last is not None and logits.data_ptr() == last.logits.data_ptr():
+    if rows and last is not None and logits.data_ptr() == last.logits.data_ptr():
         _copied(logits)
     _originals["temperature"](self, logits, expanded_idx_mapping, idx_mapping_np)
     temperature = self.temperature.gpu[expanded_idx_mapping]
@@ -255,7 +272,7 @@ def _top_tokens(
 ) -> Any:
     """Return the result of the second runner's function, with our log-probabilities of the sampled tokens."""
     logps = smallest = None
-    if _is_masked(logits):
+    if _is_masked(logits) and (_steps.rows is None or len(_steps.rows)):
         logps, smallest = _over_kept(logits, sampled_token_ids)
     if num_logprobs or cu_num_logits is not None or args or options.get("max_per_req_token_ids"):
         result = _originals["top_tokens"](logits, num_logprobs, sampled_token_ids, cu_num_logits, *args, **options)

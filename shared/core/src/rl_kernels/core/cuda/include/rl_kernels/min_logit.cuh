@@ -25,8 +25,12 @@ __device__ inline float least_kept(float m, float t) {
 }
 
 // Which values of a row count: all of them. If x does not count, `or_lowest` returns -inf for x, and `or_0` returns 0
-// for what belongs to x.
+// for what belongs to x. `none_of` says whether none of the numbers T in some words counts.
 struct Every {
+    template <class T, int N>
+    __device__ bool none_of(const u32 (&)[N]) const {
+        return false;
+    }
     __device__ float or_lowest(float x) const { return x; }
     __device__ float or_0(float, float of_x) const { return of_x; }
 };
@@ -34,6 +38,17 @@ struct Every {
 // Those that are not below `least`; a NaN counts.
 struct NotBelow {
     float least;
+    template <class T, int N>
+    __device__ bool none_of(const u32 (&words)[N]) const {
+        u32 most = words[0];
+#pragma unroll
+        for (int i = 1; i < N; ++i) most = T::larger_or_nan(most, words[i]);
+        float x[2];
+        T::unpack(most, x);
+        bool is_below = x[0] < least;
+        if (T::SIZE == 2) is_below = is_below && x[1] < least;
+        return is_below;
+    }
     __device__ float or_lowest(float x) const { return x < least ? -infinity() : x; }
     __device__ float or_0(float x, float of_x) const { return x < least ? 0.0f : of_x; }
 };

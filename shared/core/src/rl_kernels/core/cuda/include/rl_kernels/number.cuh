@@ -10,6 +10,7 @@ namespace rlk {
 //   bits, read     the bits and the value of a number in memory; `write` stores a value
 //   unpack, pack   a 32-bit word to the numbers in it, the lower half first, and back, rounded to nearest, ties to even
 //   larger         the maximum of two words, number by number; of a NaN and a number, the number
+//   larger_or_nan  the same; of a NaN and a number, NaN
 struct FP32 {
     static constexpr int SIZE = 4;
     static constexpr u32 LEAST = 0xff800000u;
@@ -19,6 +20,11 @@ struct FP32 {
     __device__ static void unpack(u32 word, float* x) { x[0] = __uint_as_float(word); }
     __device__ static u32 pack(const float* x) { return __float_as_uint(x[0]); }
     __device__ static u32 larger(u32 a, u32 b) { return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b))); }
+    __device__ static u32 larger_or_nan(u32 a, u32 b) {
+        float x;
+        asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(__uint_as_float(a)), "f"(__uint_as_float(b)));
+        return __float_as_uint(x);
+    }
 };
 
 // Shared by the 16-bit types.
@@ -53,6 +59,11 @@ struct BF16 : Half<BF16> {
         asm("max.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
         return word;
     }
+    __device__ static u32 larger_or_nan(u32 a, u32 b) {
+        u32 word;
+        asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
+        return word;
+    }
 };
 
 struct FP16 : Half<FP16> {
@@ -70,6 +81,11 @@ struct FP16 : Half<FP16> {
     __device__ static u32 larger(u32 a, u32 b) {
         u32 word;
         asm("max.f16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
+        return word;
+    }
+    __device__ static u32 larger_or_nan(u32 a, u32 b) {
+        u32 word;
+        asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
         return word;
     }
 };
