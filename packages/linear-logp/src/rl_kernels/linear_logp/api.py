@@ -13,7 +13,7 @@ from rl_kernels.core.main_grad import fold_grad_into_main_grad
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.core.torchlib.derivatives import apply_of
 from rl_kernels.core.torchlib.observed import values_hidden
-from rl_kernels.linear_logp.arguments import Call, Memory, Options
+from rl_kernels.linear_logp.arguments import LEAN, Call, MemoryUse, Options
 from rl_kernels.linear_logp.autograd import LinearLogp, agreed, check_known, check_targets, forward
 from rl_kernels.linear_logp.known import Known
 
@@ -34,7 +34,7 @@ class Keywords(TypedDict, total=False):
     logit_scale: float
     ignore_index: int | None
     join_tokens: int | None
-    memory: Memory | None
+    memory: MemoryUse
     process_group: ProcessGroup | DeviceMesh | None
     vocab_size: int | None
     vocab_segments: Literal[1, 8] | None
@@ -91,7 +91,7 @@ def linear_logp(
     ignore_index: int | None = None,
     return_stats: bool = False,
     join_tokens: int | None = None,
-    memory: Memory | None = None,
+    memory: MemoryUse = LEAN,
     process_group: ProcessGroup | DeviceMesh | None = None,
     vocab_size: int | None = None,
     vocab_segments: Literal[1, 8] | None = None,

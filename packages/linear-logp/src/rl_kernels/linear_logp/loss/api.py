@@ -11,7 +11,7 @@ from torch._compile import _disable_dynamo
 from rl_kernels.core import validate as check
 from rl_kernels.core.main_grad import fold_grad_into_main_grad, refuse_checkpoint
 from rl_kernels.core.torchlib.observed import values_hidden
-from rl_kernels.linear_logp.arguments import Memory, Options
+from rl_kernels.linear_logp.arguments import LEAN, MemoryUse, Options
 from rl_kernels.linear_logp.autograd import agreed
 from rl_kernels.linear_logp.loss.chunks import ChunkedLoss, Gradients, Loss, chunks_of, offsets_of
 
@@ -42,7 +42,7 @@ def linear_logp_loss(
     ignore_index: int | None = None,
     return_stats: bool = False,
     join_tokens: int | None = None,
-    memory: Memory | None = None,
+    memory: MemoryUse = LEAN,
     process_group: ProcessGroup | DeviceMesh | None = None,
     vocab_size: int | None = None,
     vocab_segments: int | None = None,
