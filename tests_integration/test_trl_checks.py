@@ -45,6 +45,13 @@ def test_what_a_subclass_computes_is_not_lost(trainer_of: Made, tmp_path: Path, 
     trl_client.use_in(trainer)
 
 
+def test_memory_reaches_the_head(trainer_of: Made, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    with pytest.raises(ValueError, match=r"^memory: expected 'lean', 'fast' or .*'faster'"):
+        trl_client.use_in(trainer, memory="faster")
+    trl_client.use_in(trainer, memory="fast")
+
+
 def test_other_trainers_are_named(trainer_of: Made, tmp_path: Path) -> None:
     told = r"^trainer: expected the GRPOTrainer of TRL 1\.16, this SimpleNamespace has no _c"
     with pytest.raises(TypeError, match=told):

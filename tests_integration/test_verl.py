@@ -241,6 +241,16 @@ def test_a_verl_without_a_hook_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         client.install()
 
 
+@pytest.mark.parametrize("memory", ["lean", "fast"])
+def test_the_variable_chooses_the_memory_and_no_bit(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = scored(patched(model_of("Llama")), 0.7, fused=True, packed=True)
+    monkeypatch.setenv("RL_KERNELS_MEMORY", memory)
+    assert all(map(torch.equal, scored(patched(model_of("Llama")), 0.7, fused=True, packed=True), plain))
+    monkeypatch.setenv("RL_KERNELS_MEMORY", f"{memory}er")
+    with pytest.raises(ValueError, match=r"^memory: expected 'lean', 'fast' or .*er'"):
+        scored(patched(model_of("Llama")), 0.7, fused=True, packed=True)
+
+
 def test_bad_calls_are_named() -> None:
     model, ids = patched(model_of("Llama")), torch.ones(1, 3, dtype=torch.long)
     with pytest.raises(ValueError, match=r"^return_dict: expected True"):

@@ -109,6 +109,7 @@ class Operands:
         """Return the forms of linear_logp."""
         plain = partial(linear_logp, validate=False)
         forms: dict[str, Callable[..., torch.Tensor]] = {PLAIN: plain}
+        forms[f"{PLAIN}, memory=fast"] = partial(plain, memory="fast")
         for mib in SAVED[1:]:
             forms[f"{PLAIN}, saved_mib={'all' if mib == SAVED[-1] else mib}"] = partial(
                 plain, memory=Memory(saved_mib=mib)
@@ -118,7 +119,11 @@ class Operands:
             options = {"cu_seqlens": self.offsets, "chunk_tokens": chunk, "validate": False}
             forms[f"linear_logp_loss, chunk_tokens={chunk}"] = partial(self._loss, options)
         calls: dict[str, Call] = {name: partial(self.both, form) for name, form in forms.items()}
-        continued = {name: partial(self.both, form, True) for name, form in forms.items() if "saved" not in name}
+        continued = {
+            name: partial(self.both, form, True)
+            for name, form in forms.items()
+            if "saved" not in name and "fast" not in name
+        }
         return calls | {f"{name}, main_grad": call for name, call in continued.items()}
 
     def _loss(self, options: dict[str, Any], hidden: Any, weight: Any, ids: Any) -> torch.Tensor:

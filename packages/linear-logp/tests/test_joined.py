@@ -94,7 +94,7 @@ class Batch:
             inputs = self.hidden[rows], self.weight, self.ids[rows], self.bias, scale[rows] if scale.ndim else scale
             saved = norm[rows], None, None, self.upstream[rows], None, None, 0, VOCAB, 1, False
             chain = [torch.zeros_like(total) for total in totals]
-            rest = None, [False, True, True], None, *chain, backend
+            rest = None, [False, True, True], None, False, *chain, backend
             ops["backward_main_grad"](*inputs, ignored, cap, None, *saved, *rest)
             for total, value in zip(totals, chain, strict=True):
                 total += value

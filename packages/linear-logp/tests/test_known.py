@@ -68,8 +68,8 @@ def results(call: dict[str, Any], function: Callable[..., Any] = linear_logp, **
     outputs = [stats] if isinstance(stats, torch.Tensor) else list(stats)
     result = [value.detach() for value in outputs]
     upstream = [Draw(value.dtype, seed=3, device=value.device.type).normal(*value.shape) for value in outputs]
-    for _ in range(2):
-        torch.autograd.backward(outputs, upstream, retain_graph=True)
+    for is_retained in (True, False):
+        torch.autograd.backward(outputs, upstream, retain_graph=is_retained)
         for leaf in (call[name] for name in ("hidden", "lm_head_weight", "bias") if name in call):
             result += [value.clone() for value in (leaf.grad, getattr(leaf, "main_grad", None)) if value is not None]
     return result
@@ -98,8 +98,8 @@ def check_case(
     if "min_logit" in options:
         options["min_logit"] = drawn(shape, options, dtype, device)["min_logit"]
     plain = results(drawn(shape, options, dtype, device))
-    for saved_mib in (0, 1, 3, 4096):
-        memory = options.get("memory", Memory())._replace(saved_mib=saved_mib)
+    limits = [options.get("memory", Memory())._replace(saved_mib=saved_mib) for saved_mib in (0, 1, 3, 4096)]
+    for memory in (*limits, "fast"):
         same(results(drawn(shape, options, dtype, device), memory=memory), plain)
     call = drawn(shape, options, dtype, device)
     with torch.no_grad():
@@ -252,7 +252,8 @@ def test_invalid_arguments_raise() -> None:
     for error, match, more in (
         (TypeError, "known: expected what linear_logp_known returns, got Tensor", {"known": stats.logp}),
         (TypeError, "known: expected what linear_logp_known returns, got NoneType", {"known": None}),
-        (TypeError, r"memory: expected Memory\(\.\.\.\), got int", {"known": stats, "memory": 64}),
+        (TypeError, r"memory: expected 'lean', 'fast' or Memory\(\.\.\.\), got int", {"known": stats, "memory": 64}),
+        (ValueError, r"memory: expected .*, got 'quick'", {"known": stats, "memory": "quick"}),
         (TypeError, "unexpected keyword argument 'saved_mib'", {"known": stats, "saved_mib": 1}),
         (ValueError, "known: expected logsumexp with return_stats=True", {"known": stats, "return_stats": True}),
         (ValueError, r"known\.norm: expected shape", {"known": stats._replace(norm=stats.norm[:, 0])}),

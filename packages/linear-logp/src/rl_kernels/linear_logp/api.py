@@ -13,7 +13,7 @@ from rl_kernels.core.main_grad import fold_grad_into_main_grad
 from rl_kernels.core.outputs import LogpStats
 from rl_kernels.core.torchlib.derivatives import apply_of
 from rl_kernels.core.torchlib.observed import values_hidden
-from rl_kernels.linear_logp.arguments import Call, Memory, Options
+from rl_kernels.linear_logp.arguments import LEAN, Call, MemoryUse, Options
 from rl_kernels.linear_logp.autograd import LinearLogp, agreed, check_known, check_targets, forward
 from rl_kernels.linear_logp.known import Known
 
@@ -34,7 +34,7 @@ class Keywords(TypedDict, total=False):
     logit_scale: float
     ignore_index: int | None
     join_tokens: int | None
-    memory: Memory | None
+    memory: MemoryUse
     process_group: ProcessGroup | DeviceMesh | None
     vocab_size: int | None
     vocab_segments: Literal[1, 8] | None
@@ -91,7 +91,7 @@ def linear_logp(
     ignore_index: int | None = None,
     return_stats: bool = False,
     join_tokens: int | None = None,
-    memory: Memory | None = None,
+    memory: MemoryUse = LEAN,
     process_group: ProcessGroup | DeviceMesh | None = None,
     vocab_size: int | None = None,
     vocab_segments: Literal[1, 8] | None = None,
@@ -100,14 +100,17 @@ def linear_logp(
 ) -> torch.Tensor | LogpStats:
     """Return the log-probability of each target: ``z[id] - logsumexp(z)``, without materializing the logits.
 
+    ``memory="fast"`` keeps the logits for backward: as much memory as ``torch.compile`` takes, three products in place
+    of four, the same bits.
+
     ``z = x / temperature`` with ``x = logit_scale (hidden @ W^T + bias)``; with a softcap it is
     ``z = softcap tanh(x / softcap) / temperature``. With p = softmax(z), the entropy is ``-sum(p log p)``, in nats.
     No rounding takes a log-probability above 0 or an entropy below 0.
 
-    At any time memory holds the logits of only one piece of the vocabulary for one block of rows, and those that
-    ``memory.saved_mib`` asks for. They are never rounded below FP32 (FP64 for FP64 inputs). A row's result and its row
-    of the gradient of ``hidden`` depend on that row and the weights alone, bit for bit. The gradients of weight and
-    bias are sums over tokens in a fixed order: they are repeatable, and appending ignored rows does not change them.
+    By default memory holds the logits of only one piece of the vocabulary for one block of rows at any time. They are
+    never rounded below FP32 (FP64 for FP64 inputs). A row's result and its row of the gradient of ``hidden`` depend on
+    that row and the weights alone, bit for bit. The gradients of weight and bias are sums over tokens in a fixed order:
+    they are repeatable, and appending ignored rows does not change them.
 
     If ``lm_head_weight.main_grad`` exists (FP32, with the shape and device of the weight), backward adds the weight's
     gradient to it in place, and nothing to ``.grad``. Micro-batches cut at multiples of 16 tokens then give the bits of
@@ -146,7 +149,10 @@ def linear_logp(
             tokens, added in order and rounded to nearest. Tokens count from the first of the call, ignored ones too.
             One long chain shrinks on Hopper, because tensor cores truncate. Of the workspace it takes one FP32 buffer
             of the gradient of a piece of the weight, without ``main_grad`` two.
-        memory: limits of the memory of backward, and of logits that are kept for it; None: as much as makes it fast.
+        memory: ``"lean"``: no logits of more than 64 tokens stay in memory from forward to backward (on a CPU 64 MiB of
+            them). ``"fast"``: all stay, in FP32, and backward frees them before it allocates gradients: at most the
+            larger of 6 N V and 2 N V + 2 (N + V) D bytes for 16-bit inputs, V rounded up to a multiple of 256; the
+            Guide says where it is more. ``Memory(...)``: limits in MiB. No bit depends on it.
         process_group: 1, 2, 4 or 8 ranks that share the vocabulary: a ``ProcessGroup``, or one dim of a
             ``DeviceMesh``. None: this process has all of it.
         vocab_size: V, the columns of the whole vocabulary; needed in a group of several ranks.
@@ -238,7 +244,7 @@ def linear_logp_from_known(
         lm_head_weight: ``[V, D]``.
         target_ids: ``[...]``.
         known: what ``linear_logp_known`` returned for these hidden states, weights, ids and options, in the shape of
-            target_ids. It is returned, copied. ``memory.saved_mib`` has no effect.
+            target_ids. It is returned, copied. No logits are kept, whatever ``memory`` is.
         bias: ``[V]``, or None.
         check_rows: >= 0: with ``validate``, recompute this many rows and compare them bit for bit. Each call takes
             other rows, by a generator of its own.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Memory(NamedTuple):
-    """Limits of memory, in MiB; they change no bit.
+    """Limits of memory, in MiB, in place of ``"lean"`` and ``"fast"``; they change no bit.
 
     Attributes:
         workspace_mib: an integer >= 1: limit on the memory of backward besides the gradients. It includes the FP32
@@ -38,14 +38,19 @@ class Memory(NamedTuple):
         saved_mib: an integer >= 0: at most this much of the logits, those of the last columns, stays in memory from the
             forward to the backward pass, which then does not recompute them. A logit takes 4 bytes, 8 for FP64 inputs.
             None: all of at most 64 tokens (37 MiB for 151936 entries), of more tokens nothing; on a CPU 64. Without
-            gradients nothing is kept.
+            gradients nothing is kept. The last backward pass frees them as soon as it has read them.
     """
 
     workspace_mib: int | None = None
     saved_mib: int | None = None
 
 
-_DEFAULT = Memory()
+WHOLE = 1 << 30
+"""MiB that no call takes."""
+LEAN: Literal["lean"] = "lean"
+FAST: Literal["fast"] = "fast"
+MemoryUse = Literal["lean", "fast"] | Memory
+"""How much memory a call takes."""
 
 
 class Options(NamedTuple):
@@ -58,7 +63,7 @@ class Options(NamedTuple):
     ignore_index: int | None = None
     return_stats: bool = False
     join_tokens: int | None = None
-    memory: Memory | None = None
+    memory: MemoryUse = LEAN
     vocab_size: int | None = None
     vocab_segments: int | None = None
     validate: Validate = True
@@ -153,7 +158,7 @@ def call_of(
     no_lost_derivatives("linear_logp", hidden, weight, bias, scale, options.min_logit)
     if options.return_known and needs_gradient:
         raise ValueError("linear_logp_known: expected no gradients, call it under torch.no_grad()")
-    ids, memory = flat(target_ids), options.memory or _DEFAULT
+    ids, memory = flat(target_ids), limits_of(options)
     call = Call(
         *(ids, scale, _of_rows(options.min_logit), options.ignore_index, cap, options.return_stats),
         *(
@@ -194,7 +199,7 @@ def _prepare(
     scale = _scale(options, cap, target_ids.numel(), dtype)
     ready = Ready(chosen)
     if group is None and options.known is None:
-        memory = options.memory or _DEFAULT
+        memory = limits_of(options)
         rows, least = (rows_of(hidden), weight, flat(target_ids), bias), _of_rows(options.min_logit)
         op = ops["forward_stats" if options.return_stats else "forward"]
         ready = op.ready(
@@ -232,9 +237,11 @@ def checked(
 
 def _check_options(options: Options, target_ids: torch.Tensor, device: torch.device, dtype: torch.dtype) -> None:
     memory = options.memory
-    if memory is not None:
-        if not isinstance(memory, Memory):
-            raise TypeError(f"memory: expected Memory(...), got {type(memory).__name__}")
+    if not isinstance(memory, Memory):
+        if memory not in (LEAN, FAST):
+            kind, value = (ValueError, repr(memory)) if isinstance(memory, str) else (TypeError, type(memory).__name__)
+            raise kind(f"memory: expected {LEAN!r}, {FAST!r} or Memory(...), got {value}")
+    else:
         if memory.workspace_mib is not None:
             check.integer("workspace_mib", memory.workspace_mib, least=1)
         if memory.saved_mib is not None:
@@ -246,6 +253,17 @@ def _check_options(options: Options, target_ids: torch.Tensor, device: torch.dev
     thresholds.validate(options.min_logit, target_ids.shape, device, dtype)
     check.number("softcap", options.softcap, least=0, dtype=dtype)
     check.number("logit_scale", options.logit_scale, above=0, dtype=dtype)
+
+
+def limits_of(options: Options) -> Memory:
+    """Return the limits of a call: with ``"fast"`` none, so that all logits are kept and dz is formed in one piece.
+
+    With ``join_tokens`` that piece would need FP32 buffers of the whole weight: there the workspace stays that of
+    ``"lean"``.
+    """
+    if isinstance(options.memory, Memory):
+        return options.memory
+    return Memory() if options.memory == LEAN else Memory(None if options.join_tokens else WHOLE, WHOLE)
 
 
 def cap_numbers(options: Options, dtype: torch.dtype) -> torch.Tensor | None:

@@ -9,11 +9,11 @@ import torch
 
 from rl_kernels.core import min_logit as thresholds
 from rl_kernels.core.calls import Ready
-from rl_kernels.core.saved import save
-from rl_kernels.core.torchlib.derivatives import first_order, is_asked_for
+from rl_kernels.core.saved import are_hooked, save
+from rl_kernels.core.torchlib.derivatives import first_order, is_asked_for, may_overwrite
 from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.linear_logp.arguments import Call, Operands, Options, call_of
-from rl_kernels.linear_logp.inputs import slices, totals_of
+from rl_kernels.linear_logp.inputs import FEW, slices, totals_of
 from rl_kernels.linear_logp.known import Known, compare, draw, rows_to_check
 from rl_kernels.linear_logp.op import ops
 from rl_kernels.linear_logp.vocabulary import Shard, slots
@@ -153,7 +153,7 @@ def over_ranks(op: Callable[..., Any], group: ProcessGroup, dtype: torch.dtype, 
     from rl_kernels.core.distributed import all_reduce
 
     partial, *gradients = op(*args)
-    needed = args[-3 if len(gradients) == 2 else -5]
+    needed = args[-4 if len(gradients) == 2 else -6]
     return all_reduce(partial, group, dtype=dtype) if needed[0] else partial, *gradients
 
 
@@ -225,6 +225,8 @@ class LinearLogp(torch.autograd.Function):
         ctx.main_grad = call.main_grad
         ctx.ignore_index, ctx.workspace_mib, ctx.join_tokens = call.ignore_index, call.workspace_mib, call.join_tokens
         ctx.shard, ctx.backend = call.shard, call.ready.backend
+        # Few logits are not worth the host time.
+        ctx.frees_kept = kept.shape[1] > 0 and len(kept) > FEW and not are_hooked()
         return tuple(results)
 
     @staticmethod
@@ -236,7 +238,9 @@ class LinearLogp(torch.autograd.Function):
             upstream = upstream[0].masked_fill(below, 0.0), *upstream[1:]
         asked = ctx.needs_input_grad
         needed = [asked[number] and is_asked_for(ctx, number) for number in (0, 1, 2)]
-        limits, group = (ctx.workspace_mib, needed, ctx.join_tokens), ctx.shard.group
+        kept = saved[2]
+        frees_kept = ctx.frees_kept and may_overwrite(kept)
+        limits, group = (ctx.workspace_mib, needed, ctx.join_tokens, frees_kept), ctx.shard.group
         arguments = arguments_of_backward(inputs, saved, upstream, ctx.shard, limits)
         dweight = None
         if needed[1] and ctx.main_grad is not None:

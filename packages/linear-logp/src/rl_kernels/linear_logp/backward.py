@@ -114,11 +114,11 @@ class Backward:
     """
 
     def __init__(self, steps: Steps, *args: Any) -> None:
-        inputs, (segments, partial, workspace_mib, needed, join_tokens) = inputs_of(args[:16]), args[16:21]
-        main_grad, bias_total = args[21:] or (None, None)
+        inputs, (segments, partial, workspace_mib, needed, join_tokens, frees) = inputs_of(args[:16]), args[16:22]
+        main_grad, bias_total = args[22:] or (None, None)
         (count, size), columns, dtype = inputs.hidden.shape, inputs.weight.shape[0], inputs.hidden.dtype
         self._steps, self._needed, self._wide = steps, needed, compute_dtype(dtype)
-        self._has_totals, self._has_bias_total = len(args) > 21, bias_total is not None
+        self._has_totals, self._has_bias_total = len(args) > 22, bias_total is not None
         self._dlogits: dict[tuple[int, int, int], Dlogits] = {}
         self._products: dict[tuple[bool, int, int, bool], Product] = {}
         self._is_cleaned = needed[1] and inputs.ignore_index is not None
@@ -137,6 +137,7 @@ class Backward:
             width, height = steps.cut(longest, parts[0].stop - parts[0].start, workspace, needed, buffers)
         self._is_wide = is_narrow and (self._is_joined or height < count)
         self._segments = [pieces_of(part, width, inputs.first_kept) for part in parts]
+        self._last_piece = self._segments[-1][-1] if frees and parts else None
         # Rows, and whether they begin and end a chain over tokens.
         self._blocks = [
             (slice(first, min(first + height, end)), first == begin, first + height >= end)
@@ -157,88 +158,98 @@ class Backward:
         """
         steps, needed, is_joined = self._steps, self._needed, self._is_joined
         dlogits, products = self._dlogits, self._products
-        inputs, dweight, main_grad, dbias = self._begin(steps.begin(args), *args[21:])
+        inputs, main_grad, dbias = self._begin(steps.begin(args), *args[22:])
+        dweight: torch.Tensor | None = None
         waiting: list[torch.Tensor] = []
         shape = inputs.hidden.shape if needed[0] else (0,)
         for number, pieces in enumerate(self._segments, 1):
-            dhidden = inputs.hidden.new_empty(*shape, dtype=self._total)
+            dhidden: torch.Tensor | None = None
             for piece in pieces:
                 weight, width = part_of(inputs.weight, piece.columns), piece.columns.stop - piece.columns.start
-                totals = sums = self._totals(piece.columns, dweight, main_grad, dbias)
-                if is_joined:
-                    sums = [None if x is None else x.new_empty(x.shape) for x in totals]
+                bias_total = bias_sum = None if dbias is None else part_of(dbias, piece.columns)
+                if is_joined and bias_total is not None:
+                    bias_sum = bias_total.new_empty(bias_total.shape)
+                weight_total = weight_sum = None
                 for rows, begins, ends in self._blocks:
-                    if is_joined and begins and sums[1] is not None:
-                        sums[1].zero_()
+                    if is_joined and begins and bias_sum is not None:
+                        bias_sum.zero_()
                     block, height = inputs.block(rows), rows.stop - rows.start
                     dz = steps.room(block.hidden, width)
                     for columns, here in piece.parts:
-                        bias = None if sums[1] is None else part_of(sums[1], here)
+                        bias = None if bias_sum is None else part_of(bias_sum, here)
                         part = dz if here.stop - here.start == width else dz[:, here]
                         step = dlogits.get(key := (height, columns.start, columns.stop))
                         if step is None:
                             step = dlogits[key] = steps.dlogits(block, columns, bias, part)
                         step(block, bias, part)
+                    # Gradients are allocated after the last logits are freed: what is largest never exists at once.
+                    if piece is self._last_piece and rows is self._blocks[-1][0] and inputs.kept is not None:
+                        inputs.kept.data = inputs.kept.new_empty(0, 0)
+                    if dhidden is None:
+                        dhidden = inputs.hidden.new_empty(*shape, dtype=self._total)
                     if needed[0]:
                         out = part_of(dhidden, rows)
                         product = products.get(of := (False, height, width, piece.continues))
                         if product is None:
                             product = products[of] = steps.dhidden(dz, weight, out, continues=piece.continues)
                         product(dz, weight, out)
-                    if sums[0] is not None:
+                    if needed[1]:
+                        if weight_sum is None:
+                            if dweight is None and self._owns_weight:
+                                dweight = inputs.weight.new_empty(inputs.weight.shape)
+                            weight_total = weight_sum = self._weight_total(piece.columns, dweight, main_grad)
+                            if is_joined:
+                                weight_sum = weight_total.new_empty(weight_total.shape)
                         continues = not begins or (main_grad is not None and not is_joined)
                         product = products.get(of := (True, height, width, continues))
                         if product is None:
-                            product = products[of] = steps.dweight(dz, block.hidden, sums[0], continues=continues)
-                        product(dz, block.hidden, sums[0])
+                            product = products[of] = steps.dweight(dz, block.hidden, weight_sum, continues=continues)
+                        product(dz, block.hidden, weight_sum)
                     # Free dz before the next one is allocated.
                     del dz, part
-                    for total, chain in zip(totals, sums, strict=True) if is_joined and ends else ():
-                        if total is not None and chain is not None:
-                            total += chain
-                if self._is_wide and dweight is not None and totals[0] is not None:
-                    dweight[piece.columns] = totals[0]
+                    if is_joined and ends:
+                        for total, chain in ((weight_total, weight_sum), (bias_total, bias_sum)):
+                            if total is not None and chain is not None:
+                                total += chain
+                if self._is_wide and dweight is not None and weight_total is not None:
+                    dweight[piece.columns] = weight_total
                 # Free the buffers before the next ones are allocated.
-                del totals, sums
+                del weight_total, weight_sum
+            assert dhidden is not None
             if self._has_zeros and number == len(self._segments):
                 dhidden += 0.0
             # A balanced tree in the order of the segments: a segment that ends a pair is added to its sibling.
             while number % 2 == 0:
                 dhidden, number = waiting.pop().add_(dhidden), number // 2
             waiting.append(dhidden)
-        dhidden = waiting.pop() if waiting else inputs.hidden.new_zeros(shape, dtype=self._total)
+        result = waiting.pop() if waiting else inputs.hidden.new_zeros(shape, dtype=self._total)
         while waiting:
-            dhidden = waiting.pop().add_(dhidden)
-        return self._finish(inputs, dhidden, dweight, dbias)
+            result = waiting.pop().add_(result)
+        return self._finish(inputs, result, dweight, dbias)
 
     def _begin(
         self, inputs: Inputs, main_grad: torch.Tensor | None = None, dbias: torch.Tensor | None = None
-    ) -> tuple[Inputs, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Return the inputs, in which ignored rows are 0 if needed, and dW, ``main_grad`` and dbias where needed."""
+    ) -> tuple[Inputs, torch.Tensor | None, torch.Tensor | None]:
+        """Return the inputs, in which ignored rows are 0 if needed, and ``main_grad`` and dbias where needed."""
         weight, (_, needs_weight, needs_bias) = inputs.weight, self._needed
         if self._is_cleaned:
             # Ignored rows add 0 to dW, also where they are NaN or inf.
             inputs = inputs._replace(hidden=inputs.keep(inputs.hidden))
-        dweight = weight.new_empty(*weight.shape) if self._owns_weight else None
-        if dweight is not None and not self._segments:
-            dweight.zero_()
         if needs_bias and dbias is None:
             dbias = weight.new_zeros(weight.shape[0], dtype=self._wide)
-        return inputs, dweight, main_grad if needs_weight else None, dbias if needs_bias else None
+        return inputs, main_grad if needs_weight else None, dbias if needs_bias else None
 
-    def _totals(
-        self, columns: slice, dweight: torch.Tensor | None, main_grad: torch.Tensor | None, dbias: torch.Tensor | None
-    ) -> list[torch.Tensor | None]:
-        """Return where dW and dbias of a piece are summed; dW is 0 where chains are added to it."""
-        bias = None if dbias is None else part_of(dbias, columns)
+    def _weight_total(
+        self, columns: slice, dweight: torch.Tensor | None, main_grad: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return where dW of a piece is summed; 0 where chains are added to it."""
         if main_grad is not None:
-            return [part_of(main_grad, columns), bias]
-        if dweight is None:
-            return [None, bias]
-        weight = part_of(dweight, columns)
+            return part_of(main_grad, columns)
+        assert dweight is not None
+        total = part_of(dweight, columns)
         if self._is_wide:
-            weight = torch.empty_like(weight, dtype=self._wide)
-        return [weight.zero_() if self._is_joined else weight, bias]
+            total = torch.empty_like(total, dtype=self._wide)
+        return total.zero_() if self._is_joined else total
 
     def _finish(
         self, inputs: Inputs, dhidden: torch.Tensor, dweight: torch.Tensor | None, dbias: torch.Tensor | None
@@ -247,6 +258,9 @@ class Backward:
         if self._needed[0] and inputs.ignore_index is not None:
             # dz of ignored rows is 0, but 0 times a weight of NaN or inf is NaN.
             dhidden.masked_fill_((inputs.target_ids == inputs.ignore_index)[:, None], 0.0)
+        if dweight is None and self._owns_weight:
+            # No token, or no column.
+            dweight = inputs.weight.new_zeros(inputs.weight.shape)
         dtype, empty = inputs.hidden.dtype, inputs.hidden.new_empty
         if dhidden.dtype != self._result:
             dhidden = dhidden.to(self._result)

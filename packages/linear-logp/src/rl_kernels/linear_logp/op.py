@@ -13,7 +13,8 @@ with ``join_tokens`` chains of that many rows are added to them (``backward``).
 
 The last result of ``forward``, ``forward_stats`` and ``states`` are logits that are kept for backward, also those below
 min_logit, at most ``saved_mib`` of them (``inputs.kept_room``). Backward takes them as ``kept``; it recomputes the
-others. Those of ignored rows, and of columns beyond the weight's, are not defined.
+others. Those of ignored rows, and of columns beyond the weight's, are not defined. With ``frees_kept`` nobody reads
+them later: backward frees their memory, and leaves ``kept`` an empty tensor.
 
 ``states`` and ``finish`` are the forward pass in two parts, between which ranks exchange states: weight and bias are a
 shard that begins at column ``vocab_start`` of ``vocab_size``; ids are those of the whole vocabulary. ``states`` returns
@@ -49,7 +50,7 @@ _INPUTS = (
 )
 _SAVED = "Tensor norm, Tensor? entropy, Tensor? kept, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
 _SHARD = "SymInt vocab_start, SymInt vocab_size, int vocab_segments, bool partial"
-_BACKWARD = f"{_INPUTS}, {_SAVED}, {_SHARD}, int? workspace_mib, bool[3] needed, int? join_tokens"
+_BACKWARD = f"{_INPUTS}, {_SAVED}, {_SHARD}, int? workspace_mib, bool[3] needed, int? join_tokens, bool frees_kept"
 _REQUEST = "Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? limit, Tensor uniform, ScalarType dtype"
 _GATHERED = "Tensor gathered, Tensor target_ids, Tensor temperature, int? ignore_index, SymInt vocab_size, bool entropy"
 
@@ -93,7 +94,7 @@ def _sampled(logits: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _gradients(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-    *_, is_partial, _, needed, _ = rest
+    *_, is_partial, _, needed, _, _ = rest
     shapes = (hidden.shape, weight.shape, weight.shape[:1])
     dtypes = (compute_dtype(hidden.dtype) if is_partial else hidden.dtype, *[hidden.dtype] * 2)
     return tuple(

@@ -36,7 +36,8 @@ def head_logp(
             PEFT's ``modules_to_save``. Its weight ``[V, D]`` may be tied to an embedding.
         hidden: ``[..., D]``, as in ``linear_logp``.
         target_ids: ``[...]``, as in ``linear_logp``.
-        options: options of ``linear_logp``, such as ``temperature``, ``softcap``, ``logit_scale``, ``return_stats``.
+        options: options of ``linear_logp``, such as ``temperature``, ``softcap``, ``logit_scale``, ``return_stats``,
+            and ``memory="fast"``, which keeps logits for backward.
 
     Returns:
         as ``linear_logp``: FP32 log-probabilities in the shape of target_ids, or ``LogpStats`` with ``return_stats``.

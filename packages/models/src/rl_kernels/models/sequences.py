@@ -41,8 +41,8 @@ def sequence_logp(
         attention_mask: ``[B, T]``, 0 for padding on the left or right; None is no padding.
         position_ids: ``[B, T]``. By default they count the tokens that are no padding, as ``generate`` does. For
             sequences packed in a row, give positions that restart, and no mask.
-        options: options of ``linear_logp``, such as ``temperature`` and ``return_stats``. The soft cap and the scale of
-            the model's logits are set from its config.
+        options: options of ``linear_logp``, such as ``temperature``, ``return_stats``, and ``memory="fast"``, which
+            keeps logits for backward. The soft cap and the scale of the model's logits are set from its config.
 
     Returns:
         ``[B, T - 1]``, FP32: log-probabilities of ``input_ids[:, 1:]``, 0 where a token or the token before it is

@@ -11,7 +11,7 @@ from torch._compile import _disable_dynamo
 from rl_kernels.core import validate as check
 from rl_kernels.core.main_grad import fold_grad_into_main_grad, refuse_checkpoint
 from rl_kernels.core.torchlib.observed import values_hidden
-from rl_kernels.linear_logp.arguments import Memory, Options
+from rl_kernels.linear_logp.arguments import LEAN, MemoryUse, Options
 from rl_kernels.linear_logp.autograd import agreed
 from rl_kernels.linear_logp.loss.chunks import ChunkedLoss, Gradients, Loss, chunks_of, offsets_of
 
@@ -42,7 +42,7 @@ def linear_logp_loss(
     ignore_index: int | None = None,
     return_stats: bool = False,
     join_tokens: int | None = None,
-    memory: Memory | None = None,
+    memory: MemoryUse = LEAN,
     process_group: ProcessGroup | DeviceMesh | None = None,
     vocab_size: int | None = None,
     vocab_segments: int | None = None,
@@ -86,9 +86,9 @@ def linear_logp_loss(
         join_tokens: None, or a multiple of 16, as in ``linear_logp``. Chunks then meet at its multiples: the rows of a
             chunk after the last multiple are recomputed with the next one, and their logits kept beside its own. Give
             at most ``chunk_tokens``, or each chunk recomputes chunks before it.
-        memory: ``workspace_mib`` bounds the gradients of a chunk. ``saved_mib`` is for the logits of a chunk, those of
-            the last columns, that stay in memory until its gradients are computed; the others are recomputed. None:
-            all, ``4 chunk_tokens V`` bytes.
+        memory: a chunk's logits, ``4 chunk_tokens V`` bytes, stay in memory until its gradients are computed.
+            ``"fast"``: these are formed in one piece, as in ``linear_logp``. ``Memory(...)``: ``workspace_mib`` bounds
+            them; with ``saved_mib`` fewer logits stay, those of the last columns, and the others are recomputed.
         process_group: ranks that share the vocabulary; ``loss`` must be the same on all.
         vocab_size: V, the columns of the whole vocabulary.
         vocab_segments: 1 or 8.

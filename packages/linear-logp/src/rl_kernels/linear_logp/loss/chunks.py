@@ -29,11 +29,9 @@ from rl_kernels.core.outputs import LogpStats
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.rowwise.sums import row_sum
 from rl_kernels.core.saved import are_hooked
-from rl_kernels.linear_logp.arguments import Call, Operands
+from rl_kernels.linear_logp.arguments import WHOLE, Call, Operands
 from rl_kernels.linear_logp.autograd import arguments_of_backward, backward_op, check_targets, forward
-
-WHOLE = 1 << 30
-"""MiB that no chunk's logits take."""
+from rl_kernels.linear_logp.inputs import part_of
 
 
 class Chunk(NamedTuple):
@@ -195,9 +193,10 @@ class ChunkedLoss:
             call.cap,
             part.min_logit,
         )
-        saved = norm[:count], results[2][:count] if call.has_stats else None, kept[:count] if kept.shape[1] else None
+        logits = part_of(kept, slice(0, count)) if kept.shape[1] else None
+        saved = norm[:count], results[2][:count] if call.has_stats else None, logits
         grads = [value[here] for value in upstream]
-        limits = call.workspace_mib, self._needed, call.join_tokens
+        limits = call.workspace_mib, self._needed, call.join_tokens, True
         arguments = arguments_of_backward(inputs, saved, grads, call.shard, limits)
         totals, group, backend = (self._main_grad, self._bias_total), call.shard.group, call.ready.backend
         if totals == (None, None):

@@ -67,7 +67,7 @@ def backward(
     parts = [
         ops["backward"](
             *(*call.shard(columns), *saved, columns[0], vocab, 8, True),
-            *(workspace_mib, list(needed), join_tokens, backend),
+            *(workspace_mib, list(needed), join_tokens, False, backend),
         )
         for columns in vocab_shards(vocab, ranks)
     ]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from rl_kernels.linear_logp import Memory
 from rl_kernels.models import invariance
 from rl_kernels.models.clients.trl import continuous
 from rl_kernels.models.clients.trl.checks import KNOWN, check_invariant, check_trainer
@@ -36,6 +37,7 @@ def use_in(
     invariant: bool = False,
     record: bool | None = None,
     compute_dtype: torch.dtype | None = None,
+    memory: Literal["lean", "fast"] | Memory = "lean",
     backend: str | None = None,
     validate: bool = True,
 ) -> None:
@@ -55,6 +57,7 @@ def use_in(
             engine that gets them, and the optimizer updates FP32 copies (``MasterWeights``). With FSDP2, FP32 shards
             are gathered in this dtype, and gradients are reduced in FP32. None leaves the weights as they are;
             learning rates of RL are lost in weights of 16 bits.
+        memory: how much of it scoring takes: ``"fast"`` keeps logits from forward to backward, as in ``linear_logp``.
         backend: backend of the loss, as in ``grpo_loss``.
         validate: whether the loss checks the values of its arguments.
 
@@ -86,7 +89,9 @@ def use_in(
             check_engine(trainer, dtype, refusal)
     if compute_dtype is not None:
         compute_in(trainer, bases, compute_dtype)
-    heads = [Head(base, trainer.temperature, in_fp32=in_fp32, entropy=base is bases[0]) for base in bases]
+    heads = [
+        Head(base, trainer.temperature, in_fp32=in_fp32, entropy=base is bases[0], memory=memory) for base in bases
+    ]
     # A model of several dtypes may run only under autocast.
     with trainer.accelerator.autocast():
         for base, head in zip(bases, heads, strict=True):

@@ -50,14 +50,16 @@ class Head:
         temperature: divides the logits.
         in_fp32: compute the product in FP32, whatever the dtype of the hidden states.
         entropy: compute the entropy too.
+        memory: as in ``linear_logp``.
     """
 
-    def __init__(self, model: Any, temperature: float, *, in_fp32: bool, entropy: bool) -> None:
+    def __init__(self, model: Any, temperature: float, *, in_fp32: bool, entropy: bool, memory: Any = "lean") -> None:
         self._model, self._in_fp32 = model, in_fp32
         self._options: dict[str, Any] = {
             "temperature": temperature,
             **logit_options(model),
             "return_stats": entropy,
+            "memory": memory,
             "validate": False,
         }
 

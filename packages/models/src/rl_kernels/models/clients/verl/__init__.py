@@ -2,10 +2,11 @@
 
 verl imports the module in every worker. From then on its fused forward with backend ``torch`` takes log-probabilities
 and entropy from hidden states by ``linear_logp``: with the head's bias and LoRA adapter, a soft cap and a scale of the
-logits. verl's FSDP engine refuses one temperature per sample with fused kernels; with this module it accepts them.
-Other backends, vision models and other engines of verl do not change. With ``RL_KERNELS_VLLM=1`` the models of that
-backend are also made batch-invariant, since the rollout in vLLM has the bits of such models, and verl's validation of
-its configuration refuses what breaks this. Written for verl 0.9.1.
+logits. ``RL_KERNELS_MEMORY=fast`` lets an update keep logits for backward. verl's FSDP engine refuses one temperature
+per sample with fused kernels; with this module it accepts them. Other backends, vision models and other engines of verl
+do not change. With ``RL_KERNELS_VLLM=1`` the models of that backend are also made batch-invariant, since the rollout in
+vLLM has the bits of such models, and verl's validation of its configuration refuses what breaks this. Written for verl
+0.9.1.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from rl_kernels.models.logits import logit_options
 
 BACKEND = "_verl_fused_kernels_backend"
 """Attribute in which verl keeps a model's fused backend; two backends share a forward."""
+MEMORY = "RL_KERNELS_MEMORY"
+"""Environment variable of the workers: the ``memory`` of ``linear_logp``, ``lean`` or ``fast``."""
 
 
 def forward_of(original: Callable[..., Any], output: type[Any]) -> Callable[..., Any]:
@@ -56,10 +59,11 @@ def forward_of(original: Callable[..., Any], output: type[Any]) -> Callable[...,
 def scores(model: Any, hidden: torch.Tensor, ids: torch.Tensor, **options: Any) -> Any:
     """Return ``head_logp`` for the head of a model, with the model's soft cap and scale of logits.
 
-    hidden is ``[..., D]`` and ids ``[...]``; options are passed to ``linear_logp``.
+    hidden is ``[..., D]`` and ids ``[...]``; options are passed to ``linear_logp``, with the memory of ``MEMORY``.
     """
     head = model.get_output_embeddings()
-    return head_logp(head, hidden, ids, validate=False, **logit_options(model), **options)
+    options = {**logit_options(model), **options, "memory": os.environ.get(MEMORY, "lean")}
+    return head_logp(head, hidden, ids, validate=False, **options)
 
 
 def is_ours(model: Any) -> bool:
