@@ -5,6 +5,7 @@ A rollout under ``invariant`` computes the numbers of training: the first update
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
@@ -37,6 +38,7 @@ class Keywords(TypedDict, total=False):
     memory: Memory | None
     process_group: ProcessGroup | DeviceMesh | None
     vocab_size: int | None
+    vocab_cuts: Sequence[int] | None
     vocab_segments: Literal[1, 8] | None
     validate: Validate
     backend: str | None
@@ -94,6 +96,7 @@ def linear_logp(
     memory: Memory | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
     vocab_size: int | None = None,
+    vocab_cuts: Sequence[int] | None = None,
     vocab_segments: Literal[1, 8] | None = None,
     validate: Validate = True,
     backend: str | None = None,
@@ -125,7 +128,7 @@ def linear_logp(
     Args:
         hidden: ``[..., D]``, FP32, BF16, FP16 or FP64, any strides; differentiable.
         lm_head_weight: ``[V, D]``, dtype and device of ``hidden``, any strides; differentiable. With ``process_group``
-            this rank's rows, ``vocab_shards(vocab_size, ranks)[rank]``.
+            this rank's rows: see ``vocab_cuts``. With it, also a DTensor that is sharded on dim 0 over these ranks.
         target_ids: ``[...]``, int64 or int32, each in ``[0, V)`` or equal to ``ignore_index``.
         bias: ``[V]``, dtype and device of ``hidden``, or None; differentiable. ``-inf`` masks an entry. With
             ``process_group`` that of this rank's rows.
@@ -149,7 +152,13 @@ def linear_logp(
         memory: limits of the memory of backward, and of logits that are kept for it; None: as much as makes it fast.
         process_group: 1, 2, 4 or 8 ranks that share the vocabulary: a ``ProcessGroup``, or one dim of a
             ``DeviceMesh``. None: this process has all of it.
-        vocab_size: V, the columns of the whole vocabulary; needed in a group of several ranks.
+        vocab_size: V, the columns of the whole vocabulary; needed in a group of several ranks, but for a DTensor.
+            Rows of the weight beyond them, which pad the vocabulary, have no effect, and a gradient of 0.
+        vocab_cuts: in a group, the first columns of the ranks' shards, and the end of the last one: ranks + 1 integers
+            from 0 to ``vocab_size`` or, with pad rows, beyond. None: found from the number of rows, which are those of
+            ``vocab_shards(vocab_size, ranks)[rank]``, or of a vocabulary that is cut evenly, padded by fewer than 128
+            rows a rank or not. Other cuts than those of ``vocab_shards`` change no bit; see the guide for what they
+            exchange, and under torch.compile they raise.
         vocab_segments: how the gradient of ``hidden`` is summed: 1, one chain over the vocabulary; 8, chains over eight
             segments of it, added by a balanced tree. The default is 8 with ``process_group``, otherwise 1. Groups of
             several ranks need 8; without a group 8 gives their bits.
@@ -174,7 +183,7 @@ def linear_logp(
     """
     options = Options(
         *(temperature, min_logit, softcap, logit_scale, ignore_index, return_stats, join_tokens),
-        *(memory, vocab_size, vocab_segments, validate, backend),
+        *(memory, vocab_size, vocab_cuts, vocab_segments, validate, backend),
     )
     operands, call = agreed(hidden, lm_head_weight, target_ids, bias, process_group, options)
     results = (apply_of(LinearLogp, call.ready) if call.needs_gradient else forward)(*operands, call)

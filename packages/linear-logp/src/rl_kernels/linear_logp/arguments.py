@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from rl_kernels.core.distributed import Validate
+    from rl_kernels.linear_logp.halo import Halo
 
 
 class Memory(NamedTuple):
@@ -60,6 +62,7 @@ class Options(NamedTuple):
     join_tokens: int | None = None
     memory: Memory | None = None
     vocab_size: int | None = None
+    vocab_cuts: Sequence[int] | None = None
     vocab_segments: int | None = None
     validate: Validate = True
     backend: str | None = None
@@ -90,6 +93,7 @@ class Call(NamedTuple):
         ready: the forward pass on the chosen backend.
         known: statistics that the caller knows, of rows ``[N]``, or None.
         needs_gradient: whether autograd records the call.
+        halo: rows of other ranks, if the shards are not those of ``vocab_shards``.
     """
 
     target_ids: torch.Tensor
@@ -106,6 +110,7 @@ class Call(NamedTuple):
     ready: Ready
     known: Known | None
     needs_gradient: bool
+    halo: Halo | None = None
 
     def of_rows(self, rows: slice | torch.Tensor, saved_mib: int | None) -> Call:
         """Return the call for some of the rows."""
@@ -128,6 +133,10 @@ def call_of(
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
+    if group is not None and check.is_dtensor(lm_head_weight):
+        from rl_kernels.linear_logp.halo import of_dtensors
+
+        lm_head_weight, bias, options = of_dtensors(lm_head_weight, bias, group, options)
     hidden, weight, bias = autocast_linear(hidden, lm_head_weight, bias)
     needs_gradient = torch.is_grad_enabled() and (
         getattr(hidden, "requires_grad", False)
@@ -216,7 +225,7 @@ def checked(
     check.tensor("hidden", hidden, check.FLOATS, least=1)
     check.tensor("lm_head_weight", weight, check.FLOATS, ndim=2)
     columns = weight.shape[0]
-    shard = shard_of(columns, group, options.vocab_size, options.vocab_segments)
+    shard = shard_of(columns, group, options.vocab_size, options.vocab_segments, options.vocab_cuts)
     check.shape("lm_head_weight", weight, (columns, hidden.shape[-1]), "V, and the last dim of hidden")
     check.target_ids("target_ids", target_ids, hidden.shape[:-1], "the leading dims of hidden")
     if bias is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from rl_kernels.core import validate as check
@@ -49,24 +51,37 @@ def vocab_shards(vocab_size: int, n: int) -> tuple[tuple[int, int], ...]:
     return tuple((min(rank * width, vocab_size), min(rank * width + width, vocab_size)) for rank in range(n))
 
 
+PADDED = 128
+"""Rows per rank that a trainer pads by, at most one less (Megatron's default; vLLM pads the whole to 64)."""
+
+
 class Shard(NamedTuple):
-    """The columns of this process, and how the gradient of hidden is summed.
+    """The columns that this process works on, and how the gradient of hidden is summed.
 
     Attributes:
         start: the first column.
         size: columns of the whole vocabulary.
         segments: segments of the vocabulary, each a chain of its own: 1 or 8.
         group: ranks that have the other columns; None if this process has all of them.
+        cuts: if the rows of the weight are not those of ``vocab_shards``: rank r has rows ``cuts[r]`` to
+            ``cuts[r + 1]``, then pad rows.
     """
 
     start: int
     size: int
     segments: int
     group: ProcessGroup | None = None
+    cuts: tuple[int, ...] | None = None
 
 
-def shard_of(columns: int, group: ProcessGroup | None, vocab_size: int | None, vocab_segments: int | None) -> Shard:
-    """Return the shard of a weight with ``columns`` rows, or raise if it is not that of this rank.
+def shard_of(
+    columns: int,
+    group: ProcessGroup | None,
+    vocab_size: int | None,
+    vocab_segments: int | None,
+    vocab_cuts: Sequence[int] | None = None,
+) -> Shard:
+    """Return the shard of a weight with ``columns`` rows, or raise if it cannot be that of this rank.
 
     Raises:
         TypeError, ValueError: an argument does not fit the others; the message names it.
@@ -76,30 +91,83 @@ def shard_of(columns: int, group: ProcessGroup | None, vocab_size: int | None, v
             check.integer(name, value)
     if vocab_segments not in (None, 1, SEGMENTS):
         raise ValueError(f"vocab_segments: expected 1 or {SEGMENTS}, got {vocab_segments}")
-    if group is None or group.size() == 1:
+    if group is None and vocab_cuts is not None:
+        raise ValueError("vocab_cuts: expected None without process_group")
+    ranks = 1 if group is None else group.size()
+    is_padded = group is not None and isinstance(vocab_size, int) and 0 < vocab_size < columns
+    if ranks == 1 and vocab_cuts is None and not is_padded:
         if columns == 0:
             raise ValueError("lm_head_weight: expected a vocabulary (first dim) of at least 1, got 0")
         if vocab_size not in (None, columns):
             where = f"{columns} where this process has the whole vocabulary"
             raise ValueError(f"vocab_size: expected {where}, got {vocab_size}; shards need process_group")
         return Shard(0, columns, vocab_segments or (1 if group is None else SEGMENTS))
-    ranks = group.size()
-    if vocab_segments == 1:
+    assert group is not None
+    if vocab_segments == 1 and ranks > 1:
         raise ValueError(f"vocab_segments: expected {SEGMENTS} with a process_group of {ranks} ranks, got 1")
     if vocab_size is None:
         raise ValueError("vocab_size: expected the number of columns of the whole vocabulary with process_group")
     check.integer("vocab_size", vocab_size, least=1)
-    start, stop = vocab_shards(vocab_size, ranks)[group.rank()]
-    where = f"rank {group.rank()} of vocab_shards({vocab_size}, {ranks}) has columns {start} to {stop}"
-    if columns != stop - start:
-        multiple = UNIT * SEGMENTS
+    if vocab_cuts is None:
+        cuts = _default_cuts(columns, vocab_size, group.rank(), ranks)
+    else:
+        cuts = _checked_cuts(columns, vocab_size, group.rank(), ranks, vocab_cuts)
+    shards = vocab_shards(vocab_size, ranks)
+    start, stop = shards[group.rank()]
+    # Pad rows too need the path on which columns and rows differ.
+    is_cut_by_us = cuts == _cuts_of(slots(vocab_size, ranks) * UNIT, vocab_size, ranks) and columns == stop - start
+    segments = vocab_segments or SEGMENTS
+    return Shard(start, vocab_size, segments, group, None if is_cut_by_us else cuts)
+
+
+def _cuts_of(width: int, vocab_size: int, ranks: int) -> tuple[int, ...]:
+    return tuple(min(rank * width, vocab_size) for rank in range(ranks + 1))
+
+
+def _default_cuts(rows: int, vocab_size: int, rank: int, ranks: int) -> tuple[int, ...]:
+    """Return the cuts of a vocabulary of which a rank has so many rows: those of vocab_shards, or even ones.
+
+    Raises:
+        ValueError: no such cut gives the rank these rows, or two cuts do.
+    """
+    ours, even = slots(vocab_size, ranks) * UNIT, -(-vocab_size // ranks)
+    widths = [ours, even, *[rows] * (even <= rows < even + PADDED)]
+    cuts = [(width, _cuts_of(width, vocab_size, ranks)) for width in widths]
+    fitting = list(dict.fromkeys(one for width, one in cuts if rows in (width, one[rank + 1] - one[rank])))
+    if len(fitting) == 1:
+        return fitting[0]
+    first, last = vocab_shards(vocab_size, ranks)[rank]
+    given = "give vocab_cuts, the first columns of all ranks and the end"
+    if fitting:
+        listed = " or ".join(map(str, fitting))
+        raise ValueError(f"vocab_cuts: expected a value, because {rows} rows on rank {rank} fit {listed}: {given}")
+    least, most = max(min(even, vocab_size - rank * even), 0), even + PADDED - 1
+    raise ValueError(
+        f"lm_head_weight: expected {last - first} rows, those of vocab_shards({vocab_size}, {ranks}) on rank {rank}, "
+        f"or {least} to {most} of a vocabulary that is cut evenly, got {rows}: {given}"
+    )
+
+
+def _checked_cuts(rows: int, vocab_size: int, rank: int, ranks: int, vocab_cuts: Sequence[int]) -> tuple[int, ...]:
+    """Return the cuts without pad rows.
+
+    Raises:
+        TypeError, ValueError: they are no cuts of the vocabulary, or do not give the rank its rows.
+    """
+    if isinstance(vocab_cuts, str) or not isinstance(vocab_cuts, Sequence):
+        raise TypeError(f"vocab_cuts: expected a sequence of integers, got {type(vocab_cuts).__name__}")
+    for cut in vocab_cuts:
+        check.integer("vocab_cuts", cut, least=0)
+    cuts = tuple(vocab_cuts)
+    if len(cuts) != ranks + 1 or cuts[0] or cuts[-1] < vocab_size or any(a > b for a, b in pairwise(cuts)):
         raise ValueError(
-            f"lm_head_weight: expected {stop - start} rows, got {columns}: {where}; cut the weight by vocab_shards, or "
-            f"pad the vocabulary to a multiple of {multiple} ({-(-vocab_size // multiple) * multiple}) and cut it "
-            "evenly: leave the pad rows out of lm_head_weight, or count them in vocab_size and mask them by a bias of "
-            "-inf"
+            f"vocab_cuts: expected {ranks + 1} numbers that rise from 0 to vocab_size, {vocab_size}, or beyond, "
+            f"got {cuts}"
         )
-    return Shard(start, vocab_size, SEGMENTS, group)
+    if rows != cuts[rank + 1] - cuts[rank]:
+        expected = f"{cuts[rank + 1] - cuts[rank]} rows, as vocab_cuts says of rank {rank}"
+        raise ValueError(f"lm_head_weight: expected {expected}, got {rows}")
+    return tuple(min(cut, vocab_size) for cut in cuts)
 
 
 class Piece(NamedTuple):

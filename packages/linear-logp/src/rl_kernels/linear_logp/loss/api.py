@@ -45,6 +45,7 @@ def linear_logp_loss(
     memory: Memory | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
     vocab_size: int | None = None,
+    vocab_cuts: Sequence[int] | None = None,
     vocab_segments: int | None = None,
     validate: Validate = True,
     backend: str | None = None,
@@ -91,6 +92,7 @@ def linear_logp_loss(
             all, ``4 chunk_tokens V`` bytes.
         process_group: ranks that share the vocabulary; ``loss`` must be the same on all.
         vocab_size: V, the columns of the whole vocabulary.
+        vocab_cuts: the first columns of the ranks' shards, and the end.
         vocab_segments: 1 or 8.
         validate: check values as ``linear_logp`` does, that ``loss`` is differentiable in the log-probabilities alone,
             and the upstream gradient, which syncs. Without it, another upstream gradient fails on the device.
@@ -112,7 +114,7 @@ def linear_logp_loss(
     check.number("grad_scale", grad_scale, dtype=torch.float32)
     options = Options(
         *(temperature, min_logit, softcap, logit_scale, ignore_index, return_stats, join_tokens),
-        *(memory, vocab_size, vocab_segments, validate, backend),
+        *(memory, vocab_size, vocab_cuts, vocab_segments, validate, backend),
     )
     operands, call = agreed(hidden, lm_head_weight, target_ids, bias, process_group, options)
     if cu_seqlens is not None and values_hidden(hidden):
