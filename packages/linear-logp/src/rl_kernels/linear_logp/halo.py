@@ -23,6 +23,7 @@ from rl_kernels.core.distributed import group_rank, group_size, tree_sum
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.linear_logp.inputs import first_kept, packed_room
 from rl_kernels.linear_logp.vocabulary import Shard, slots, units, vocab_shards
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
