@@ -19,8 +19,9 @@ import torch
 from torch import distributed
 
 from rl_kernels.core.constants import UNIT
-from rl_kernels.core.distributed import group_rank, group_size, tree_sum
+from rl_kernels.core.distributed import group_rank, group_size
 from rl_kernels.core.rowwise.operands import compute_dtype
+from rl_kernels.linear_logp.backward import add_segment, total_of
 from rl_kernels.linear_logp.inputs import first_kept, packed_room
 from rl_kernels.linear_logp.vocabulary import Shard, slots, units, vocab_shards
 
@@ -104,15 +105,15 @@ class Halo:
         main_grad, bias_total = totals or (None, None)
         # Their gradients: totals that are continued travel too.
         into = self._room(weight, main_grad, needed[1]), self._room(bias, bias_total, needed[2])
-        partials = []
-        for low, high in self._segments(args[SEGMENTS]):
+        waiting: list[torch.Tensor] = []
+        for number, (low, high) in enumerate(self._segments(args[SEGMENTS]), 1):
             here = [*args[:TOTALS]]
             here[WEIGHT], here[BIAS] = self._operands(weight, bias, low, high)
             here[KEPT], here[START] = self._kept(kept, low, high), low
             views = [None if rows is None else self._views(rows, low, high) for rows in into]
             sums = [_joined(view, total) for view, total in zip(views, (main_grad, bias_total), strict=True)]
             partial, *gradients = op(*here, *sums[: len(totals)], backend)
-            partials.append(partial)
+            add_segment(waiting, number, partial)
             results = (None, *gradients)[-2:]
             for parts, total, result in zip(views, sums, results, strict=True):
                 if parts is not None and not (total is not None and len(parts) == 1):
@@ -122,7 +123,7 @@ class Halo:
         for rows in into:
             if rows is not None:
                 self._give_back(rows)
-        dhidden = tree_sum(partials) if needed[0] else partials[0]
+        dhidden = total_of(waiting)
         empty = dhidden.new_empty(0, dtype=weight.dtype)
         dweight, dbias = (empty if rows is None else rows.own for rows in into)
         return (dhidden, empty if bias_total is not None else dbias) if totals else (dhidden, dweight, dbias)
