@@ -21,6 +21,7 @@ from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.core.testing.ranks import run_ranks
 from rl_kernels.linear_logp import (
     Memory,
+    VocabCuts,
     linear_logp,
     linear_logp_from_known,
     linear_logp_known,
@@ -76,7 +77,7 @@ def cut_sets(vocab: int, world: int) -> list[tuple[int, ...]]:
     ]
 
 
-def shard(call: dict[str, Any], group: Any, cuts: tuple[int, ...] | None) -> dict[str, Any]:
+def shard(call: dict[str, Any], group: Any, cuts: tuple[int, ...]) -> dict[str, Any]:
     """Return the arguments of a rank; pad rows are NaN."""
     vocab, (first, end) = len(call["lm_head_weight"]), cuts[group.rank() : group.rank() + 2]
     mine = {}
@@ -85,7 +86,7 @@ def shard(call: dict[str, Any], group: Any, cuts: tuple[int, ...] | None) -> dic
             whole = call[name]
             pad = whole.new_full((max(end - vocab, 0), *whole.shape[1:]), torch.nan)
             mine[name] = torch.cat([whole, pad])[first:end].clone()
-    return {**call, **mine, "process_group": group, "vocab_size": vocab, "vocab_cuts": cuts}
+    return {**call, **mine, "process_group": group, "vocab_size": VocabCuts(vocab, cuts)}
 
 
 def differing(call: dict[str, Any], group: Any, cuts: tuple[int, ...], expected: Any = None, **more: Any) -> list[str]:
@@ -110,7 +111,7 @@ def bits(group: Any) -> list[Any]:
         expected = results({**call, "vocab_segments": 8})
         for number, cuts in enumerate(cut_sets(len(call["lm_head_weight"]), group.size())):
             # Even cuts are found.
-            more = {"vocab_cuts": None} if number < 2 else {}
+            more = {"vocab_size": len(call["lm_head_weight"])} if number < 2 else {}
             if bad := differing(call, group, cuts, expected, **more):
                 failed.append((options, cuts, bad))
     return failed
@@ -231,26 +232,30 @@ def errors(group: Any, mesh: Any, other: Any) -> dict[str, str]:
         except Exception as error:
             texts[name] = f"{type(error).__name__}: {error}"
 
-    attempt("kind", vocab_cuts=3.5)
-    attempt("number", vocab_cuts=even[:-1])
-    attempt("order", vocab_cuts=(0, *even[:0:-1]))
-    attempt("end", vocab_cuts=(*even[:-1], 5007))
-    attempt("integer", vocab_cuts=(*even[:-1], 5008.0))
-    attempt("rows", vocab_cuts=(0, *[1] * (world - 1), 5008))
-    attempt("alone", process_group=None, vocab_size=None)
-    attempt("default", vocab_cuts=None, lm_head_weight=torch.ones(3000, SIZE), bias=None)
-    found = torch.ones(5008 // world + 16 * last, SIZE)
-    attempt("found", vocab_cuts=None, lm_head_weight=found, bias=None)
-    attempt("cuts", vocab_cuts=(*even[:-1], 5008 + 16 * last), lm_head_weight=found, bias=None)
+    for name, cuts in {
+        "kind": 3.5,
+        "number": even[:-1],
+        "order": (0, *even[:0:-1]),
+        "end": (*even[:-1], 5007),
+        "integer": (*even[:-1], 5008.0),
+        "rows": (0, *[1] * (world - 1), 5008),
+    }.items():
+        attempt(name, vocab_size=VocabCuts(5008, cuts))
+    attempt("whole", vocab_size=VocabCuts("5008", even))
+    attempt("alone", process_group=None)
+    attempt("default", vocab_size=5008, lm_head_weight=torch.ones(3000, SIZE), bias=None)
+    found = {"lm_head_weight": torch.ones(5008 // world + 16 * last, SIZE), "bias": None}
+    attempt("found", vocab_size=5008, **found)
+    attempt("cuts", vocab_size=VocabCuts(5008, (*even[:-1], 5008 + 16 * last)), **found)
     attempt("frozen", lm_head_weight=call["lm_head_weight"].clone().requires_grad_(last))
     weight = DTensor.from_local(call["lm_head_weight"], mesh, [Shard(0)])
-    attempt("plain bias", lm_head_weight=weight, vocab_cuts=None)
+    attempt("plain bias", lm_head_weight=weight, vocab_size=None)
     attempt("known cuts", lm_head_weight=weight, bias=None)
-    attempt("replicated", lm_head_weight=weight.redistribute(mesh, [Replicate()]), vocab_cuts=None, bias=None)
-    attempt("size", lm_head_weight=weight, vocab_cuts=None, bias=None, vocab_size=5009)
-    attempt("elsewhere", lm_head_weight=weight, vocab_cuts=None, bias=None, process_group=other)
+    attempt("replicated", lm_head_weight=weight.redistribute(mesh, [Replicate()]), vocab_size=None, bias=None)
+    attempt("size", lm_head_weight=weight, bias=None, vocab_size=5009)
+    attempt("elsewhere", lm_head_weight=weight, vocab_size=None, bias=None, process_group=other)
     weight.main_grad = torch.zeros(5008, SIZE)
-    attempt("main_grad", lm_head_weight=weight, vocab_cuts=None, bias=None)
+    attempt("main_grad", lm_head_weight=weight, vocab_size=None, bias=None)
     with patch("torch.compiler.is_compiling", return_value=True):
         attempt("compile")
     # The group is still in step.
@@ -261,27 +266,30 @@ def errors(group: Any, mesh: Any, other: Any) -> dict[str, str]:
 def check(texts: dict[str, str], world: int) -> None:
     """Check the text of each error."""
     differ = "expected the same on every rank of process_group, got"
-    rise = f"ValueError: vocab_cuts: expected {world + 1} numbers that rise from 0 to vocab_size, 5008, or beyond, got"
-    assert texts["kind"].startswith("TypeError: vocab_cuts: expected a sequence of integers, got float")
+    rise = f"ValueError: vocab_size.cuts: expected {world + 1} numbers that rise from 0 to 5008 or beyond, got"
+    assert texts["kind"].startswith("TypeError: vocab_size.cuts: expected a sequence of integers, got float")
     assert all(texts[name].startswith(rise) for name in ("number", "order", "end"))
-    assert texts["integer"].startswith("TypeError: vocab_cuts: expected an integer")
-    assert texts["rows"].startswith("ValueError: lm_head_weight: expected 1 rows, as vocab_cuts says of rank 0, got")
-    assert texts["alone"] == "ValueError: vocab_cuts: expected None without process_group"
+    assert texts["integer"].startswith("TypeError: vocab_size.cuts: expected an integer")
+    assert texts["whole"].startswith("TypeError: vocab_size.size: expected an integer")
+    assert texts["rows"].startswith(
+        "ValueError: lm_head_weight: expected 1 rows, as vocab_size.cuts says of rank 0, got"
+    )
+    assert texts["alone"] == "ValueError: vocab_size: expected an integer or None without process_group, got VocabCuts"
     assert texts["default"].startswith("ValueError: lm_head_weight: expected ")
     assert "of vocab_shards(5008, " in texts["default"]
-    assert "give vocab_cuts, the first columns of all ranks and the end" in texts["default"]
+    assert "give vocab_size as VocabCuts(5008, cuts)" in texts["default"]
     assert texts["found"].startswith(f"ValueError: first columns of the shards: {differ} (0, ")
-    assert texts["cuts"].startswith(f"ValueError: vocab_cuts: {differ} (0, ")
+    assert texts["cuts"].startswith(f"ValueError: vocab_size: {differ} VocabCuts(size=5008, cuts=(0, ")
     assert texts["frozen"].startswith(f"ValueError: gradient of lm_head_weight: {differ} is not computed, ")
     assert texts["plain bias"].startswith("TypeError: bias: expected a DTensor, as lm_head_weight is, got Tensor")
-    assert texts["known cuts"].startswith("ValueError: vocab_cuts: expected None with a DTensor")
+    assert texts["known cuts"].startswith("ValueError: vocab_size: expected an integer or None with a DTensor")
     assert texts["replicated"].startswith("ValueError: lm_head_weight: expected a DTensor with placements (Shard(0),)")
     assert texts["size"].startswith("ValueError: vocab_size: expected at most 5008, the rows of the DTensor")
     assert texts["main_grad"].startswith("ValueError: lm_head_weight.main_grad: expected none on a DTensor")
     expected = f"ValueError: lm_head_weight: expected the rows of vocab_shards(5008, {world}) under torch.compile"
     assert texts["compile"].startswith(expected)
     assert texts["elsewhere"].startswith("ValueError: lm_head_weight: expected a DTensor on the ranks of process_group")
-    assert len(texts) == 18
+    assert len(texts) == 19
 
 
 def ranks(rank: int, world: int) -> dict[str, Any]:
@@ -378,7 +386,12 @@ def test_cuts_are_found_from_the_rows(rank: int, rows: int, vocab: int, cuts: tu
     [
         (0, 64256, 128256, r"lm_head_weight: expected 65536 rows, .* or 64128 to 64255 of a vocabulary that is cut"),
         (1, 75966, 151935, r"lm_head_weight: expected 74111 rows, .* or 75967 to 76095 of"),
-        (2, 1404, 5500, r"vocab_cuts: expected a value, because 1404 rows on rank 2 fit \(0, 2048, 4096, 5500, 5500\)"),
+        (
+            2,
+            1404,
+            5500,
+            r"vocab_size: expected VocabCuts, because 1404 rows on rank 2 fit \(0, 2048, 4096, 5500, 5500\)",
+        ),
     ],
 )
 def test_rows_that_fit_no_cut_or_two(rank: int, rows: int, vocab: int, match: str) -> None:

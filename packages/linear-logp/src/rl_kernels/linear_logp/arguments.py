@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from rl_kernels.core.torchlib.scalars import scalar, scalar_or_rows, scalars
 from rl_kernels.linear_logp.inputs import flat, rows_of
 from rl_kernels.linear_logp.known import Known
 from rl_kernels.linear_logp.op import OPERATOR, describe, ops
-from rl_kernels.linear_logp.vocabulary import Shard, shard_of
+from rl_kernels.linear_logp.vocabulary import Shard, VocabCuts, shard_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,8 +60,7 @@ class Options(NamedTuple):
     return_stats: bool = False
     join_tokens: int | None = None
     memory: Memory | None = None
-    vocab_size: int | None = None
-    vocab_cuts: Sequence[int] | None = None
+    vocab_size: int | VocabCuts | None = None
     vocab_segments: int | None = None
     validate: Validate = True
     backend: str | None = None
@@ -136,7 +134,8 @@ def call_of(
     if group is not None and check.is_dtensor(lm_head_weight):
         from rl_kernels.linear_logp.halo import of_dtensors
 
-        lm_head_weight, bias, options = of_dtensors(lm_head_weight, bias, group, options)
+        lm_head_weight, bias, cuts = of_dtensors(lm_head_weight, bias, group, options.vocab_size)
+        options = options._replace(vocab_size=cuts)
     hidden, weight, bias = autocast_linear(hidden, lm_head_weight, bias)
     needs_gradient = torch.is_grad_enabled() and (
         getattr(hidden, "requires_grad", False)
@@ -225,7 +224,7 @@ def checked(
     check.tensor("hidden", hidden, check.FLOATS, least=1)
     check.tensor("lm_head_weight", weight, check.FLOATS, ndim=2)
     columns = weight.shape[0]
-    shard = shard_of(columns, group, options.vocab_size, options.vocab_segments, options.vocab_cuts)
+    shard = shard_of(columns, group, options.vocab_size, options.vocab_segments)
     check.shape("lm_head_weight", weight, (columns, hidden.shape[-1]), "V, and the last dim of hidden")
     check.target_ids("target_ids", target_ids, hidden.shape[:-1], "the leading dims of hidden")
     if bias is not None:

@@ -27,16 +27,7 @@ if TYPE_CHECKING:
 
 ROWS = 16384
 """Rows whose states are exchanged at once: this bounds their memory."""
-OF_ALL_RANKS = (
-    "softcap",
-    "logit_scale",
-    "ignore_index",
-    "return_stats",
-    "check_rows",
-    "join_tokens",
-    "vocab_size",
-    "vocab_cuts",
-)
+OF_ALL_RANKS = ("softcap", "logit_scale", "ignore_index", "return_stats", "check_rows", "join_tokens", "vocab_size")
 """Options that must be equal on all ranks."""
 
 

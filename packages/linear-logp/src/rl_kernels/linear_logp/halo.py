@@ -18,17 +18,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import distributed
 
+from rl_kernels.core import validate as check
 from rl_kernels.core.constants import UNIT
 from rl_kernels.core.distributed import group_rank, group_size
 from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.linear_logp.backward import add_segment, total_of
 from rl_kernels.linear_logp.inputs import first_kept, packed_room
-from rl_kernels.linear_logp.vocabulary import Shard, slots, units, vocab_shards
+from rl_kernels.linear_logp.vocabulary import Shard, VocabCuts, slots, units, vocab_shards
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from rl_kernels.linear_logp.arguments import Options
 
 WEIGHT, BIAS, KEPT, START, SEGMENTS, NEEDED, TOTALS = 1, 3, 10, 14, 16, 19, 21
 """Places of arguments of the raw ops of the backward pass."""
@@ -213,12 +212,12 @@ class Halo:
 
 
 def of_dtensors(
-    weight: Any, bias: Any, group: ProcessGroup, options: Options
-) -> tuple[torch.Tensor, torch.Tensor | None, Options]:
-    """Return the local parts of a weight and a bias that are sharded on dim 0 over a group, and options with its cuts.
+    weight: Any, bias: Any, group: ProcessGroup, vocab_size: int | VocabCuts | None
+) -> tuple[torch.Tensor, torch.Tensor | None, VocabCuts]:
+    """Return the local parts of a weight and a bias that are sharded on dim 0 over a group, and its cuts.
 
     Raises:
-        TypeError, ValueError: they are sharded in another way, or options say otherwise.
+        TypeError, ValueError: they are sharded in another way, or the arguments say otherwise.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor import Shard as ShardOf
@@ -233,17 +232,18 @@ def of_dtensors(
             raise ValueError(f"{name}: expected a DTensor with placements (Shard(0),), got {placements} on {mesh}")
         if distributed.get_process_group_ranks(mesh.get_group()) != distributed.get_process_group_ranks(group):
             raise ValueError(f"{name}: expected a DTensor on the ranks of process_group, got one on {mesh}")
-    if options.vocab_cuts is not None:
-        raise ValueError("vocab_cuts: expected None with a DTensor, whose cuts are known")
+    if isinstance(vocab_size, VocabCuts):
+        raise ValueError("vocab_size: expected an integer or None with a DTensor, whose cuts are known, got VocabCuts")
     if getattr(weight, "main_grad", None) is not None:
         raise ValueError("lm_head_weight.main_grad: expected none on a DTensor: pass its to_local() with a main_grad")
     rows, ranks = weight.shape[0], group.size()
-    size = rows if options.vocab_size is None else options.vocab_size
-    if isinstance(size, int) and size > rows:
+    size = rows if vocab_size is None else vocab_size
+    check.integer("vocab_size", size, least=1)
+    if size > rows:
         raise ValueError(f"vocab_size: expected at most {rows}, the rows of the DTensor lm_head_weight, got {size}")
     cuts = tuple(min(rank * -(-rows // ranks), rows) for rank in range(ranks + 1))
     local = None if bias is None else bias.to_local()
-    return weight.to_local(), local, options._replace(vocab_size=size, vocab_cuts=cuts)
+    return weight.to_local(), local, VocabCuts(size, cuts)
 
 
 def _common(one: tuple[int, int], other: tuple[int, int]) -> int:

@@ -55,6 +55,19 @@ PADDED = 128
 """Rows per rank that a trainer pads by, at most one less (Megatron's default; vLLM pads the whole to 64)."""
 
 
+class VocabCuts(NamedTuple):
+    """Where the shards of a vocabulary begin and end, for cuts that cannot be found from the number of rows.
+
+    Attributes:
+        size: columns of the whole vocabulary.
+        cuts: ranks + 1 integers that rise from 0 to ``size``, or beyond it if there are pad rows: rank r has the rows
+            ``cuts[r]`` to ``cuts[r + 1]``, maybe none.
+    """
+
+    size: int
+    cuts: Sequence[int]
+
+
 class Shard(NamedTuple):
     """The columns that this process works on, and how the gradient of hidden is summed.
 
@@ -75,27 +88,28 @@ class Shard(NamedTuple):
 
 
 def shard_of(
-    columns: int,
-    group: ProcessGroup | None,
-    vocab_size: int | None,
-    vocab_segments: int | None,
-    vocab_cuts: Sequence[int] | None = None,
+    columns: int, group: ProcessGroup | None, vocab_size: int | VocabCuts | None, vocab_segments: int | None
 ) -> Shard:
     """Return the shard of a weight with ``columns`` rows, or raise if it cannot be that of this rank.
 
     Raises:
         TypeError, ValueError: an argument does not fit the others; the message names it.
     """
+    cuts = None
+    if isinstance(vocab_size, VocabCuts):
+        if group is None:
+            raise ValueError("vocab_size: expected an integer or None without process_group, got VocabCuts")
+        vocab_size, given = vocab_size
+        check.integer("vocab_size.size", vocab_size, least=1)
+        cuts = _checked_cuts(columns, vocab_size, group.rank(), group.size(), given)
     for name, value in (("vocab_size", vocab_size), ("vocab_segments", vocab_segments)):
         if value is not None:
             check.integer(name, value)
     if vocab_segments not in (None, 1, SEGMENTS):
         raise ValueError(f"vocab_segments: expected 1 or {SEGMENTS}, got {vocab_segments}")
-    if group is None and vocab_cuts is not None:
-        raise ValueError("vocab_cuts: expected None without process_group")
     ranks = 1 if group is None else group.size()
     is_padded = group is not None and isinstance(vocab_size, int) and 0 < vocab_size < columns
-    if ranks == 1 and vocab_cuts is None and not is_padded:
+    if ranks == 1 and cuts is None and not is_padded:
         if columns == 0:
             raise ValueError("lm_head_weight: expected a vocabulary (first dim) of at least 1, got 0")
         if vocab_size not in (None, columns):
@@ -108,10 +122,8 @@ def shard_of(
     if vocab_size is None:
         raise ValueError("vocab_size: expected the number of columns of the whole vocabulary with process_group")
     check.integer("vocab_size", vocab_size, least=1)
-    if vocab_cuts is None:
+    if cuts is None:
         cuts = _default_cuts(columns, vocab_size, group.rank(), ranks)
-    else:
-        cuts = _checked_cuts(columns, vocab_size, group.rank(), ranks, vocab_cuts)
     shards = vocab_shards(vocab_size, ranks)
     start, stop = shards[group.rank()]
     # Pad rows too need the path on which columns and rows differ.
@@ -137,10 +149,10 @@ def _default_cuts(rows: int, vocab_size: int, rank: int, ranks: int) -> tuple[in
     if len(fitting) == 1:
         return fitting[0]
     first, last = vocab_shards(vocab_size, ranks)[rank]
-    given = "give vocab_cuts, the first columns of all ranks and the end"
+    given = f"give vocab_size as VocabCuts({vocab_size}, cuts)"
     if fitting:
         listed = " or ".join(map(str, fitting))
-        raise ValueError(f"vocab_cuts: expected a value, because {rows} rows on rank {rank} fit {listed}: {given}")
+        raise ValueError(f"vocab_size: expected VocabCuts, because {rows} rows on rank {rank} fit {listed}: {given}")
     least, most = max(min(even, vocab_size - rank * even), 0), even + PADDED - 1
     raise ValueError(
         f"lm_head_weight: expected {last - first} rows, those of vocab_shards({vocab_size}, {ranks}) on rank {rank}, "
@@ -148,24 +160,23 @@ def _default_cuts(rows: int, vocab_size: int, rank: int, ranks: int) -> tuple[in
     )
 
 
-def _checked_cuts(rows: int, vocab_size: int, rank: int, ranks: int, vocab_cuts: Sequence[int]) -> tuple[int, ...]:
+def _checked_cuts(rows: int, vocab_size: int, rank: int, ranks: int, given: Sequence[int]) -> tuple[int, ...]:
     """Return the cuts without pad rows.
 
     Raises:
         TypeError, ValueError: they are no cuts of the vocabulary, or do not give the rank its rows.
     """
-    if isinstance(vocab_cuts, str) or not isinstance(vocab_cuts, Sequence):
-        raise TypeError(f"vocab_cuts: expected a sequence of integers, got {type(vocab_cuts).__name__}")
-    for cut in vocab_cuts:
-        check.integer("vocab_cuts", cut, least=0)
-    cuts = tuple(vocab_cuts)
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise TypeError(f"vocab_size.cuts: expected a sequence of integers, got {type(given).__name__}")
+    for cut in given:
+        check.integer("vocab_size.cuts", cut, least=0)
+    cuts = tuple(given)
     if len(cuts) != ranks + 1 or cuts[0] or cuts[-1] < vocab_size or any(a > b for a, b in pairwise(cuts)):
         raise ValueError(
-            f"vocab_cuts: expected {ranks + 1} numbers that rise from 0 to vocab_size, {vocab_size}, or beyond, "
-            f"got {cuts}"
+            f"vocab_size.cuts: expected {ranks + 1} numbers that rise from 0 to {vocab_size} or beyond, got {cuts}"
         )
     if rows != cuts[rank + 1] - cuts[rank]:
-        expected = f"{cuts[rank + 1] - cuts[rank]} rows, as vocab_cuts says of rank {rank}"
+        expected = f"{cuts[rank + 1] - cuts[rank]} rows, as vocab_size.cuts says of rank {rank}"
         raise ValueError(f"lm_head_weight: expected {expected}, got {rows}")
     return tuple(min(cut, vocab_size) for cut in cuts)
 

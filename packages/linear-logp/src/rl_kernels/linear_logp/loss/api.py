@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from rl_kernels.core.distributed import Validate
+    from rl_kernels.linear_logp.vocabulary import VocabCuts
 
 
 # A loss is differentiated in the forward pass, which cannot be traced. torch.compiler.disable would do, but it imports
@@ -44,8 +45,7 @@ def linear_logp_loss(
     join_tokens: int | None = None,
     memory: Memory | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
-    vocab_size: int | None = None,
-    vocab_cuts: Sequence[int] | None = None,
+    vocab_size: int | VocabCuts | None = None,
     vocab_segments: int | None = None,
     validate: Validate = True,
     backend: str | None = None,
@@ -91,8 +91,7 @@ def linear_logp_loss(
             the last columns, that stay in memory until its gradients are computed; the others are recomputed. None:
             all, ``4 chunk_tokens V`` bytes.
         process_group: ranks that share the vocabulary; ``loss`` must be the same on all.
-        vocab_size: V, the columns of the whole vocabulary.
-        vocab_cuts: the first columns of the ranks' shards, and the end.
+        vocab_size: V, the columns of the whole vocabulary, or ``VocabCuts``.
         vocab_segments: 1 or 8.
         validate: check values as ``linear_logp`` does, that ``loss`` is differentiable in the log-probabilities alone,
             and the upstream gradient, which syncs. Without it, another upstream gradient fails on the device.
@@ -114,7 +113,7 @@ def linear_logp_loss(
     check.number("grad_scale", grad_scale, dtype=torch.float32)
     options = Options(
         *(temperature, min_logit, softcap, logit_scale, ignore_index, return_stats, join_tokens),
-        *(memory, vocab_size, vocab_cuts, vocab_segments, validate, backend),
+        *(memory, vocab_size, vocab_segments, validate, backend),
     )
     operands, call = agreed(hidden, lm_head_weight, target_ids, bias, process_group, options)
     if cu_seqlens is not None and values_hidden(hidden):
