@@ -62,16 +62,16 @@ OF_FOUR, OF_TWO, UPDATED = (0, 4112, 7500, 8600, 9008), (0, 7000, 9001), (0, 210
 
 
 def cut_sets(vocab: int, world: int) -> list[tuple[int, ...]]:
-    """Return even cuts, padded ones, several cuts in one unit, all rows on one rank, and random ones."""
+    """Return even cuts, padded ones, ours with pad rows; several cuts in one unit, all rows on one rank, random ones."""
     draw, even = random.Random(vocab), -(-vocab // world)
     steps = [0, 16, 48, 80, 1008][:world]
     inside = [draw.randrange(0, vocab + 1) // 16 * 16 for _ in range(world - 1)]
     return [
         tuple(min(rank * even, vocab) for rank in range(world + 1)),
         tuple(rank * -(-even // 128) * 128 for rank in range(world + 1)),
+        tuple(rank * 1024 * -(-vocab // 8192) * 8 // world for rank in range(world + 1)),
         (*steps, vocab + 5),
         (*[0] * world, vocab),
-        (0, *[vocab] * world),
         (0, *sorted(inside), vocab),
         (0, *sorted(draw.randrange(0, vocab + 1) for _ in range(world - 1)), vocab),
     ]
@@ -110,8 +110,9 @@ def bits(group: Any) -> list[Any]:
         call = drawn(**options)
         expected = results({**call, "vocab_segments": 8})
         for number, cuts in enumerate(cut_sets(len(call["lm_head_weight"]), group.size())):
-            # Even cuts are found.
-            more = {"vocab_size": len(call["lm_head_weight"])} if number < 2 else {}
+            # Even cuts are found, and those of vocab_shards with pad rows.
+            is_found = {"vocab_size": len(call["lm_head_weight"]), "validate": call.get("validate", "ranks")}
+            more = is_found if number < 3 else {}
             if bad := differing(call, group, cuts, expected, **more):
                 failed.append((options, cuts, bad))
     return failed

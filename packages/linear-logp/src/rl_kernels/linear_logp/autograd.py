@@ -96,8 +96,8 @@ def _compared(tensors: Any, options: Options, checked: Any, same: dict[str, obje
 
     read = {"hidden": tensors[0], "target_ids": tensors[2]}
     (_, weight, _), call = checked
-    values = {**same, "first columns of the shards": call.shard.cuts, "backend": call.ready.backend}
-    if call.shard.cuts is not None:
+    values = {**same, "first columns of the shards": call.shard.moved, "backend": call.ready.backend}
+    if call.shard.moved is not None:
         # They go back to the ranks that own the rows.
         needs_gradient = torch.is_grad_enabled() and weight.requires_grad
         values["gradient of lm_head_weight"] = "is computed" if needs_gradient else "is not computed"

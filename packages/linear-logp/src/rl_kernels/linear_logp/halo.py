@@ -56,9 +56,8 @@ class Halo:
         assert shard.cuts is not None
         self._shard, self._group = shard, shard.group
         rank, ranks = group_rank(self._group), group_size(self._group)
-        worked, owned = list(vocab_shards(shard.size, ranks)), list(pairwise(shard.cuts))
+        worked, owned = vocab_shards(shard.size, ranks), list(pairwise(shard.cuts))
         (self._begin, self._end), (first, stop) = worked[rank], owned[rank]
-        self._moves = worked != owned
         self._sent = [_common(owned[rank], worked[other]) * (other != rank) for other in range(ranks)]
         self._received = [_common(owned[other], worked[rank]) * (other != rank) for other in range(ranks)]
         # The columns that this rank both has and works on, and which of its rows these are; if none, after the halo.
@@ -198,7 +197,7 @@ class Halo:
     ) -> torch.Tensor:
         out = x.new_empty((sum(received), *x.shape[1:]))
         # All ranks know the cuts, and so whether any row moves.
-        if self._moves:
+        if self._shard.moved is not None:
             work = distributed.all_to_all_single(
                 out, x, list(received), list(sent), group=self._group, async_op=in_background
             )

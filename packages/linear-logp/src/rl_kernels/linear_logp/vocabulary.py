@@ -76,8 +76,8 @@ class Shard(NamedTuple):
         size: columns of the whole vocabulary.
         segments: segments of the vocabulary, each a chain of its own: 1 or 8.
         group: ranks that have the other columns; None if this process has all of them.
-        cuts: if the rows of the weight are not those of ``vocab_shards``: rank r has rows ``cuts[r]`` to
-            ``cuts[r + 1]``, then pad rows.
+        cuts: if the rows of the weight are not these columns: rank r has rows ``cuts[r]`` to ``cuts[r + 1]``, then pad
+            rows.
     """
 
     start: int
@@ -85,6 +85,14 @@ class Shard(NamedTuple):
     segments: int
     group: ProcessGroup | None = None
     cuts: tuple[int, ...] | None = None
+
+    @property
+    def moved(self) -> tuple[int, ...] | None:
+        """The cuts, the same on all ranks, if they are not those of ``vocab_shards``: rows move between ranks."""
+        if self.cuts is None:
+            return None
+        ranks = len(self.cuts) - 1
+        return None if self.cuts == _cuts_of(slots(self.size, ranks) * UNIT, self.size, ranks) else self.cuts
 
 
 def shard_of(
@@ -126,10 +134,8 @@ def shard_of(
         cuts = _default_cuts(columns, vocab_size, group.rank(), ranks)
     shards = vocab_shards(vocab_size, ranks)
     start, stop = shards[group.rank()]
-    # Pad rows too need the path on which columns and rows differ.
-    is_cut_by_us = cuts == _cuts_of(slots(vocab_size, ranks) * UNIT, vocab_size, ranks) and columns == stop - start
-    segments = vocab_segments or SEGMENTS
-    return Shard(start, vocab_size, segments, group, None if is_cut_by_us else cuts)
+    shard = Shard(start, vocab_size, vocab_segments or SEGMENTS, group, cuts)
+    return shard._replace(cuts=None) if shard.moved is None and columns == stop - start else shard
 
 
 def _cuts_of(width: int, vocab_size: int, ranks: int) -> tuple[int, ...]:
