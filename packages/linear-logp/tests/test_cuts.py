@@ -62,7 +62,7 @@ OF_FOUR, OF_TWO, UPDATED = (0, 4112, 7500, 8600, 9008), (0, 7000, 9001), (0, 210
 
 
 def cut_sets(vocab: int, world: int) -> list[tuple[int, ...]]:
-    """Return even cuts, padded ones, ours with pad rows; several cuts in one unit, all rows on one rank, random ones."""
+    """Return even cuts, padded ones, ours with pad rows; several cuts in a unit, all rows on one rank, random ones."""
     draw, even = random.Random(vocab), -(-vocab // world)
     steps = [0, 16, 48, 80, 1008][:world]
     inside = [draw.randrange(0, vocab + 1) // 16 * 16 for _ in range(world - 1)]
