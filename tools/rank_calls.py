@@ -132,12 +132,13 @@ def heads(group: ProcessGroup) -> Iterator[Timed]:
 
         name = f"{tokens}x{hidden_size}x{vocab}"
         eager = {"group": group, "start": start}
-        # verl takes even shards.
+        # Even shards, as trainers cut: other rows than ours, the same bits.
         even, theirs = weight.chunk(size)[rank].clone(), _verl_logp(group)
 
         def ways(run, shard=shard, weight=weight, even=even, over=over, alone=alone, eager=eager, theirs=theirs):
             calls = {
                 OURS: lambda: run(linear_logp, shard, over),
+                "even shards": lambda: run(linear_logp, even, over),
                 "one GPU": lambda: run(linear_logp, weight, alone),
                 "logits, PyTorch": lambda: run(cut_logits_logp, shard, eager),
             }
@@ -145,14 +146,18 @@ def heads(group: ProcessGroup) -> Iterator[Timed]:
 
         logps = forward(linear_logp, shard, over)
         differing = different(logps, forward(linear_logp, weight, alone))
+        differing += different(logps, forward(linear_logp, even, over))
         if theirs is not None:
             torch.testing.assert_close(forward(theirs, even, {}), logps, rtol=0.0, atol=0.05)
         yield Timed(f"linear_logp {name}, forward", ways(forward), differing, eager_only=(VERL,))
         ours, single = both(linear_logp, shard, over), both(linear_logp, weight, {**alone, "vocab_segments": 8})
+        evenly, single_parts = both(linear_logp, even, over), (single[2][start:stop], single[2].chunk(size)[rank])
         differing = sum(
-            different(a, b) for a, b in ((ours[0], single[0]), (ours[1], single[1]), (ours[2], single[2][start:stop]))
+            different(a, b)
+            for result, part in zip((ours, evenly), single_parts, strict=True)
+            for a, b in zip(result, (*single[:2], part), strict=True)
         )
-        del ours, single
+        del ours, evenly, single, single_parts
         yield Timed(f"linear_logp {name}, forward + backward", ways(both), differing, eager_only=(VERL,))
 
 

@@ -17,7 +17,7 @@ from rl_kernels.core.testing.planted import Bug, planted
 from rl_kernels.linear_logp import vocab_shards
 from rl_kernels.linear_logp.op import OPERATOR, describe, ops
 from rl_kernels.linear_logp.spec import virtual
-from rl_kernels.linear_logp.vocabulary import has_empty_segments
+from rl_kernels.linear_logp.vocabulary import has_empty_segments, shard_of
 
 MODULES = tuple(f"rl_kernels.linear_logp.{name}" for name in ("inputs", "backward", "backends.native"))
 BUGS = (
@@ -200,6 +200,50 @@ def test_shards_are_whole_segments() -> None:
 def test_vocab_shards_raises(vocab: Any, n: int, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         vocab_shards(vocab, n)
+
+
+class Ranks:
+    """Stands for a process group: this process has a rank of ``ranks``."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.size = lambda: rank, lambda: ranks
+
+
+@pytest.mark.parametrize(
+    ("rank", "rows", "vocab", "cuts"),
+    [
+        # vocab_shards, without pad rows and with them.
+        (0, 65536, 128256, None),
+        (1, 62720, 128256, None),
+        (1, 65536, 128256, (0, 65536, 128256)),
+        # Even, with a short last shard, and padded.
+        (0, 64128, 128256, (0, 64128, 128256)),
+        (1, 75967, 151935, (0, 75968, 151935)),
+        (1, 64255, 128256, (0, 64255, 128256)),
+    ],
+)
+def test_cuts_are_found_from_the_rows(rank: int, rows: int, vocab: int, cuts: tuple[int, ...] | None) -> None:
+    shard = shard_of(rows, Ranks(rank, 2), vocab, None)
+    assert shard.cuts == cuts
+    assert shard.start == vocab_shards(vocab, 2)[rank][0]
+
+
+@pytest.mark.parametrize(
+    ("rank", "rows", "vocab", "match"),
+    [
+        (0, 64256, 128256, r"lm_head_weight: expected 65536 rows, .* or 64128 to 64255 of a vocabulary that is cut"),
+        (1, 75966, 151935, r"lm_head_weight: expected 74111 rows, .* or 75967 to 76095 of"),
+        (
+            2,
+            1404,
+            5500,
+            r"vocab_size: expected VocabCuts, because 1404 rows on rank 2 fit \(0, 2048, 4096, 5500, 5500\)",
+        ),
+    ],
+)
+def test_rows_that_fit_no_cut_or_two(rank: int, rows: int, vocab: int, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        shard_of(rows, Ranks(rank, 4 if vocab == 5500 else 2), vocab, None)
 
 
 @pytest.mark.parametrize("segments", range(1, 9))

@@ -8,7 +8,7 @@ from rl_kernels.linear_logp.loss.api import linear_logp_loss
 from rl_kernels.linear_logp.loss.chunks import Chunk
 from rl_kernels.linear_logp.sampled import Sampled
 from rl_kernels.linear_logp.sampling import LinearLogits, linear_logits
-from rl_kernels.linear_logp.vocabulary import vocab_shards
+from rl_kernels.linear_logp.vocabulary import VocabCuts, vocab_shards
 
 __all__ = [
     "BitsDiffer",
@@ -18,6 +18,7 @@ __all__ = [
     "LogpStats",
     "Memory",
     "Sampled",
+    "VocabCuts",
     "linear_logits",
     "linear_logp",
     "linear_logp_from_known",

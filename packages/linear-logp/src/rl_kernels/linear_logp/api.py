@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from rl_kernels.core.distributed import Validate
+    from rl_kernels.linear_logp.vocabulary import VocabCuts
 
 
 class Keywords(TypedDict, total=False):
@@ -36,7 +37,7 @@ class Keywords(TypedDict, total=False):
     join_tokens: int | None
     memory: MemoryUse
     process_group: ProcessGroup | DeviceMesh | None
-    vocab_size: int | None
+    vocab_size: int | VocabCuts | None
     vocab_segments: Literal[1, 8] | None
     validate: Validate
     backend: str | None
@@ -93,7 +94,7 @@ def linear_logp(
     join_tokens: int | None = None,
     memory: MemoryUse = LEAN,
     process_group: ProcessGroup | DeviceMesh | None = None,
-    vocab_size: int | None = None,
+    vocab_size: int | VocabCuts | None = None,
     vocab_segments: Literal[1, 8] | None = None,
     validate: Validate = True,
     backend: str | None = None,
@@ -128,7 +129,7 @@ def linear_logp(
     Args:
         hidden: ``[..., D]``, FP32, BF16, FP16 or FP64, any strides; differentiable.
         lm_head_weight: ``[V, D]``, dtype and device of ``hidden``, any strides; differentiable. With ``process_group``
-            this rank's rows, ``vocab_shards(vocab_size, ranks)[rank]``.
+            this rank's rows: see ``vocab_size``. With it, also a DTensor that is sharded on dim 0 over these ranks.
         target_ids: ``[...]``, int64 or int32, each in ``[0, V)`` or equal to ``ignore_index``.
         bias: ``[V]``, dtype and device of ``hidden``, or None; differentiable. ``-inf`` masks an entry. With
             ``process_group`` that of this rank's rows.
@@ -155,7 +156,12 @@ def linear_logp(
             Guide says where it is more. ``Memory(...)``: limits in MiB. No bit depends on it.
         process_group: 1, 2, 4 or 8 ranks that share the vocabulary: a ``ProcessGroup``, or one dim of a
             ``DeviceMesh``. None: this process has all of it.
-        vocab_size: V, the columns of the whole vocabulary; needed in a group of several ranks.
+        vocab_size: V, the columns of the whole vocabulary; needed in a group of several ranks, but for a DTensor.
+            Rows of the weight beyond them, which pad the vocabulary, have no effect, and a gradient of 0. How the ranks
+            share it is found from the number of rows, which are those of ``vocab_shards(vocab_size, ranks)[rank]``, or
+            of a vocabulary that is cut evenly, padded by fewer than 128 rows a rank or not; for other cuts give
+            ``VocabCuts(V, cuts)``. Other cuts than those of ``vocab_shards`` change no bit; see the guide for what they
+            exchange, and under torch.compile they raise.
         vocab_segments: how the gradient of ``hidden`` is summed: 1, one chain over the vocabulary; 8, chains over eight
             segments of it, added by a balanced tree. The default is 8 with ``process_group``, otherwise 1. Groups of
             several ranks need 8; without a group 8 gives their bits.

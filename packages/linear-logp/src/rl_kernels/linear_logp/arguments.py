@@ -18,12 +18,13 @@ from rl_kernels.core.torchlib.scalars import scalar, scalar_or_rows, scalars
 from rl_kernels.linear_logp.inputs import flat, rows_of
 from rl_kernels.linear_logp.known import Known
 from rl_kernels.linear_logp.op import OPERATOR, describe, ops
-from rl_kernels.linear_logp.vocabulary import Shard, shard_of
+from rl_kernels.linear_logp.vocabulary import Shard, VocabCuts, shard_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from rl_kernels.core.distributed import Validate
+    from rl_kernels.linear_logp.halo import Halo
 
 
 class Memory(NamedTuple):
@@ -64,7 +65,7 @@ class Options(NamedTuple):
     return_stats: bool = False
     join_tokens: int | None = None
     memory: MemoryUse = LEAN
-    vocab_size: int | None = None
+    vocab_size: int | VocabCuts | None = None
     vocab_segments: int | None = None
     validate: Validate = True
     backend: str | None = None
@@ -96,6 +97,7 @@ class Call(NamedTuple):
         known: statistics that the caller knows, of rows ``[N]``, or None.
         needs_gradient: whether autograd records the call.
         is_checked: whether targets are compared with ``min_logit``.
+        halo: rows of other ranks, if the shards are not those of ``vocab_shards``.
     """
 
     target_ids: torch.Tensor
@@ -113,6 +115,7 @@ class Call(NamedTuple):
     known: Known | None
     needs_gradient: bool
     is_checked: bool
+    halo: Halo | None = None
 
     def of_rows(self, rows: slice | torch.Tensor, saved_mib: int | None) -> Call:
         """Return the call for some of the rows."""
@@ -135,6 +138,11 @@ def call_of(
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
+    if group is not None and check.is_dtensor(lm_head_weight):
+        from rl_kernels.linear_logp.halo import of_dtensors
+
+        lm_head_weight, bias, cuts = of_dtensors(lm_head_weight, bias, group, options.vocab_size)
+        options = options._replace(vocab_size=cuts)
     hidden, weight, bias = autocast_linear(hidden, lm_head_weight, bias)
     needs_gradient = torch.is_grad_enabled() and (
         getattr(hidden, "requires_grad", False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,8 @@ from rl_kernels.linear_logp.vocabulary import Shard, slots
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from rl_kernels.linear_logp.halo import Halo
 
 ROWS = 16384
 """Rows whose states are exchanged at once: this bounds their memory."""
@@ -51,7 +54,7 @@ def agreed(
     # Under torch.compile and graph capture values cannot be read.
     is_hidden = torch.compiler.is_compiling() or (isinstance(hidden, torch.Tensor) and values_hidden(hidden))
     if group.size() == 1 or not options.validate or is_hidden:
-        return call_of(*tensors, group, options)
+        return _with_halo(*call_of(*tensors, group, options))
     checked, error = None, None
     try:
         checked = call_of(*tensors, group, options)
@@ -69,7 +72,22 @@ def agreed(
         "linear_logp", group, options.validate, kind, error, lambda: _compared(tensors, options, checked, same)
     )
     assert checked is not None
-    return checked
+    return _with_halo(*checked)
+
+
+def _with_halo(operands: Operands, call: Call) -> tuple[Operands, Call]:
+    """Start the exchange of rows, if the shards are not those of ``vocab_shards``."""
+    if call.shard.cuts is None:
+        return operands, call
+    if torch.compiler.is_compiling():
+        ranks = len(call.shard.cuts) - 1
+        raise ValueError(
+            f"lm_head_weight: expected the rows of vocab_shards({call.shard.size}, {ranks}) under torch.compile, "
+            f"got shards that begin at {call.shard.cuts[:-1]}"
+        )
+    from rl_kernels.linear_logp.halo import Halo
+
+    return operands, call._replace(halo=Halo(call.shard, *operands[1:]))
 
 
 def _compared(tensors: Any, options: Options, checked: Any, same: dict[str, object]) -> dict[str, object]:
@@ -77,7 +95,13 @@ def _compared(tensors: Any, options: Options, checked: Any, same: dict[str, obje
     from rl_kernels.core.distributed import fingerprint
 
     read = {"hidden": tensors[0], "target_ids": tensors[2]}
-    values = {**same, "backend": checked[1].ready.backend}
+    (_, weight, _), call = checked
+    values = {**same, "first columns of the shards": call.shard.moved, "backend": call.ready.backend}
+    if call.shard.moved is not None:
+        # They go back to the ranks that own the rows.
+        needs_gradient = torch.is_grad_enabled() and weight.requires_grad
+        values["gradient of lm_head_weight"] = "is computed" if needs_gradient else "is not computed"
+        values["lm_head_weight.main_grad"] = "none" if call.main_grad is None else "given"
     if isinstance(options.temperature, torch.Tensor):
         read["temperature"] = options.temperature
     else:
@@ -131,8 +155,11 @@ def _forward_over_ranks(
     for rows in slices(count, count if saved_mib or saved_mib is None else ROWS):
         part = call.of_rows(rows, saved_mib)
         rest = part.temperature, call.ignore_index
-        inputs = hidden[rows], weight, part.target_ids, bias, *rest, call.cap, part.min_logit
-        packed, kept = ops["states"](*inputs, shard.start, units, call.has_stats, saved_mib, backend)
+        run = partial(_states, hidden[rows], part, saved_mib)
+        if call.halo is None:
+            packed, kept = run(weight, bias, shard.start, units)
+        else:
+            packed, kept = call.halo.states(hidden[rows], part.target_ids, weight, bias, call.has_stats, run)
         gathered = all_gather(packed, group).unflatten(0, (ranks, -1))
         per_slice.append(ops["finish"](gathered, part.target_ids, *rest, shard.size, call.has_stats, backend))
         if call.is_checked and call.min_logit is not None:
@@ -143,18 +170,37 @@ def _forward_over_ranks(
     return (logp, lse, entropy, norm, kept) if call.has_stats else (logp, norm, kept)
 
 
-def backward_op(name: str, group: ProcessGroup | None, dtype: torch.dtype) -> tuple[Any, ...]:
+def _states(
+    hidden: torch.Tensor,
+    call: Call,
+    saved_mib: int | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    start: int,
+    units: int,
+    keeps: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the packed states of some columns, and the logits of them that are kept."""
+    inputs = hidden, weight, call.target_ids, bias, call.temperature, call.ignore_index, call.cap, call.min_logit
+    rest = start, units, call.has_stats, saved_mib if keeps else 0, call.ready.backend
+    result: tuple[torch.Tensor, torch.Tensor] = ops["states"](*inputs, *rest)
+    return result
+
+
+def backward_op(name: str, group: ProcessGroup | None, halo: Halo | None, dtype: torch.dtype) -> tuple[Any, ...]:
     """Return a raw op of the backward pass; in a group ``over_ranks`` and its first arguments."""
-    return (ops[name],) if group is None else (over_ranks, ops[name], group, dtype)
+    return (ops[name],) if group is None else (over_ranks, ops[name], group, halo, dtype)
 
 
-def over_ranks(op: Callable[..., Any], group: ProcessGroup, dtype: torch.dtype, *args: Any) -> tuple[Any, ...]:
+def over_ranks(
+    op: Callable[..., Any], group: ProcessGroup, halo: Halo | None, dtype: torch.dtype, *args: Any
+) -> tuple[Any, ...]:
     """Return the gradients of an op, that of hidden summed over the ranks of a group in ``dtype``."""
     from rl_kernels.core.distributed import all_reduce
 
-    partial, *gradients = op(*args)
+    dhidden, *gradients = op(*args) if halo is None else halo.backward(op, *args)
     needed = args[-4 if len(gradients) == 2 else -6]
-    return all_reduce(partial, group, dtype=dtype) if needed[0] else partial, *gradients
+    return all_reduce(dhidden, group, dtype=dtype) if needed[0] else dhidden, *gradients
 
 
 @torch.no_grad()
@@ -200,7 +246,7 @@ def arguments_of_backward(
     inputs: Sequence[Any], saved: Sequence[Any], grads: Sequence[Any], shard: Shard, limits: Sequence[Any]
 ) -> tuple[Any, ...]:
     """Return the arguments of ``backward`` up to the backend; one or all three ``grads`` are those of results."""
-    start, size, segments, group = shard
+    start, size, segments, group, _ = shard
     if len(grads) == 1:
         grads = *grads, None, None
     return *inputs, *saved, *grads, start, size, segments, group is not None, *limits
@@ -224,9 +270,9 @@ class LinearLogp(torch.autograd.Function):
         # Not a saved tensor: other backward passes may add to the buffer before this one runs.
         ctx.main_grad = call.main_grad
         ctx.ignore_index, ctx.workspace_mib, ctx.join_tokens = call.ignore_index, call.workspace_mib, call.join_tokens
-        ctx.shard, ctx.backend = call.shard, call.ready.backend
-        # Few logits are not worth the host time.
-        ctx.frees_kept = kept.shape[1] > 0 and len(kept) > FEW and not are_hooked()
+        ctx.shard, ctx.halo, ctx.backend = call.shard, call.halo, call.ready.backend
+        # Few logits are not worth the host time. With a halo an op has a part of the logits, and does not own them.
+        ctx.frees_kept = call.halo is None and kept.shape[1] > 0 and len(kept) > FEW and not are_hooked()
         return tuple(results)
 
     @staticmethod
@@ -244,10 +290,10 @@ class LinearLogp(torch.autograd.Function):
         arguments = arguments_of_backward(inputs, saved, upstream, ctx.shard, limits)
         dweight = None
         if needed[1] and ctx.main_grad is not None:
-            op = backward_op("backward_main_grad", group, hidden.dtype)
+            op = backward_op("backward_main_grad", group, ctx.halo, hidden.dtype)
             dhidden, dbias = first_order(*op, *arguments, ctx.main_grad, None, ctx.backend)
         else:
-            op = backward_op("backward", group, hidden.dtype)
+            op = backward_op("backward", group, ctx.halo, hidden.dtype)
             dhidden, dweight, dbias = first_order(*op, *arguments, ctx.backend)
         # What is not needed is empty.
         return dhidden if needed[0] else None, dweight if needed[1] else None, dbias if needed[2] else None, None

@@ -218,14 +218,9 @@ class Backward:
             assert dhidden is not None
             if self._has_zeros and number == len(self._segments):
                 dhidden += 0.0
-            # A balanced tree in the order of the segments: a segment that ends a pair is added to its sibling.
-            while number % 2 == 0:
-                dhidden, number = waiting.pop().add_(dhidden), number // 2
-            waiting.append(dhidden)
-        result = waiting.pop() if waiting else inputs.hidden.new_zeros(shape, dtype=self._total)
-        while waiting:
-            result = waiting.pop().add_(result)
-        return self._finish(inputs, result, dweight, dbias)
+            add_segment(waiting, number, dhidden)
+        dhidden = total_of(waiting) if waiting else inputs.hidden.new_zeros(shape, dtype=self._total)
+        return self._finish(inputs, dhidden, dweight, dbias)
 
     def _begin(
         self, inputs: Inputs, main_grad: torch.Tensor | None = None, dbias: torch.Tensor | None = None
@@ -268,6 +263,24 @@ class Backward:
         if self._has_totals:
             return dhidden, rounded
         return dhidden, empty(0) if dweight is None else dweight, rounded
+
+
+def add_segment(waiting: list[torch.Tensor], number: int, part: torch.Tensor) -> None:
+    """Add the part of a segment, counted from 1, to the sums of a balanced tree over the segments before it.
+
+    A segment that ends a pair is added to its sibling.
+    """
+    while number % 2 == 0:
+        part, number = waiting.pop().add_(part), number // 2
+    waiting.append(part)
+
+
+def total_of(waiting: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of all segments that were added."""
+    total = waiting.pop()
+    while waiting:
+        total = waiting.pop().add_(total)
+    return total
 
 
 def _default_workspace(hidden: torch.Tensor) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from rl_kernels.core import validate as check
@@ -49,57 +51,140 @@ def vocab_shards(vocab_size: int, n: int) -> tuple[tuple[int, int], ...]:
     return tuple((min(rank * width, vocab_size), min(rank * width + width, vocab_size)) for rank in range(n))
 
 
+PADDED = 128
+"""Rows per rank that a trainer pads by, at most one less (Megatron's default; vLLM pads the whole to 64)."""
+
+
+class VocabCuts(NamedTuple):
+    """Where the shards of a vocabulary begin and end, for cuts that cannot be found from the number of rows.
+
+    Attributes:
+        size: columns of the whole vocabulary.
+        cuts: ranks + 1 integers that rise from 0 to ``size``, or beyond it if there are pad rows: rank r has the rows
+            ``cuts[r]`` to ``cuts[r + 1]``, maybe none.
+    """
+
+    size: int
+    cuts: Sequence[int]
+
+
 class Shard(NamedTuple):
-    """The columns of this process, and how the gradient of hidden is summed.
+    """The columns that this process works on, and how the gradient of hidden is summed.
 
     Attributes:
         start: the first column.
         size: columns of the whole vocabulary.
         segments: segments of the vocabulary, each a chain of its own: 1 or 8.
         group: ranks that have the other columns; None if this process has all of them.
+        cuts: if the rows of the weight are not these columns: rank r has rows ``cuts[r]`` to ``cuts[r + 1]``, then pad
+            rows.
     """
 
     start: int
     size: int
     segments: int
     group: ProcessGroup | None = None
+    cuts: tuple[int, ...] | None = None
+
+    @property
+    def moved(self) -> tuple[int, ...] | None:
+        """The cuts, the same on all ranks, if they are not those of ``vocab_shards``: rows move between ranks."""
+        if self.cuts is None:
+            return None
+        ranks = len(self.cuts) - 1
+        return None if self.cuts == _cuts_of(slots(self.size, ranks) * UNIT, self.size, ranks) else self.cuts
 
 
-def shard_of(columns: int, group: ProcessGroup | None, vocab_size: int | None, vocab_segments: int | None) -> Shard:
-    """Return the shard of a weight with ``columns`` rows, or raise if it is not that of this rank.
+def shard_of(
+    columns: int, group: ProcessGroup | None, vocab_size: int | VocabCuts | None, vocab_segments: int | None
+) -> Shard:
+    """Return the shard of a weight with ``columns`` rows, or raise if it cannot be that of this rank.
 
     Raises:
         TypeError, ValueError: an argument does not fit the others; the message names it.
     """
+    cuts = None
+    if isinstance(vocab_size, VocabCuts):
+        if group is None:
+            raise ValueError("vocab_size: expected an integer or None without process_group, got VocabCuts")
+        vocab_size, given = vocab_size
+        check.integer("vocab_size.size", vocab_size, least=1)
+        cuts = _checked_cuts(columns, vocab_size, group.rank(), group.size(), given)
     for name, value in (("vocab_size", vocab_size), ("vocab_segments", vocab_segments)):
         if value is not None:
             check.integer(name, value)
     if vocab_segments not in (None, 1, SEGMENTS):
         raise ValueError(f"vocab_segments: expected 1 or {SEGMENTS}, got {vocab_segments}")
-    if group is None or group.size() == 1:
+    ranks = 1 if group is None else group.size()
+    is_padded = group is not None and isinstance(vocab_size, int) and 0 < vocab_size < columns
+    if ranks == 1 and cuts is None and not is_padded:
         if columns == 0:
             raise ValueError("lm_head_weight: expected a vocabulary (first dim) of at least 1, got 0")
         if vocab_size not in (None, columns):
             where = f"{columns} where this process has the whole vocabulary"
             raise ValueError(f"vocab_size: expected {where}, got {vocab_size}; shards need process_group")
         return Shard(0, columns, vocab_segments or (1 if group is None else SEGMENTS))
-    ranks = group.size()
-    if vocab_segments == 1:
+    assert group is not None
+    if vocab_segments == 1 and ranks > 1:
         raise ValueError(f"vocab_segments: expected {SEGMENTS} with a process_group of {ranks} ranks, got 1")
     if vocab_size is None:
         raise ValueError("vocab_size: expected the number of columns of the whole vocabulary with process_group")
     check.integer("vocab_size", vocab_size, least=1)
-    start, stop = vocab_shards(vocab_size, ranks)[group.rank()]
-    where = f"rank {group.rank()} of vocab_shards({vocab_size}, {ranks}) has columns {start} to {stop}"
-    if columns != stop - start:
-        multiple = UNIT * SEGMENTS
+    if cuts is None:
+        cuts = _default_cuts(columns, vocab_size, group.rank(), ranks)
+    shards = vocab_shards(vocab_size, ranks)
+    start, stop = shards[group.rank()]
+    shard = Shard(start, vocab_size, vocab_segments or SEGMENTS, group, cuts)
+    return shard._replace(cuts=None) if shard.moved is None and columns == stop - start else shard
+
+
+def _cuts_of(width: int, vocab_size: int, ranks: int) -> tuple[int, ...]:
+    return tuple(min(rank * width, vocab_size) for rank in range(ranks + 1))
+
+
+def _default_cuts(rows: int, vocab_size: int, rank: int, ranks: int) -> tuple[int, ...]:
+    """Return the cuts of a vocabulary of which a rank has so many rows: those of vocab_shards, or even ones.
+
+    Raises:
+        ValueError: no such cut gives the rank these rows, or two cuts do.
+    """
+    ours, even = slots(vocab_size, ranks) * UNIT, -(-vocab_size // ranks)
+    widths = [ours, even, *[rows] * (even <= rows < even + PADDED)]
+    cuts = [(width, _cuts_of(width, vocab_size, ranks)) for width in widths]
+    fitting = list(dict.fromkeys(one for width, one in cuts if rows in (width, one[rank + 1] - one[rank])))
+    if len(fitting) == 1:
+        return fitting[0]
+    first, last = vocab_shards(vocab_size, ranks)[rank]
+    given = f"give vocab_size as VocabCuts({vocab_size}, cuts)"
+    if fitting:
+        listed = " or ".join(map(str, fitting))
+        raise ValueError(f"vocab_size: expected VocabCuts, because {rows} rows on rank {rank} fit {listed}: {given}")
+    least, most = max(min(even, vocab_size - rank * even), 0), even + PADDED - 1
+    raise ValueError(
+        f"lm_head_weight: expected {last - first} rows, those of vocab_shards({vocab_size}, {ranks}) on rank {rank}, "
+        f"or {least} to {most} of a vocabulary that is cut evenly, got {rows}: {given}"
+    )
+
+
+def _checked_cuts(rows: int, vocab_size: int, rank: int, ranks: int, given: Sequence[int]) -> tuple[int, ...]:
+    """Return the cuts without pad rows.
+
+    Raises:
+        TypeError, ValueError: they are no cuts of the vocabulary, or do not give the rank its rows.
+    """
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise TypeError(f"vocab_size.cuts: expected a sequence of integers, got {type(given).__name__}")
+    for cut in given:
+        check.integer("vocab_size.cuts", cut, least=0)
+    cuts = tuple(given)
+    if len(cuts) != ranks + 1 or cuts[0] or cuts[-1] < vocab_size or any(a > b for a, b in pairwise(cuts)):
         raise ValueError(
-            f"lm_head_weight: expected {stop - start} rows, got {columns}: {where}; cut the weight by vocab_shards, or "
-            f"pad the vocabulary to a multiple of {multiple} ({-(-vocab_size // multiple) * multiple}) and cut it "
-            "evenly: leave the pad rows out of lm_head_weight, or count them in vocab_size and mask them by a bias of "
-            "-inf"
+            f"vocab_size.cuts: expected {ranks + 1} numbers that rise from 0 to {vocab_size} or beyond, got {cuts}"
         )
-    return Shard(start, vocab_size, SEGMENTS, group)
+    if rows != cuts[rank + 1] - cuts[rank]:
+        expected = f"{cuts[rank + 1] - cuts[rank]} rows, as vocab_size.cuts says of rank {rank}"
+        raise ValueError(f"lm_head_weight: expected {expected}, got {rows}")
+    return tuple(min(cut, vocab_size) for cut in cuts)
 
 
 class Piece(NamedTuple):

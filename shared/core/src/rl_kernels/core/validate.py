@@ -28,7 +28,7 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], ndim: int | 
     """Require a strided tensor of one of ``dtypes`` with exactly ``ndim``, or at least ``least``, dims."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}{_module_hint(name, value)}")
-    if not torch.compiler.is_compiling() and type(value).__module__.startswith("torch.distributed.tensor"):
+    if is_dtensor(value):
         raise TypeError(
             f"{name}: expected a local tensor{_for_operator()}, got a DTensor: pass its full_tensor(), which gathers "
             "it from all ranks, or its to_local() if you mean only this rank's part"
@@ -41,6 +41,11 @@ def tensor(name: str, value: object, dtypes: Sequence[torch.dtype], ndim: int | 
         raise ValueError(f"{name}: expected {ndim} dims, got shape {tuple(value.shape)}")
     if value.ndim < least:
         raise ValueError(f"{name}: expected at least {least} dims, got shape {tuple(value.shape)}")
+
+
+def is_dtensor(value: object) -> bool:
+    """Say whether a value is a DTensor, without an import of them; False under torch.compile."""
+    return not torch.compiler.is_compiling() and type(value).__module__.startswith("torch.distributed.tensor")
 
 
 def _module_hint(name: str, value: object) -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from rl_kernels.core.distributed import Validate
+    from rl_kernels.linear_logp.vocabulary import VocabCuts
 
 
 # A loss is differentiated in the forward pass, which cannot be traced. torch.compiler.disable would do, but it imports
@@ -44,7 +45,7 @@ def linear_logp_loss(
     join_tokens: int | None = None,
     memory: MemoryUse = LEAN,
     process_group: ProcessGroup | DeviceMesh | None = None,
-    vocab_size: int | None = None,
+    vocab_size: int | VocabCuts | None = None,
     vocab_segments: int | None = None,
     validate: Validate = True,
     backend: str | None = None,
@@ -90,7 +91,7 @@ def linear_logp_loss(
             ``"fast"``: these are formed in one piece, as in ``linear_logp``. ``Memory(...)``: ``workspace_mib`` bounds
             them; with ``saved_mib`` fewer logits stay, those of the last columns, and the others are recomputed.
         process_group: ranks that share the vocabulary; ``loss`` must be the same on all.
-        vocab_size: V, the columns of the whole vocabulary.
+        vocab_size: V, the columns of the whole vocabulary, or ``VocabCuts``.
         vocab_segments: 1 or 8.
         validate: check values as ``linear_logp`` does, that ``loss`` is differentiable in the log-probabilities alone,
             and the upstream gradient, which syncs. Without it, another upstream gradient fails on the device.

@@ -198,12 +198,13 @@ class ChunkedLoss:
         grads = [value[here] for value in upstream]
         limits = call.workspace_mib, self._needed, call.join_tokens, True
         arguments = arguments_of_backward(inputs, saved, grads, call.shard, limits)
-        totals, group, backend = (self._main_grad, self._bias_total), call.shard.group, call.ready.backend
+        totals, backend = (self._main_grad, self._bias_total), call.ready.backend
+        over = call.shard.group, call.halo, hidden.dtype
         if totals == (None, None):
-            op, *first = backward_op("backward", group, hidden.dtype)
+            op, *first = backward_op("backward", *over)
             dhidden, self._dweight, self._dbias = op(*first, *arguments, backend)
         else:
-            op, *first = backward_op("backward_main_grad", group, hidden.dtype)
+            op, *first = backward_op("backward_main_grad", *over)
             dhidden, self._dbias = op(*first, *arguments, *totals, backend)
         if self._dhidden is not None:
             self._dhidden[here] = dhidden
