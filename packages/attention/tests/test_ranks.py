@@ -134,7 +134,7 @@ BUGS = (
     Bug("padding is read", "None if used == queries else in_use", "None"),
     Bug("gradients of other keys", "(start + piece.others, start + count)", "(start, start + count - piece.others)"),
     Bug("gradients of keys of one call alone", "in of_keys(settings.where):", "in of_keys(settings.where)[:1]:"),
-    Bug("values of this rank alone", "for x in (k, v)]\n    out, lse", "for x in (k, v.detach() * 0)]\n    out, lse"),
+    Bug("keys without their values", "settings.gather(k, v)())", "settings.gather(k, v * 0)())"),
 )
 MODULES = ("rl_kernels.attention.plan", "rl_kernels.attention.parallel")
 TRIED = (CALLS[2], CALLS[6])

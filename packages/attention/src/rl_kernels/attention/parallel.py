@@ -6,6 +6,7 @@ rank's rows is kept between them. The backward pass also gathers queries, output
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from rl_kernels.attention.inputs import UNLIMITED, Attended, Inputs, Window
 from rl_kernels.attention.op import ops
 from rl_kernels.attention.plan import Packed, Where, of_keys, of_queries
 from rl_kernels.core import validate as check
-from rl_kernels.core.distributed import Validate, agree_on_kind, all_gather, group_of, group_rank, group_size
+from rl_kernels.core.distributed import Validate, agree_on_kind, begin_all_gather, group_of, group_rank, group_size
 from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib.derivatives import first_order, no_lost_derivatives
 from rl_kernels.core.torchlib.observed import values_hidden
@@ -65,10 +66,11 @@ class Settings(NamedTuple):
         places = call.cu_seqlens_q, call.cu_seqlens_k, None, call.seqused_q, None, None
         return Inputs._make((*operands, *places, *call.longest, scale, *call.window, softcap))
 
-    def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all ranks."""
-        layout = layout_of(self.where.lengths, self.where.ranks, x.device)
-        return all_gather(layout.padded("x", x, self.where.rank), self.group)
+    def gather(self, *tensors: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+        """Begin to gather the rows of all ranks; return a function that waits for them."""
+        layout = layout_of(self.where.lengths, self.where.ranks, self.where.device)
+        ends = [begin_all_gather(layout.padded("rows", x, self.where.rank), self.group) for x in tensors]
+        return lambda: [end() for end in ends]
 
 
 # Sizes of all ranks cannot be traced. torch.compiler.disable would do, but it imports the compiler at once.
@@ -179,7 +181,7 @@ def forward(operands: Tensors, settings: Settings) -> tuple[torch.Tensor, torch.
     """Return out ``[rows, H, Dv]`` and lse ``[H, rows]`` of this rank's queries; the operands are packed."""
     q, k, v, sinks = operands
     call = of_queries(settings.where)
-    keys = [call.keys_of(settings.gathered(x)) for x in (k, v)]
+    keys = map(call.keys_of, settings.gather(k, v)())
     out, lse = ops["forward"](*settings.arguments(call, q, *keys, sinks), settings.backend)
     return out, lse
 
@@ -189,14 +191,18 @@ def backward(settings: Settings, operands: Tensors, needs: tuple[bool, ...], *re
     q, k, v, sinks = operands
     out, lse, grad = rest
     backend, call = settings.backend, of_queries(settings.where)
-    all_keys = [settings.gathered(x) for x in (k, v)]
+    gathered_keys, gathered_rows = settings.gather(k, v), None
+    if needs[1] or needs[2]:
+        # It arrives while dq is computed.
+        gathered_rows = settings.gather(q, out, lse.mT, grad)
+    all_keys = gathered_keys()
     dq = dk = dv = dsinks = None
     if needs[0] or needs[3]:
         arguments = settings.arguments(call, q, *map(call.keys_of, all_keys), sinks)
         dq, _, _, dsinks = ops["backward"](*arguments, *rest, needs[0], False, backend)
         del arguments
-    if needs[1] or needs[2]:
-        all_rows = [settings.gathered(x) for x in (q, out, lse.mT, grad)]
+    if gathered_rows is not None:
+        all_rows = gathered_rows()
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         for call in of_keys(settings.where):
             queries, outs, lses, grads = map(call.queries_of, all_rows)
