@@ -16,7 +16,7 @@ MOST = 6
 """Frames between the caller, or autograd, and a launch, or for ``native`` the function that runs the op."""
 READ = 8
 """Files that a reader opens, from the repository's README and ``docs/call.md`` to a kernel."""
-KEYWORDS = 16
+KEYWORDS = 17
 """Keyword arguments of a public function; ``linear_logp`` has 13."""
 SPINE = ("core/torchlib/ops.py", "core/torchlib/derivatives.py", "core/triton_lib/launch.py")
 """Files that all operators share, which the page describes."""

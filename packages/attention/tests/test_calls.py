@@ -102,7 +102,7 @@ def test_native_looks_at_no_value_where_that_would_wait(left, softcap):
     batches._cached_mask_bits.cache_clear()
     out, lse = native.forward(*given)
     assert (out.shape, lse.shape) == (q.shape, (2, 4, 90))
-    found = native.backward(*given, out, lse, torch.empty_like(out), True)
+    found = native.backward(*given, out, lse, torch.empty_like(out), True, True)
     assert [x.shape for x in found] == [x.shape for x in (q, k, v, sinks)]
     assert batches._cached_mask_bits.cache_info().currsize == 0
 

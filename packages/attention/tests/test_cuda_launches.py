@@ -222,7 +222,7 @@ class Kernels:
         assert launch.block == 384
         found = self.seen(launch, box)
         assert launch["scale"] == pytest.approx(found.scale)
-        return native.backward(*found, out, rows["lse"], grad, True)
+        return native.backward(*found, out, rows["lse"], grad, True, True)
 
     def of_queries(self, launch: Launch) -> None:
         tiles = -(-self.given.max_seqlen_q * self.given.group // 128)
@@ -291,21 +291,24 @@ class TestLaunches(CudaHost):
             return
         wide = torch.randn(*out.shape[:-1], 2 * out.shape[-1]).to(out.dtype)
         grad = wide[..., : out.shape[-1]]
-        launch = backend.backward.prepare(*given, out, lse, grad, True)
+        launch = backend.backward.prepare(*given, out, lse, grad, True, True)
         for scale in (1, 2):
             grad = wide.mul(scale)[..., : out.shape[-1]]
-            close(launch(*given, out, lse, grad, True), native.backward(*given, out, lse, grad, True))
+            close(launch(*given, out, lse, grad, True, True), native.backward(*given, out, lse, grad, True, True))
         grad = grad[:1].expand(grad.shape)
-        close(backend.backward(*given, out, lse, grad, True), native.backward(*given, out, lse, grad, True))
-        dq, dk, dv, _ = backend.backward(*given, out, lse, grad, False)
-        close((dq,), native.backward(*given, out, lse, grad, True)[:1])
+        close(backend.backward(*given, out, lse, grad, True, True), native.backward(*given, out, lse, grad, True, True))
+        dq, dk, dv, _ = backend.backward(*given, out, lse, grad, True, False)
+        close((dq,), native.backward(*given, out, lse, grad, True, True)[:1])
         assert dk.numel() == dv.numel() == 0
+        dq, *keys, _ = backend.backward(*given, out, lse, grad, False, True)
+        close(tuple(keys), native.backward(*given, out, lse, grad, True, True)[1:3])
+        assert dq.numel() == 0
 
     def both_passes(self, given: Inputs) -> tuple[list[Launch], tuple[torch.Tensor, ...]]:
         """Return the launches of both passes on 132 multiprocessors, and their results."""
         with self.recording(recorder := Recorder()):
             out, lse = backend.forward(*given)
-            return recorder.launches, (out, lse, *backend.backward(*given, out, lse, out, True)[:3])
+            return recorder.launches, (out, lse, *backend.backward(*given, out, lse, out, True, True)[:3])
 
     @pytest.mark.parametrize(
         ("sizes", "expected"),

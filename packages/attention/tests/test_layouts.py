@@ -204,7 +204,7 @@ def test_arguments_may_have_other_layouts_in_every_call(backend):
 
     def results(**changed):
         *arguments, out, lse, grad = (call | changed).values()
-        return *ops["forward"](*arguments, backend), *ops["backward"](*arguments, out, lse, grad, True, backend)
+        return *ops["forward"](*arguments, backend), *ops["backward"](*arguments, out, lse, grad, True, True, backend)
 
     expected = results()
     # The kernels write no key of padding.

@@ -7,18 +7,21 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 
 from rl_kernels.attention import checks
-from rl_kernels.attention.inputs import UNLIMITED, Attended, Inputs
-from rl_kernels.attention.op import OPERATOR, describe, ops
+from rl_kernels.attention.choice import choose_backend
+from rl_kernels.attention.inputs import UNLIMITED, Attended, Inputs, Window
+from rl_kernels.attention.op import ops
 from rl_kernels.core import validate as check
 from rl_kernels.core.calls import Ready
-from rl_kernels.core.dispatch import choose, remembered
+from rl_kernels.core.dispatch import remembered
 from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib.derivatives import apply_of, first_order, no_lost_derivatives
 
-Window = tuple[int | None, int | None]
-
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import TypedDict, Unpack
+
+    from rl_kernels.core.distributed import Validate
 
     class Keywords(TypedDict, total=False):
         """Keyword arguments other than ``return_lse``, which determines the type of the result."""
@@ -36,7 +39,8 @@ if TYPE_CHECKING:
         seqused_q: torch.Tensor | None
         seqused_k: torch.Tensor | None
         block_table: torch.Tensor | None
-        validate: bool
+        process_group: ProcessGroup | DeviceMesh | None
+        validate: Validate
         backend: str | None
 
 
@@ -92,7 +96,8 @@ def det_attention(
     seqused_k: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     return_lse: bool = False,
-    validate: bool = True,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    validate: Validate = True,
     backend: str | None = None,
 ) -> torch.Tensor | Attended:
     """Return ``softmax(scale q k^T) v`` for each head; its bits depend only on the query and the keys that it sees.
@@ -103,6 +108,11 @@ def det_attention(
     ``S - T + t``. Scores, softmax and sums are FP32. The weights are rounded to the dtype of the values, but not by
     ``native``, and the output is rounded once. q, k, v and sinks are differentiable; k and v of a cache are not. The
     formula is that of https://arxiv.org/abs/1706.03762.
+
+    With ``process_group`` each rank has the rows of every sequence that ``context_shards`` gives it, of queries, keys
+    and values alike. Output, lse and all gradients have the bits of one GPU, for any number of ranks. The gradients of
+    keys and values are complete; that of sinks is a sum over the queries of this rank. All ranks must call it and run
+    backward, one without rows too.
 
     Args:
         q: ``[B, T, H, D]``, or ``[total, H, D]`` with ``cu_seqlens_q``; FP32, BF16 or FP16; D is a multiple of 8.
@@ -133,8 +143,15 @@ def det_attention(
             ``seqused_k - T + t``.
         block_table: ``[B, n]``, int32 or int64: the pages of each sequence, in order; needs ``seqused_k``.
         return_lse: return ``Attended(out, lse)``.
+        process_group: ranks that share each sequence: a ``ProcessGroup``, or one dim of a ``DeviceMesh``. With
+            ``[B, T, H, D]`` a sequence has T rows on each rank; packed, ``cu_seqlens_q`` has the bounds of whole
+            sequences, the same on all ranks, on any device: on a GPU it is read, which syncs. ``cu_seqlens_k`` is
+            None or equal to it. Not with ``k_start``, ``seqused_q``, ``seqused_k``, ``block_table``, nor with a
+            ``window`` without ``causal``.
         validate: check the values of the integer tensors, which syncs with a GPU; skipped under torch.compile and while
             a CUDA graph is captured. Without the check nothing is read out of bounds, and a missing page gives NaN.
+            In a group, unless it is False, the first call of a kind (dtypes, heads, options) compares the ranks: an
+            error of one is then raised on all. ``"ranks"``, or ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, compares every call.
         backend: name of a backend; ``auto`` chooses one; None follows ``use_backend`` and ``RL_KERNELS_BACKEND``, and
             chooses one if neither is set.
 
@@ -149,6 +166,14 @@ def det_attention(
         CanaryMismatch: this GPU gives other bits than those recorded for its architecture; checked at the first call.
         RuntimeError: forward-mode AD, a gradient of ``torch.func`` or double backward: not supported.
     """
+    if process_group is not None:
+        # Imported here: PyTorch may be built without torch.distributed.
+        from rl_kernels.attention.parallel import Options, attention_over_ranks
+
+        places = (cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table)
+        given = Options(causal, scale, window, softcap, max_seqlen_q, max_seqlen_k, return_lse, validate, backend)
+        attended = attention_over_ranks((q, k, v, sinks, *places), process_group, given)
+        return attended if return_lse else attended.out
     left, right = checks.window(window, causal=causal, unlimited=UNLIMITED)
     needs_grad = torch.is_grad_enabled() and any([getattr(x, "requires_grad", False) for x in (q, k, v, sinks)])
     integer_tensors = (cu_seqlens_q, cu_seqlens_k, k_start, seqused_q, seqused_k, block_table)
@@ -188,31 +213,6 @@ def _prepare(return_lse: bool, needs_grad: bool, backend: str | None, *fields: A
     return ops["forward" if return_lse or needs_grad else "output"].ready(*inputs, name), inputs.numbers
 
 
-def choose_backend(call: Inputs, backend: str | None) -> tuple[str, Inputs]:
-    """Check all arguments but the window and the values of tensors; return a backend's name and the raw ops' arguments.
-
-    In ``call`` the lengths and the scale may be None: the largest possible lengths, and ``1 / sqrt(D)``.
-    """
-    checks.heads(call)
-    checks.layout(call)
-    q, k, v = call.operands
-    if call.scale is not None:
-        check.number("scale", call.scale, above=0)
-    check.number("softcap", call.softcap, least=0)
-    check.backend_name(backend)
-    name = choose(OPERATOR, describe(q, k, v), backend).name
-    most_q = q.shape[0] if call.cu_seqlens_q is not None else q.shape[1]
-    most_k = k.shape[0] if call.cu_seqlens_k is not None else k.shape[1]
-    if call.block_table is not None:
-        most_k *= call.block_table.shape[1]
-    return name, call._replace(
-        max_seqlen_q=checks.at_most("max_seqlen_q", call.max_seqlen_q, call.cu_seqlens_q, most_q),
-        max_seqlen_k=checks.at_most("max_seqlen_k", call.max_seqlen_k, call.cu_seqlens_k, most_k),
-        scale=float(q.shape[-1] ** -0.5 if call.scale is None else call.scale),
-        softcap=float(call.softcap),
-    )
-
-
 class _DetAttention(torch.autograd.Function):
     """Saves the operands, out and lse; lse carries no gradient."""
 
@@ -240,6 +240,6 @@ class _DetAttention(torch.autograd.Function):
         if grad is None:
             return (None,) * len(needed)
         *tensors, out, lse = ctx.saved_tensors
-        needs_keys = needed[1] or needed[2]
-        computed = first_order(ops["backward"], *tensors, *ctx.numbers, out, lse, grad, needs_keys, ctx.backend)
+        needs = (needed[0], needed[1] or needed[2])
+        computed = first_order(ops["backward"], *tensors, *ctx.numbers, out, lse, grad, *needs, ctx.backend)
         return *[value if is_needed else None for value, is_needed in zip(computed, needed, strict=False)], None

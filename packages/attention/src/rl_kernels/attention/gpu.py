@@ -11,7 +11,7 @@ from rl_kernels.attention.checks import MULTIPLE
 from rl_kernels.core.calls import Launches
 from rl_kernels.core.layout import ALIGNED, readable
 
-Q, K, V, SINKS, OUT, LSE, GRAD, NEEDS_KEYS = 0, 1, 2, 3, 16, 17, 18, 19
+Q, K, V, SINKS, OUT, LSE, GRAD, NEEDS_QUERIES, NEEDS_KEYS = 0, 1, 2, 3, 16, 17, 18, 19, 20
 """Places of arguments of the raw ops."""
 
 
@@ -76,6 +76,7 @@ def forward_without_queries(out_shape: tuple[int, ...], lse_shape: tuple[int, ..
 
 def backward_without_queries(*args: Any) -> tuple[torch.Tensor, ...]:
     """Return the gradients of calls in which no sequence has a query."""
-    q, k, v, sinks, lse, needs_keys = (args[place] for place in (Q, K, V, SINKS, LSE, NEEDS_KEYS))
+    places = (Q, K, V, SINKS, LSE, NEEDS_QUERIES, NEEDS_KEYS)
+    q, k, v, sinks, lse, needs_queries, needs_keys = (args[place] for place in places)
     dk, dv = (x.new_zeros(x.shape if needs_keys else 0) for x in (k, v))
-    return q.new_zeros(q.shape), dk, dv, sink.gradient(sinks, lse, lse)
+    return q.new_zeros(q.shape if needs_queries else 0), dk, dv, sink.gradient(sinks, lse, lse)

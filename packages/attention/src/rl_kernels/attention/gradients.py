@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from rl_kernels.attention import checks
-from rl_kernels.attention.api import Window, choose_backend
-from rl_kernels.attention.inputs import UNLIMITED, Inputs
+from rl_kernels.attention.choice import choose_backend
+from rl_kernels.attention.inputs import UNLIMITED, Inputs, Window
 from rl_kernels.attention.op import ops
 from rl_kernels.core import validate as check
 from rl_kernels.core.dispatch import remembered
@@ -74,7 +74,7 @@ def det_attention_backward(
     if validate:
         checks.lengths(call)
     no_lost_derivatives("det_attention", q, k, v, grad)
-    dq, dk, dv, _ = first_order(ops["backward"], *tensors, *numbers, out, lse, grad, True, name)
+    dq, dk, dv, _ = first_order(ops["backward"], *tensors, *numbers, out, lse, grad, True, True, name)
     return dq, dk, dv
 
 

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+Window = tuple[int | None, int | None]
+"""The sides of the window as arguments; None is unlimited."""
 UNLIMITED = -1
 """An unlimited side of the window."""
 INTEGER_TENSORS = slice(4, 10)

@@ -2,7 +2,7 @@
 
 The arguments of the raw ops are those of ``inputs.Inputs``. ``forward`` returns out and lse, ``output`` out alone. lse
 is FP32, ``[B, H, T]`` or ``[H, total]``. ``backward`` takes the out and lse of ``forward`` and the gradient of out. dk
-and dv are empty if ``needs_keys`` is False, and dsinks is empty without sinks.
+and dv are empty if ``needs_keys`` is False, dq is if ``needs_queries`` is, and dsinks is empty without sinks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SCHEMAS = {
     "forward": f"({_INPUTS}, str backend) -> (Tensor, Tensor)",
     "output": f"({_INPUTS}, str backend) -> Tensor",
     "backward": (
-        f"({_INPUTS}, Tensor out, Tensor lse, Tensor grad, bool needs_keys, str backend)"
+        f"({_INPUTS}, Tensor out, Tensor lse, Tensor grad, bool needs_queries, bool needs_keys, str backend)"
         " -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 }
@@ -51,14 +51,14 @@ def _fake_output(*args: Any) -> torch.Tensor:
 
 
 def _fake_backward(*args: Any) -> tuple[torch.Tensor, ...]:
-    inputs, needs_keys = Inputs(*args[:-4]), args[-1]
+    inputs, (needs_queries, needs_keys) = Inputs(*args[:-5]), args[-2:]
     dk, dv = (value.new_empty(value.shape if needs_keys else 0) for value in (inputs.k, inputs.v))
     dsinks = (
         inputs.q.new_empty(0, dtype=torch.float32)
         if inputs.sinks is None
         else inputs.sinks.new_empty(inputs.sinks.shape)
     )
-    return inputs.q.new_empty(inputs.q.shape), dk, dv, dsinks
+    return inputs.q.new_empty(inputs.q.shape if needs_queries else 0), dk, dv, dsinks
 
 
 FAKES = {"forward": _fake_forward, "output": _fake_output, "backward": _fake_backward}

@@ -22,6 +22,7 @@ from rl_kernels.attention import det_attention
 from rl_kernels.core.torchlib.autocast import autocast_dtype
 from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.models import paged
+from rl_kernels.models.context import CONTEXT
 
 MaskFunction = Callable[..., torch.Tensor]
 """Takes broadcast indices (sequence, head, query, key); returns whether the query sees the key."""
@@ -275,6 +276,9 @@ def attention_forward(
         "sinks": s_aux,
         "validate": False,
     }
+    ranks = vars(module).get(CONTEXT)
+    if ranks is not None:
+        return ranks.attend(query, key, value, **arguments), None
     if cache is not None:
         lengths: dict[str, Any] = {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
         lengths |= {"max_length_q": max_length_q, "max_length_k": max_length_k}

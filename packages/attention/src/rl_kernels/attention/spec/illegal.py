@@ -64,6 +64,7 @@ WRONG_TYPES: tuple[tuple[str, str, Change, str], ...] = (
     (DENSE, "window of floats", given(window=(5.0, 0)), "window: expected an integer"),
     (DENSE, "sinks of integers", _with("sinks", _integers(lambda q: (4,))), "sinks: expected dtype"),
     (DENSE, "backend not a name", given(backend=3), "backend: expected a name"),
+    (DENSE, "a group's name", given(process_group="cp"), "process_group: expected a ProcessGroup"),
     (DENSE, "start of floats", _with("k_start", lambda c: c["q"][:, 0, 0, 0].float()), "k_start: expected dtype"),
     (PACKED, "cumulative of floats", edited("cu_seqlens_q", torch.Tensor.float), "cu_seqlens_q: expected dtype"),
     (PACKED, "longest a float", given(max_seqlen_k=3.0), "max_seqlen_k: expected an integer"),

@@ -1,6 +1,7 @@
 """Tensor, sequence and expert parallelism for models of transformers, with the bits of one process."""
 
 from rl_kernels.models.parallel.clipping import clip_grad_norm
+from rl_kernels.models.parallel.context import parallelize_context
 from rl_kernels.models.parallel.experts import parallelize_experts
 from rl_kernels.models.parallel.model import Parallel, parallelize
 from rl_kernels.models.parallel.states import full_state_dict, load_full_state_dict
@@ -17,5 +18,6 @@ __all__ = [
     "full_state_dict",
     "load_full_state_dict",
     "parallelize",
+    "parallelize_context",
     "parallelize_experts",
 ]

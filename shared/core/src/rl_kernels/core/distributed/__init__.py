@@ -4,7 +4,7 @@ Everything runs on the collectives of the given process group (NCCL or gloo), on
 """
 
 from rl_kernels.core.distributed.agreement import Validate, agree, agree_on_kind, fingerprint
-from rl_kernels.core.distributed.exchange import reduce_product
+from rl_kernels.core.distributed.exchange import begin_all_gather, reduce_product
 from rl_kernels.core.distributed.functions import all_gather, all_reduce, reduce_scatter, split
 from rl_kernels.core.distributed.groups import SIZES, group_of, group_rank, group_size
 from rl_kernels.core.distributed.sums import chain_sum, tree_sum
@@ -16,6 +16,7 @@ __all__ = [
     "agree_on_kind",
     "all_gather",
     "all_reduce",
+    "begin_all_gather",
     "chain_sum",
     "fingerprint",
     "group_of",

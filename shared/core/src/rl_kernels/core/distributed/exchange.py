@@ -8,6 +8,7 @@ numbers one all-gather of all parts is faster, and gives the same bits. ``functi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,24 @@ def all_gather(x: torch.Tensor, group: ProcessGroup, dim: int = 0) -> torch.Tens
     if dim % max(x.ndim, 1) == 0:
         return parts.flatten(0, 1) if x.ndim else parts
     return parts.movedim(0, dim % x.ndim).flatten(dim % x.ndim, dim % x.ndim + 1)
+
+
+def begin_all_gather(x: torch.Tensor, group: ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Begin ``all_gather`` along dim 0; return a function that waits for it and returns its result.
+
+    On a GPU the exchange runs beside the kernels that are launched between, and the current stream waits, not the host.
+    """
+    size, x = group_size(group), x.contiguous()
+    if size == 1:
+        return lambda: x
+    parts = x.new_empty((size, *x.shape))
+    work = gather_into(parts.view(-1), x.view(-1), group, async_op=True)
+
+    def end() -> torch.Tensor:
+        work.wait()
+        return parts.flatten(0, 1)
+
+    return end
 
 
 def all_reduce(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,9 +17,9 @@ SIZES = (1, 2, 4, 8)
 _all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
 
-def gather_into(target: torch.Tensor, x: torch.Tensor, group: ProcessGroup) -> None:
-    """Write the flat tensors ``x[n]`` of all ranks to ``target[ranks n]``."""
-    _all_gather(target, x, group=group)
+def gather_into(target: torch.Tensor, x: torch.Tensor, group: ProcessGroup, *, async_op: bool = False) -> Any:
+    """Write the flat tensors ``x[n]`` of all ranks to ``target[ranks n]``; with ``async_op`` return its work."""
+    return _all_gather(target, x, group=group, async_op=async_op)
 
 
 def group_of(value: object, name: str = "process_group", sizes: tuple[int, ...] | None = SIZES) -> ProcessGroup:

@@ -105,10 +105,10 @@ forward, output = prepared(partial(_forward, with_lse=True)), prepared(partial(_
 
 @prepared
 def backward(*arguments: Any) -> Launches:
-    """Return (dq, dk, dv, dsinks) for the arguments of ``Inputs``, out, lse, out's gradient and ``needs_keys``."""
+    """Return (dq, dk, dv, dsinks) for the arguments of ``Inputs``, out, lse, out's gradient, and what is needed."""
     copied = gpu.unreadable(arguments, expanded=False)
     read = gpu.as_read(arguments, copied)
-    *fields, _, lse, grad, needs_keys = read
+    *fields, _, lse, grad, needs_queries, needs_keys = read
     inputs = Inputs._make(fields)
     if needs_keys and inputs.block_table is not None:
         raise ValueError("block_table: expected None, keys on pages have no gradients")
@@ -119,7 +119,7 @@ def backward(*arguments: Any) -> Launches:
     threads, shared = tile.threads, tile.shared
     tile_program = backward_program(plan.dtype, tile, capped=plan.cap[0] > 0)
     rows = kernel(tile_program, "rows_of", ROWS_ARGS, plan.device)
-    queries = kernel(tile_program, "of_queries", f"TT{BACKWARD_ARGS}", plan.device)
+    queries = kernel(tile_program, "of_queries", f"TT{BACKWARD_ARGS}", plan.device) if needs_queries else None
     keys = kernel(tile_program, "of_keys", f"TTTT{BACKWARD_ARGS}", plan.device) if needs_keys and plan.keys else None
     sequences = 1 if inputs.cu_seqlens_q is not None else plan.batch
     rows_grid = sequences * -(-plan.queries * plan.heads * LANES // THREADS)
@@ -139,8 +139,9 @@ def backward(*arguments: Any) -> Launches:
     def launch(*args: Any) -> tuple[torch.Tensor, ...]:
         args = gpu.with_copies(args, copied) if copied else args
         q, k, v, sinks = args[:4]
-        out, lse, grad, _ = args[gpu.OUT :]
-        dq, shapes = q.new_empty(*q.shape), (k.shape, v.shape) if needs_keys else (0, 0)
+        out, lse, grad, *_ = args[gpu.OUT :]
+        dq = q.new_empty(q.shape if needs_queries else 0)
+        shapes = (k.shape, v.shape) if needs_keys else (0, 0)
         # Padding gets zeros.
         dk, dv = [q.new_zeros(shape) if has_padding else q.new_empty(shape) for shape in shapes]
         lses, deltas = lse.new_empty(*row_shape), lse.new_empty(*row_shape)
@@ -150,8 +151,9 @@ def backward(*arguments: Any) -> Launches:
         rest = (q, grad, lses, deltas, dq, dk, dv, *strides, *grad_strides)
         with device_of(q):
             rows.launch(rows_grid, THREADS, out, grad, lse, lses, deltas, counters, *grad_strides, *sizes)
-            query_args = (*integer_tensors, *query_shape, *rest, query_counter, *query_numbers)
-            queries.launch(queries_grid, threads, *maps, *query_args, shared=shared)
+            if queries is not None:
+                query_args = (*integer_tensors, *query_shape, *rest, query_counter, *query_numbers)
+                queries.launch(queries_grid, threads, *maps, *query_args, shared=shared)
             if keys is not None:
                 row_maps = q_map(args), grad_map(args)
                 key_args = (*integer_tensors, *key_shape, *rest, key_counter, *key_numbers)

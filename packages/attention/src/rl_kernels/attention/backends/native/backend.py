@@ -143,18 +143,19 @@ def _height(batch: Batch) -> int:
 
 
 def backward(*arguments: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (dq, dk, dv, dsinks) for the arguments of ``Inputs``, out, lse, the gradient of out and ``needs_keys``."""
-    *fields, out, lse, grad, needs_keys = arguments
+    """Return (dq, dk, dv, dsinks) for the arguments of ``Inputs``, out, lse, out's gradient, and what is needed."""
+    *fields, out, lse, grad, needs_queries, needs_keys = arguments
     inputs = Inputs(*fields)  # type: ignore[arg-type]
     assert isinstance(out, torch.Tensor)
     assert isinstance(lse, torch.Tensor)
     assert isinstance(grad, torch.Tensor)
-    dq = inputs.q.new_zeros(inputs.q.shape)
+    dq = inputs.q.new_zeros(inputs.q.shape if needs_queries else 0)
     dk, dv = (value.new_zeros(value.shape if needs_keys else 0) for value in (inputs.k, inputs.v))
     delta = row_sum(out.float() * grad.float()).movedim(-1, -2)
     for batch in batches(inputs, BLOCK, backward=True):
         for part, (dq_rows, dk_rows, dv_rows) in _results(inputs, batch, _gradients, lse, delta, grad):
-            part.put_rows(dq, dq_rows)
+            if needs_queries:
+                part.put_rows(dq, dq_rows)
             if needs_keys:
                 part.put_keys(dk, dk_rows)
                 part.put_keys(dv, dv_rows)

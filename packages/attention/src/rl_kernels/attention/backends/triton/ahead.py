@@ -51,7 +51,7 @@ def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
 
 def _both_passes(inputs: Inputs) -> None:
     out, lse = backend.forward(*inputs)
-    backend.backward(*inputs, out, lse, torch.empty_like(out), True)
+    backend.backward(*inputs, out, lse, torch.empty_like(out), True, True)
 
 
 def _inputs(

@@ -59,9 +59,9 @@ forward, output = prepared(partial(_forward, with_lse=True)), prepared(partial(_
 
 @prepared
 def backward(*arguments: Any) -> Launches:
-    """Return (dq, dk, dv, dsinks) for the arguments of ``Inputs``, out, lse, out's gradient and ``needs_keys``."""
+    """Return (dq, dk, dv, dsinks) for the arguments of ``Inputs``, out, lse, out's gradient, and what is needed."""
     copied = gpu.unreadable(arguments, expanded=True)
-    *fields, _, lse, grad, needs_keys = gpu.as_read(arguments, copied)
+    *fields, _, lse, grad, needs_queries, needs_keys = gpu.as_read(arguments, copied)
     inputs = Inputs._make(fields)
     if needs_keys and inputs.block_table is not None:
         raise ValueError("block_table: expected None, keys on pages have no gradients")
@@ -77,15 +77,17 @@ def backward(*arguments: Any) -> Launches:
     def launch(*args: Any) -> tuple[torch.Tensor, ...]:
         args = gpu.with_copies(args, copied) if copied else args
         q, k, v, sinks, *integer_tensors, table = args[:10]
-        out, lse, grad, _ = args[gpu.OUT :]
-        dq = q.new_zeros(q.shape) if may_skip_rows else q.new_empty(*q.shape)
+        out, lse, grad, *_ = args[gpu.OUT :]
+        of_queries = q.shape if needs_queries else (0,)
+        dq = q.new_zeros(of_queries) if may_skip_rows else q.new_empty(of_queries)
         shapes = (k.shape, v.shape) if needs_keys else (0, 0)
         dk, dv = [q.new_zeros(shape) if may_skip_keys else q.new_empty(shape) for shape in shapes]
         lses, deltas = lse.new_empty(*row_shape), lse.new_empty(*row_shape)
         described = descriptors_of(key_boxes, k, v) if key_boxes else (None, None)
         with device_of(q):
             rows(out, grad, lse, lses, deltas)
-            queries(q, k, v, grad, lses, deltas, dq, *integer_tensors, table, *described)
+            if needs_queries:
+                queries(q, k, v, grad, lses, deltas, dq, *integer_tensors, table, *described)
             if needs_keys and keys is not None:
                 described = descriptors_of(row_boxes, q, grad) if row_boxes else (None, None)
                 keys(q, k, v, grad, lses, deltas, dk, dv, *integer_tensors[:4], *described)
