@@ -1,8 +1,13 @@
 """One token of each sequence through the layers of a decoder as a row of launches: the bits of the layers' modules."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from rl_kernels.models import decode, invariant
 
@@ -62,11 +67,23 @@ def replaced_forward(model):
     part.forward = lambda *args, **options: type(part).forward(part, *args, **options)
 
 
+def plain_attribute(name):
+    def change(model):
+        part = model.model.layers[0].self_attn.q_proj
+        value = part._parameters.pop(name)
+        setattr(part, name, value.data)
+
+    return change
+
+
 CHANGES = {
     "hook": lambda model: model.model.layers[0].self_attn.v_proj.register_forward_hook(lambda *_: None),
     "hook before": lambda model: model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: None),
     "forward": replaced_forward,
     "module": new_layer,
+    "compiled call": lambda model: model.model.layers[0].self_attn.k_proj.compile(backend="eager"),
+    "plain weight": plain_attribute("weight"),
+    "plain bias": plain_attribute("bias"),
     "training": lambda model: model.model.layers[0].train(),
     "parametrization": lambda model: nn.utils.parametrize.register_parametrization(
         model.model.layers[0].mlp.gate_proj, "weight", nn.Identity()
@@ -77,14 +94,90 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_may_change_a_module_is_left_to_it(tiny, triton_on, steps, change):
-    model = tiny(device=triton_on)
+    model = tiny("Qwen2", device=triton_on)
     with invariant(model, strict=True):
-        decoded(model)
+        before = decoded(model)
         assert sum(steps) == 4
         steps.clear()
         CHANGES[change](model)
-        decoded(model)
+        assert torch.equal(decoded(model), before)
         assert steps.count(True) == 2
+
+
+def test_forwards_of_others_run(tiny, triton_on, steps, monkeypatch):
+    """Of a class of someone's own, which may change its mind, and of transformers' class, replaced after the swap."""
+    model = tiny(device=triton_on)
+    layer, attention = type(model.model.layers[0]), type(model.model.layers[0].self_attn)
+
+    class Steered(layer):
+        by = 0.0
+
+        def forward(self, *args, **options):
+            return super().forward(*args, **options) + self.by
+
+    with invariant(model, strict=True):
+        before = decoded(model)
+        for kind in (layer, attention):
+            with monkeypatch.context() as patch:
+                original = kind.forward
+                patch.setattr(kind, "forward", lambda *args, run=original, **options: run(*args, **options))
+                steps.clear()
+                assert torch.equal(decoded(model), before)
+                assert not any(steps)
+    for each in model.model.layers:
+        each.__class__ = Steered
+    with invariant(model, strict=True):
+        assert torch.equal(decoded(model), before)
+        monkeypatch.setattr(Steered, "by", 1.0)
+        assert not torch.equal(decoded(model)[1:], before[1:])
+    assert not any(steps)
+
+
+def test_norms_without_an_epsilon(tiny, triton_on, steps):
+    """PyTorch's norms take that of the dtype."""
+    model = tiny(device=triton_on)
+    for layer in model.model.layers:
+        layer.input_layernorm = nn.RMSNorm(32, device=triton_on)
+    with invariant(model, strict=True):
+        assert torch.isfinite(decoded(model)).all()
+    assert not any(steps)
+
+
+def test_masks_are_not_kept(tiny, triton_on, steps, monkeypatch):
+    model, masks, means = tiny(device=triton_on), [], decode.mask_arguments
+    monkeypatch.setattr(decode, "mask_arguments", lambda mask, *rest: masks.append(weakref.ref(mask)) or means(mask, *rest))
+    forward = decode._attend
+    monkeypatch.setattr(
+        decode, "_attend", lambda *args: masks.append(weakref.ref(args[-1]["attention_mask"])) or forward(*args)
+    )
+    with invariant(model, strict=True):
+        decoded(model)
+    gc.collect()
+    assert len(masks) == 4 + 2
+    assert not any(mask() is not None for mask in masks)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_sharded_before_or_after_the_swap_and_undone(tiny, triton_on, steps, one_process, is_first):
+    model, mesh = tiny(device=triton_on), init_device_mesh(triton_on.type, (1,))
+    plain = decoded(model)
+
+    def shard():
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh)
+
+    with invariant(model, strict=True):
+        expected = decoded(model)
+        assert sum(steps) == 4
+    if is_first:
+        shard()
+    with invariant(model, strict=True):
+        if not is_first:
+            shard()
+        assert torch.equal(decoded(model), expected)
+        assert sum(steps) == 8
+    assert torch.equal(decoded(model), plain)
+    assert sum(steps) == 8
 
 
 def test_weights_are_those_of_the_call(tiny, triton_on, steps, monkeypatch):

@@ -30,7 +30,7 @@ from rl_kernels.det_gemm.arguments import prepare_linear
 from rl_kernels.det_gemm.module import DetLinear
 from rl_kernels.models.attention import attention_forward, mask_arguments
 from rl_kernels.models.fused import conditions
-from rl_kernels.models.fused.decoders import ATTENTION, LAYER, MLP, is_decoder_layer, windows
+from rl_kernels.models.fused.decoders import ATTENTION, LAYER, MLP, Attending, attentions, is_decoder_layer
 from rl_kernels.models.fused.gate import launch_of as gate_launch
 from rl_kernels.models.fused.rotary import launch_of as rotary_launch
 from rl_kernels.models.fused.swaps import is_gated, is_silu, rotates_as_ours
@@ -60,12 +60,12 @@ class _Kinds(NamedTuple):
 
     Attributes:
         norms: of both norms, the options of the raw op and the name of the attribute that holds epsilon.
-        window: who holds the size of the window.
+        attending: what is known of the attention.
         modeling: the file that has the rotary function of the attention.
     """
 
     norms: tuple[tuple[Any, str], ...]
-    window: str | None
+    attending: Attending
     modeling: ModuleType
 
 
@@ -88,8 +88,10 @@ def decoder_layer(module: nn.Module) -> Callable[..., Any] | None:
     original: Any = type(module).forward
 
     def forward(self: Any, *args: Any, **options: Any) -> Any:
-        found = None if torch.is_grad_enabled() else _step(self, args, options)
-        return original(self, *args, **options) if found is None else found
+        # Someone may have replaced the forward of the class since.
+        own = getattr(type(self), SWAPPED).forward
+        found = None if torch.is_grad_enabled() or own is not original else _step(self, args, options)
+        return own(self, *args, **options) if found is None else found
 
     return forward
 
@@ -115,10 +117,15 @@ def _step(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> t
     implementation = object.__getattribute__(state["config"], "__dict__").get("_attn_implementation_internal")
     if state["training"] or type(implementation) is not Swapped or not rotates_as_ours(kinds.modeling):
         return None
+    if type(attention).forward is not kinds.attending.forward:
+        return None
     (form, eps), (second_form, second_eps) = kinds.norms
     eps, second_eps = getattr(first, eps), getattr(second, second_eps)
-    scales = first._parameters.get("weight"), second._parameters.get("weight")
-    operands = [(linear._parameters["weight"], linear._parameters["bias"]) for linear in linears]
+    try:
+        scales = first._parameters["weight"], second._parameters["weight"]
+        operands = [(linear._parameters["weight"], linear._parameters["bias"]) for linear in linears]
+    except KeyError:  # plain attributes, as in a replica of DataParallel
+        return None
     (wq, bq), (wk, bk), (wv, bv), (wo, bo), (wg, bg), (wu, bu), (wd, bd) = operands
     weights, biases = (wq, wk, wv, wo, wg, wu, wd), (bq, bk, bv, bo, bg, bu, bd)
     plan = _prepare(hidden, *angles, *scales, eps, second_eps, form, second_form, state["head_dim"], *weights, *biases)
@@ -134,12 +141,12 @@ def _step(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> t
         rotate(q, k, *angles, q_out, k_out, angles[0])
         keys, values = cache.update(k_out, v.view(k_shape), state["layer_idx"])
         window = None
-        if kinds.window is not None:
-            holder = attention if kinds.window == "module" else state["config"]
+        if kinds.attending.window is not None:
+            holder = attention if kinds.attending.window == "module" else state["config"]
             window = getattr(holder, "sliding_window", None)
         out = _attend(attention, q_out, keys, values, window, options)
         rows, x, *_ = norm_of_sum(
-            of_o(out.view(batch, -1), wo, bo, dtype), x, scales[1], None, second_eps, *second_form
+            of_o(out.reshape(batch, -1), wo, bo, dtype), x, scales[1], None, second_eps, *second_form
         )
         gate, up = of_gate(rows, wg, bg, dtype), of_up(rows, wu, bu, dtype)
         both = torch.empty_like(gate)
@@ -162,7 +169,8 @@ def _attend(
         # All layers of a step get one mask, which keeps what it means.
         known = getattr(mask, MEANING, known)
         if not known:
-            known = mask_arguments(mask, 1)
+            # Of mask.data: a view of the mask would keep it alive, and the mask the view.
+            known = mask_arguments(mask.data, 1)
             setattr(mask, MEANING, known)
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     start, used = known.get("k_start"), known.get("seqused_k")
@@ -203,6 +211,8 @@ def _parts(layer: nn.Module) -> list[Any] | None:
         state = part.__dict__
         if state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state:
             return None
+        if "_compiled_call_impl" in state:
+            return None
         if state.get("k_segments", 1) != 1:
             return None
     return None if torch.nn.modules.module._has_any_global_hook() else parts
@@ -221,12 +231,12 @@ def _look_at(types: tuple[type[nn.Module], ...]) -> _Kinds | None:
     attention, mlp, first, second, *linears, activation = types
     forms: list[Any] = [getattr(kind.forward, FORM, None) for kind in (first, second)]
     are_linear = all(getattr(kind.forward, "__wrapped__", None) is DetLinear.forward for kind in linears)
-    if attention not in windows or None in forms or not are_linear or not is_gated(mlp) or not is_silu(activation):
+    if attention not in attentions or None in forms or not are_linear or not is_gated(mlp) or not is_silu(activation):
         return None
     # A class that a parametrization puts on top has a weight of its own.
     if any(form.centered for form, _ in forms) or not all(SWAPPED in vars(kind) for kind in (first, second, *linears)):
         return None
-    return _Kinds(tuple(forms), windows[attention], sys.modules[attention.__module__])
+    return _Kinds(tuple(forms), attentions[attention], sys.modules[attention.__module__])
 
 
 @remembered
@@ -246,6 +256,8 @@ def _prepare(
     """Prepare the launches of a step; return () if the operands are not those of plain matrices of one dtype."""
     weights, biases = operands[: len(operands) // 2], operands[len(operands) // 2 :]
     tensors = (hidden, cos, sin, scale, second_scale, *weights)
+    if not (type(eps) is type(second_eps) is float):
+        return ()
     if not conditions.fits(*tensors) or not hidden.is_contiguous() or not all(w.ndim == 2 for w in weights):
         return ()
     batch, _, size = hidden.shape

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rl_kernels.models.fused.swaps import PROBE, ROTARY, Scaled, gated
+from rl_kernels.models.swap import shallow_copy
 
 LAYER = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -22,28 +23,44 @@ HEADS, SIZE = 3, 4
 WINDOWS = {"module": 1001, "config": 1002}
 """Sizes of the window that the probe finds in the module, and in its config."""
 
-windows: dict[type, str | None] = {}
-"""Classes of attention of that form -> who holds the size of its window: the module, its config, or None."""
+
+class Attending(NamedTuple):
+    """What was found out about a class of attention.
+
+    Attributes:
+        window: who holds the size of the window: the module, its config, or None.
+        forward: of the class when it was looked at; another one may have replaced it since.
+    """
+
+    window: str | None
+    forward: Callable[..., Any]
+
+
+attentions: dict[type, Attending] = {}
+"""Classes of attention of that form."""
 
 
 def is_decoder_layer(module: nn.Module) -> bool:
     """Say whether a module computes ``y = x + attention(norm(x))`` and ``y + mlp(norm(y))``, as Llama's layers do.
 
     The attention projects to queries, keys and values, rotates, adds to a cache, and projects what attends; it gets
-    what a model hands on by name. What is found out about its class is kept in ``windows``.
+    what a model hands on by name. What is found out about its class is kept in ``attentions``. Both forwards must be
+    those of transformers: others may depend on more than a probe shows.
     """
     parts = dict(module.named_children())
     if parts.keys() != set(LAYER) or dict(parts["self_attn"].named_children()).keys() != set(ATTENTION):
         return False
+    attention = parts["self_attn"]
+    if not all(type(part).forward.__module__.startswith("transformers.") for part in (module, attention)):
+        return False
     if gated(parts["mlp"]) is None or not _adds_both(module):
         return False
-    attention = parts["self_attn"]
     # Each module, because a config may add a step to the formula of its class.
     if _attends(attention, {}) is None:
         return False
     found = [holder for holder, size in WINDOWS.items() if _attends(attention, {holder: size}) == size]
-    window = found[0] if found else None
-    return windows.setdefault(type(attention), window) == window
+    attending = Attending(found[0] if found else None, type(attention).forward)
+    return attentions.setdefault(type(attention), attending) == attending
 
 
 class _Probe(nn.Module):
@@ -60,7 +77,7 @@ class _Probe(nn.Module):
 
 def _adds_both(layer: nn.Module) -> bool:
     attention = _Probe()
-    twin = copy.copy(layer)
+    twin = shallow_copy(layer)
     parts = (attention, Scaled(0.5), Scaled(2.0), Scaled(-1.5))
     twin.__dict__["_modules"] = dict(zip(LAYER, parts, strict=True))
     x = torch.randn(2, 1, 5, generator=torch.Generator().manual_seed(0), **PROBE)
@@ -109,7 +126,7 @@ def _attends(module: Any, holders: dict[str, int]) -> Any:
 
     generator = torch.Generator().manual_seed(0)
     width = HEADS * SIZE
-    twin = copy.copy(module)
+    twin = shallow_copy(module)
     factors = (0.5, -1.5, 2.0, 3.0)
     twin.__dict__["_modules"] = {name: Scaled(factor) for name, factor in zip(ATTENTION, factors, strict=True)}
     layer, seen = object(), SimpleNamespace()
