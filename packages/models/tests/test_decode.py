@@ -15,6 +15,7 @@ FAMILIES = {
     "Llama": {},
     "Mistral": {"sliding_window": 3},
     "Qwen2": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+    "Qwen3": {"head_dim": 16, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
     "Olmo2": {},
     "Gemma": {"hidden_act": "gelu_pytorch_tanh"},
 }
@@ -145,7 +146,9 @@ def test_norms_without_an_epsilon(tiny, triton_on, steps):
 
 def test_masks_are_not_kept(tiny, triton_on, steps, monkeypatch):
     model, masks, means = tiny(device=triton_on), [], decode.mask_arguments
-    monkeypatch.setattr(decode, "mask_arguments", lambda mask, *rest: masks.append(weakref.ref(mask)) or means(mask, *rest))
+    monkeypatch.setattr(
+        decode, "mask_arguments", lambda mask, *rest: masks.append(weakref.ref(mask)) or means(mask, *rest)
+    )
     forward = decode._attend
     monkeypatch.setattr(
         decode, "_attend", lambda *args: masks.append(weakref.ref(args[-1]["attention_mask"])) or forward(*args)

@@ -9,6 +9,7 @@ a compiler or a profiler, and where a part has another class.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -30,7 +31,7 @@ from rl_kernels.det_gemm.arguments import prepare_linear
 from rl_kernels.det_gemm.module import DetLinear
 from rl_kernels.models.attention import attention_forward, mask_arguments
 from rl_kernels.models.fused import conditions
-from rl_kernels.models.fused.decoders import ATTENTION, LAYER, MLP, Attending, attentions, is_decoder_layer
+from rl_kernels.models.fused.decoders import ATTENTION, HEAD_NORMS, LAYER, MLP, Attending, attentions, is_decoder_layer
 from rl_kernels.models.fused.gate import launch_of as gate_launch
 from rl_kernels.models.fused.rotary import launch_of as rotary_launch
 from rl_kernels.models.fused.swaps import is_gated, is_silu, rotates_as_ours
@@ -43,6 +44,10 @@ from rl_kernels.norm.op import ops as norms
 FORM = "rl_kernels_form"
 """Attribute of the forward of a swapped RMSNorm: its form, and the name of the attribute that holds its epsilon."""
 HIDDEN_DIMS = 3
+PARTS, PRODUCTS = 12, 7
+"""Numbers of the modules of a layer, without norms of heads, and of its products."""
+OF_NORM = 6
+"""Number of the arguments of a norm's raw op after its rows: weight, bias, epsilon, and three of its form."""
 PASSED = frozenset({"attention_mask", "past_key_values", "position_embeddings"})
 """Arguments of a layer that its attention does not hand on."""
 ATTENDING = frozenset({"is_causal", "softcap", "s_aux", "cache", "dropout", "position_bias", "block_table"})
@@ -59,7 +64,7 @@ class _Kinds(NamedTuple):
     """What a step has to know of the classes of a layer's parts.
 
     Attributes:
-        norms: of both norms, the options of the raw op and the name of the attribute that holds epsilon.
+        norms: of all norms, the options of the raw op and the name of the attribute that holds epsilon.
         attending: what is known of the attention.
         modeling: the file that has the rotary function of the attention.
     """
@@ -72,10 +77,9 @@ class _Kinds(NamedTuple):
 class _Plan(NamedTuple):
     """The launches of a step for one kind of input and weights, and the shapes between them."""
 
-    norm: Launches
+    norms: tuple[Launches, ...]
     products: tuple[Launches, ...]
     rotate: Launch
-    norm_of_sum: Launches
     multiply: Launch
     q: tuple[int, ...]
     k: tuple[int, ...]
@@ -111,7 +115,7 @@ def _step(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> t
     kinds = None if parts is None else _kinds(parts)
     if kinds is None or parts is None:
         return None
-    attention, _, first, second, *linears, _ = parts
+    attention, norms = parts[0], parts[2:4] + parts[PARTS:]
     state = attention.__dict__
     # A config looks up its own attributes slowly.
     implementation = object.__getattribute__(state["config"], "__dict__").get("_attn_implementation_internal")
@@ -119,24 +123,32 @@ def _step(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> t
         return None
     if type(attention).forward is not kinds.attending.forward:
         return None
-    (form, eps), (second_form, second_eps) = kinds.norms
-    eps, second_eps = getattr(first, eps), getattr(second, second_eps)
     try:
-        scales = first._parameters["weight"], second._parameters["weight"]
-        operands = [(linear._parameters["weight"], linear._parameters["bias"]) for linear in linears]
+        scales = [norm._parameters["weight"] for norm in norms]
+        operands = [(linear._parameters["weight"], linear._parameters["bias"]) for linear in parts[4 : PARTS - 1]]
     except KeyError:  # plain attributes, as in a replica of DataParallel
         return None
+    # The arguments of a norm after its rows.
+    rest = [
+        (scale, None, getattr(norm, eps), *form)
+        for norm, scale, (form, eps) in zip(norms, scales, kinds.norms, strict=True)
+    ]
     (wq, bq), (wk, bk), (wv, bv), (wo, bo), (wg, bg), (wu, bu), (wd, bd) = operands
     weights, biases = (wq, wk, wv, wo, wg, wu, wd), (bq, bk, bv, bo, bg, bu, bd)
-    plan = _prepare(hidden, *angles, *scales, eps, second_eps, form, second_form, state["head_dim"], *weights, *biases)
+    plan = _prepare(hidden, *angles, state["head_dim"], *weights, *biases, *itertools.chain(*rest))
     if not isinstance(plan, _Plan):
         return None
-    norm, (of_q, of_k, of_v, of_o, of_gate, of_up, of_down), rotate, norm_of_sum, multiply, q_shape, k_shape = plan
+    (norm, norm_of_sum, *norms_of_heads), products, rotate, multiply, q_shape, k_shape = plan
+    of_q, of_k, of_v, of_o, of_gate, of_up, of_down = products
     dtype, batch = hidden.dtype, hidden.shape[0]
     x = hidden.view(batch, -1)
     with device_of(hidden):
-        rows = norm(x, scales[0], None, eps, *form)[0]
+        rows = norm(x, *rest[0])[0]
         q, k, v = of_q(rows, wq, bq, dtype), of_k(rows, wk, bk, dtype), of_v(rows, wv, bv, dtype)
+        if norms_of_heads:
+            norm_of_q, norm_of_k = norms_of_heads
+            q = norm_of_q(q.view(-1, q_shape[-1]), *rest[2])[0]
+            k = norm_of_k(k.view(-1, k_shape[-1]), *rest[3])[0]
         q_out, k_out = q.new_empty(*q_shape), k.new_empty(*k_shape)
         rotate(q, k, *angles, q_out, k_out, angles[0])
         keys, values = cache.update(k_out, v.view(k_shape), state["layer_idx"])
@@ -145,9 +157,7 @@ def _step(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> t
             holder = attention if kinds.attending.window == "module" else state["config"]
             window = getattr(holder, "sliding_window", None)
         out = _attend(attention, q_out, keys, values, window, options)
-        rows, x, *_ = norm_of_sum(
-            of_o(out.reshape(batch, -1), wo, bo, dtype), x, scales[1], None, second_eps, *second_form
-        )
+        rows, x, *_ = norm_of_sum(of_o(out.reshape(batch, -1), wo, bo, dtype), x, *rest[1])
         gate, up = of_gate(rows, wg, bg, dtype), of_up(rows, wu, bu, dtype)
         both = torch.empty_like(gate)
         multiply(gate, up, both)
@@ -196,7 +206,7 @@ def _prepare_attention(
 
 
 def _parts(layer: nn.Module) -> list[Any] | None:
-    """Return the modules of a layer: attention, MLP, norms, the seven products and the activation.
+    """Return the modules of a layer: attention, MLP, norms, the seven products, the activation, and norms of heads.
 
     None if there are others, or a call of one would run more than its forward.
     """
@@ -205,6 +215,8 @@ def _parts(layer: nn.Module) -> list[Any] | None:
         parts = [modules[name] for name in LAYER]
         parts += [parts[0]._modules[name] for name in ATTENTION]  # type: ignore[union-attr]
         parts += [parts[1]._modules[name] for name in MLP]  # type: ignore[union-attr]
+        if HEAD_NORMS[0] in parts[0]._modules:  # type: ignore[union-attr]
+            parts += [parts[0]._modules[name] for name in HEAD_NORMS]  # type: ignore[union-attr]
     except KeyError:
         return None
     for part in parts:
@@ -228,13 +240,14 @@ def _kinds(parts: list[Any]) -> _Kinds | None:
 
 
 def _look_at(types: tuple[type[nn.Module], ...]) -> _Kinds | None:
-    attention, mlp, first, second, *linears, activation = types
-    forms: list[Any] = [getattr(kind.forward, FORM, None) for kind in (first, second)]
+    attention, mlp, linears, activation = *types[:2], types[4 : PARTS - 1], types[PARTS - 1]
+    norms = types[2:4] + types[PARTS:]
+    forms: list[Any] = [getattr(kind.forward, FORM, None) for kind in norms]
     are_linear = all(getattr(kind.forward, "__wrapped__", None) is DetLinear.forward for kind in linears)
     if attention not in attentions or None in forms or not are_linear or not is_gated(mlp) or not is_silu(activation):
         return None
     # A class that a parametrization puts on top has a weight of its own.
-    if any(form.centered for form, _ in forms) or not all(SWAPPED in vars(kind) for kind in (first, second, *linears)):
+    if any(form.centered for form, _ in forms) or not all(SWAPPED in vars(kind) for kind in norms + linears):
         return None
     return _Kinds(tuple(forms), attentions[attention], sys.modules[attention.__module__])
 
@@ -244,19 +257,18 @@ def _prepare(
     hidden: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    scale: torch.Tensor,
-    second_scale: torch.Tensor,
-    eps: float,
-    second_eps: float,
-    form: Any,
-    second_form: Any,
     head_dim: int,
     *operands: Any,
 ) -> _Plan | tuple[()]:
-    """Prepare the launches of a step; return () if the operands are not those of plain matrices of one dtype."""
-    weights, biases = operands[: len(operands) // 2], operands[len(operands) // 2 :]
-    tensors = (hidden, cos, sin, scale, second_scale, *weights)
-    if not (type(eps) is type(second_eps) is float):
+    """Prepare the launches of a step; return () if the operands are not those of plain matrices of one dtype.
+
+    operands: weights, biases, and the arguments of each norm after its rows.
+    """
+    weights, biases, rest = operands[:PRODUCTS], operands[PRODUCTS : 2 * PRODUCTS], operands[2 * PRODUCTS :]
+    of_norms = [rest[place : place + OF_NORM] for place in range(0, len(rest), OF_NORM)]
+    scales = [scale for scale, *_ in of_norms]
+    tensors = (hidden, cos, sin, *scales, *weights)
+    if not all(type(eps) is float for _, _, eps, *_ in of_norms):
         return ()
     if not conditions.fits(*tensors) or not hidden.is_contiguous() or not all(w.ndim == 2 for w in weights):
         return ()
@@ -270,23 +282,27 @@ def _prepare(
         return ()
     if (sin.shape, sin.stride()) != (cos.shape, cos.stride()) or cos.stride(-1) != 1:
         return ()
-    inputs = {width: hidden.new_empty(batch, width) for width in (size, widths[0], widths[2])}
-    rows, name = inputs[size], choose(NORM, describe(inputs[size])).name
-    norm = norms["forward"].ready(rows, scale, None, eps, *form, name).launches
-    of_sum = norms["forward_sum"].ready(rows, rows, second_scale, None, second_eps, *second_form, name).launches
+    heads, kv_heads = widths[0] // head_dim, widths[1] // head_dim
+    inputs = [
+        hidden.new_empty(batch * count, width) for count, width in ((1, size), (heads, head_dim), (kv_heads, head_dim))
+    ]
+    if [tuple(scale.shape) for scale in scales] != [(size,), (size,), (head_dim,), (head_dim,)][: len(scales)]:
+        return ()
+    normalize = []
+    for rows, arguments, is_sum in zip([inputs[0], *inputs], of_norms, [False, True, False, False], strict=False):
+        op, name = norms["forward_sum" if is_sum else "forward"], choose(NORM, describe(rows)).name
+        normalize.append(op.ready(rows, *[rows] * is_sum, *arguments, name).launches)
     products = [
-        prepare_linear(inputs[w.shape[1]], w, b, None, 1, 1, None).launches
+        prepare_linear(hidden.new_empty(batch, w.shape[1]), w, b, None, 1, 1, None).launches
         for w, b in zip(weights, biases, strict=True)
     ]
-    if norm is None or of_sum is None or None in products:
+    if None in normalize or None in products:
         return ()
-    heads, kv_heads = widths[0] // head_dim, widths[1] // head_dim
     q, k = (hidden.new_empty(batch, 1, count, head_dim).transpose(1, 2) for count in (heads, kv_heads))
     return _Plan(
-        norm,
+        tuple(normalize),  # type: ignore[arg-type]
         tuple(products),  # type: ignore[arg-type]
         rotary_launch(q, k, cos, q, k),
-        of_sum,
         gate_launch(batch * widths[2]),
         (batch, 1, heads, head_dim),
         (batch, kv_heads, 1, head_dim),

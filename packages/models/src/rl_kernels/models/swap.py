@@ -118,7 +118,7 @@ def _restore_class(module: nn.Module, subclass: type[nn.Module], original: type[
         _set_class(module, original)
     elif subclass in current.__bases__:
         bases = tuple(original if base is subclass else base for base in current.__bases__)
-        # transformers puts a wrapper of the forward below into each subclass of a layer; a new one comes with the class.
+        # transformers wraps the forward of each subclass of a layer; the new class gets a wrapper of its own.
         body = {
             name: value
             for name, value in vars(current).items()

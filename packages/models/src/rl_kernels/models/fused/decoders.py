@@ -15,6 +15,10 @@ from rl_kernels.models.swap import shallow_copy
 
 LAYER = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+HEAD_NORMS = ("q_norm", "k_norm")
+"""Parts of an attention that normalizes the heads of queries and keys, as Qwen3's does."""
+OWN = {"config", "head_dim", "layer_idx", "scaling"}
+"""Attributes of an attention."""
 MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
 IMPLEMENTATION = "rl_kernels_probe"
 """Name under which transformers finds the probe's attention, while it runs."""
@@ -43,14 +47,16 @@ attentions: dict[type, Attending] = {}
 def is_decoder_layer(module: nn.Module) -> bool:
     """Say whether a module computes ``y = x + attention(norm(x))`` and ``y + mlp(norm(y))``, as Llama's layers do.
 
-    The attention projects to queries, keys and values, rotates, adds to a cache, and projects what attends; it gets
-    what a model hands on by name. What is found out about its class is kept in ``attentions``. Both forwards must be
-    those of transformers: others may depend on more than a probe shows.
+    The attention projects to queries, keys and values, may normalize the heads of the first two, rotates, adds to a
+    cache, and projects what attends; it gets what a model hands on by name. What is found out about its class is kept
+    in ``attentions``. Both forwards must be those of transformers: others may depend on more than a probe shows.
     """
     parts = dict(module.named_children())
-    if parts.keys() != set(LAYER) or dict(parts["self_attn"].named_children()).keys() != set(ATTENTION):
+    if parts.keys() != set(LAYER):
         return False
     attention = parts["self_attn"]
+    if set(attention._modules) not in (set(ATTENTION), {*ATTENTION, *HEAD_NORMS}) or not vars(attention).keys() >= OWN:
+        return False
     if not all(type(part).forward.__module__.startswith("transformers.") for part in (module, attention)):
         return False
     if gated(parts["mlp"]) is None or not _adds_both(module):
@@ -129,6 +135,11 @@ def _attends(module: Any, holders: dict[str, int]) -> Any:
     twin = shallow_copy(module)
     factors = (0.5, -1.5, 2.0, 3.0)
     twin.__dict__["_modules"] = {name: Scaled(factor) for name, factor in zip(ATTENTION, factors, strict=True)}
+    scales = [torch.rand(SIZE, generator=generator, **PROBE) for _ in HEAD_NORMS]
+    if HEAD_NORMS[0] in module._modules:
+        twin.__dict__["_modules"] |= {name: Scaled(scale) for name, scale in zip(HEAD_NORMS, scales, strict=True)}
+    else:
+        scales = [torch.ones(SIZE, **PROBE) for _ in HEAD_NORMS]
     layer, seen = object(), SimpleNamespace()
     twin.__dict__.update(head_dim=SIZE, layer_idx=layer, scaling=0.25, training=False)
     config = {"sliding_window": holders.get("config")}
@@ -150,7 +161,7 @@ def _attends(module: Any, holders: dict[str, int]) -> Any:
             found, _ = type(module).forward(twin, hidden_states=x, position_embeddings=angles, **given)
         rotate = getattr(sys.modules[type(module).__module__], ROTARY)
         heads = [(x * factor).view(2, 1, HEADS, SIZE).transpose(1, 2) for factor in factors[:3]]
-        q, k = rotate(*heads[:2], *angles)
+        q, k = rotate(*(x * scale for x, scale in zip(heads[:2], scales, strict=True)), *angles)
         expected = q, k * 2, heads[2] * 4
         got_module, *got, got_mask = seen.arguments
         same = all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))

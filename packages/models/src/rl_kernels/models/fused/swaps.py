@@ -128,9 +128,9 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 class Scaled(nn.Module):
-    """Stands in for a module of a probe: multiplies by a number."""
+    """Stands in for a module of a probe: multiplies by a number, or rows by numbers."""
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor: float | torch.Tensor) -> None:
         super().__init__()
         self.factor = factor
 
