@@ -9,7 +9,6 @@ a compiler or a profiler, and where a part has another class.
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -22,32 +21,25 @@ from torch.autograd import forward_ad
 from rl_kernels.attention.api import choose_backend
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
 from rl_kernels.attention.op import ops as attending
-from rl_kernels.core.calls import Launches, Ready
-from rl_kernels.core.dispatch import choose, remembered
+from rl_kernels.core.calls import Ready
+from rl_kernels.core.dispatch import remembered
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.torchlib.observed import ops_are_observed
-from rl_kernels.core.triton_lib.launch import INSTALLED, Launch
-from rl_kernels.det_gemm.arguments import prepare_linear
+from rl_kernels.core.triton_lib.launch import INSTALLED
 from rl_kernels.det_gemm.module import DetLinear
 from rl_kernels.models.attention import attention_forward, mask_arguments
 from rl_kernels.models.fused import conditions
 from rl_kernels.models.fused.decoders import ATTENTION, HEAD_NORMS, LAYER, MLP, Attending, attentions, is_decoder_layer
-from rl_kernels.models.fused.gate import launch_of as gate_launch
-from rl_kernels.models.fused.rotary import launch_of as rotary_launch
+from rl_kernels.models.fused.steps import Plan, prepare
 from rl_kernels.models.fused.swaps import is_gated, is_silu, rotates_as_ours
 from rl_kernels.models.pretrained import Swapped
 from rl_kernels.models.swap import SWAPPED, calls_own_forward
-from rl_kernels.norm.op import OPERATOR as NORM
-from rl_kernels.norm.op import describe
-from rl_kernels.norm.op import ops as norms
 
 FORM = "rl_kernels_form"
 """Attribute of the forward of a swapped RMSNorm: its form, and the name of the attribute that holds its epsilon."""
 HIDDEN_DIMS = 3
-PARTS, PRODUCTS = 12, 7
-"""Numbers of the modules of a layer, without norms of heads, and of its products."""
-OF_NORM = 6
-"""Number of the arguments of a norm's raw op after its rows: weight, bias, epsilon, and three of its form."""
+PARTS = 12
+"""Number of the modules of a layer without norms of heads."""
 PASSED = frozenset({"attention_mask", "past_key_values", "position_embeddings"})
 """Arguments of a layer that its attention does not hand on."""
 ATTENDING = frozenset({"is_causal", "softcap", "s_aux", "cache", "dropout", "position_bias", "block_table"})
@@ -64,25 +56,16 @@ class _Kinds(NamedTuple):
     """What a step has to know of the classes of a layer's parts.
 
     Attributes:
-        norms: of all norms, the options of the raw op and the name of the attribute that holds epsilon.
+        forms: of all norms, the options of the raw op.
+        epsilons: of all norms, the name of the attribute that holds epsilon.
         attending: what is known of the attention.
         modeling: the file that has the rotary function of the attention.
     """
 
-    norms: tuple[tuple[Any, str], ...]
+    forms: tuple[Any, ...]
+    epsilons: tuple[str, ...]
     attending: Attending
     modeling: ModuleType
-
-
-class _Plan(NamedTuple):
-    """The launches of a step for one kind of input and weights, and the shapes between them."""
-
-    norms: tuple[Launches, ...]
-    products: tuple[Launches, ...]
-    rotate: Launch
-    multiply: Launch
-    q: tuple[int, ...]
-    k: tuple[int, ...]
 
 
 def decoder_layer(module: nn.Module) -> Callable[..., Any] | None:
@@ -128,27 +111,23 @@ def _step(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> t
         operands = [(linear._parameters["weight"], linear._parameters["bias"]) for linear in parts[4 : PARTS - 1]]
     except KeyError:  # plain attributes, as in a replica of DataParallel
         return None
-    # The arguments of a norm after its rows.
-    rest = [
-        (scale, None, getattr(norm, eps), *form)
-        for norm, scale, (form, eps) in zip(norms, scales, kinds.norms, strict=True)
-    ]
+    epsilons = [getattr(norm, name) for norm, name in zip(norms, kinds.epsilons, strict=True)]
     (wq, bq), (wk, bk), (wv, bv), (wo, bo), (wg, bg), (wu, bu), (wd, bd) = operands
     weights, biases = (wq, wk, wv, wo, wg, wu, wd), (bq, bk, bv, bo, bg, bu, bd)
-    plan = _prepare(hidden, *angles, state["head_dim"], *weights, *biases, *itertools.chain(*rest))
-    if not isinstance(plan, _Plan):
+    plan = prepare(hidden, *angles, state["head_dim"], kinds.forms, *weights, *biases, *scales, *epsilons)
+    if not isinstance(plan, Plan):
         return None
     (norm, norm_of_sum, *norms_of_heads), products, rotate, multiply, q_shape, k_shape = plan
     of_q, of_k, of_v, of_o, of_gate, of_up, of_down = products
     dtype, batch = hidden.dtype, hidden.shape[0]
     x = hidden.view(batch, -1)
     with device_of(hidden):
-        rows = norm(x, *rest[0])[0]
+        rows = norm(x, scales[0], None, epsilons[0], *kinds.forms[0])[0]
         q, k, v = of_q(rows, wq, bq, dtype), of_k(rows, wk, bk, dtype), of_v(rows, wv, bv, dtype)
         if norms_of_heads:
             norm_of_q, norm_of_k = norms_of_heads
-            q = norm_of_q(q.view(-1, q_shape[-1]), *rest[2])[0]
-            k = norm_of_k(k.view(-1, k_shape[-1]), *rest[3])[0]
+            q = norm_of_q(q.view(-1, q_shape[-1]), scales[2], None, epsilons[2], *kinds.forms[2])[0]
+            k = norm_of_k(k.view(-1, k_shape[-1]), scales[3], None, epsilons[3], *kinds.forms[3])[0]
         q_out, k_out = q.new_empty(*q_shape), k.new_empty(*k_shape)
         rotate(q, k, *angles, q_out, k_out, angles[0])
         keys, values = cache.update(k_out, v.view(k_shape), state["layer_idx"])
@@ -157,7 +136,8 @@ def _step(layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> t
             holder = attention if kinds.attending.window == "module" else state["config"]
             window = getattr(holder, "sliding_window", None)
         out = _attend(attention, q_out, keys, values, window, options)
-        rows, x, *_ = norm_of_sum(of_o(out.reshape(batch, -1), wo, bo, dtype), x, *rest[1])
+        out = of_o(out.reshape(batch, -1), wo, bo, dtype)
+        rows, x, *_ = norm_of_sum(out, x, scales[1], None, epsilons[1], *kinds.forms[1])
         gate, up = of_gate(rows, wg, bg, dtype), of_up(rows, wu, bu, dtype)
         both = torch.empty_like(gate)
         multiply(gate, up, both)
@@ -242,68 +222,12 @@ def _kinds(parts: list[Any]) -> _Kinds | None:
 def _look_at(types: tuple[type[nn.Module], ...]) -> _Kinds | None:
     attention, mlp, linears, activation = *types[:2], types[4 : PARTS - 1], types[PARTS - 1]
     norms = types[2:4] + types[PARTS:]
-    forms: list[Any] = [getattr(kind.forward, FORM, None) for kind in norms]
+    known: list[Any] = [getattr(kind.forward, FORM, None) for kind in norms]
     are_linear = all(getattr(kind.forward, "__wrapped__", None) is DetLinear.forward for kind in linears)
-    if attention not in attentions or None in forms or not are_linear or not is_gated(mlp) or not is_silu(activation):
+    if attention not in attentions or None in known or not are_linear or not is_gated(mlp) or not is_silu(activation):
         return None
     # A class that a parametrization puts on top has a weight of its own.
-    if any(form.centered for form, _ in forms) or not all(SWAPPED in vars(kind) for kind in norms + linears):
+    if any(form.centered for form, _ in known) or not all(SWAPPED in vars(kind) for kind in norms + linears):
         return None
-    return _Kinds(tuple(forms), attentions[attention], sys.modules[attention.__module__])
-
-
-@remembered
-def _prepare(
-    hidden: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    head_dim: int,
-    *operands: Any,
-) -> _Plan | tuple[()]:
-    """Prepare the launches of a step; return () if the operands are not those of plain matrices of one dtype.
-
-    operands: weights, biases, and the arguments of each norm after its rows.
-    """
-    weights, biases, rest = operands[:PRODUCTS], operands[PRODUCTS : 2 * PRODUCTS], operands[2 * PRODUCTS :]
-    of_norms = [rest[place : place + OF_NORM] for place in range(0, len(rest), OF_NORM)]
-    scales = [scale for scale, *_ in of_norms]
-    tensors = (hidden, cos, sin, *scales, *weights)
-    if not all(type(eps) is float for _, _, eps, *_ in of_norms):
-        return ()
-    if not conditions.fits(*tensors) or not hidden.is_contiguous() or not all(w.ndim == 2 for w in weights):
-        return ()
-    batch, _, size = hidden.shape
-    widths = weights[0].shape[0], weights[1].shape[0], weights[4].shape[0]
-    shapes = [(widths[0], size), (widths[1], size), (widths[1], size), (size, widths[0])]
-    shapes += [(widths[2], size), (widths[2], size), (size, widths[2])]
-    if [tuple(w.shape) for w in weights] != shapes or widths[0] % head_dim or widths[1] % head_dim or not batch:
-        return ()
-    if cos.shape[1:] != (1, head_dim) or cos.shape[0] not in (1, batch) or head_dim % 2:
-        return ()
-    if (sin.shape, sin.stride()) != (cos.shape, cos.stride()) or cos.stride(-1) != 1:
-        return ()
-    heads, kv_heads = widths[0] // head_dim, widths[1] // head_dim
-    inputs = [
-        hidden.new_empty(batch * count, width) for count, width in ((1, size), (heads, head_dim), (kv_heads, head_dim))
-    ]
-    if [tuple(scale.shape) for scale in scales] != [(size,), (size,), (head_dim,), (head_dim,)][: len(scales)]:
-        return ()
-    normalize = []
-    for rows, arguments, is_sum in zip([inputs[0], *inputs], of_norms, [False, True, False, False], strict=False):
-        op, name = norms["forward_sum" if is_sum else "forward"], choose(NORM, describe(rows)).name
-        normalize.append(op.ready(rows, *[rows] * is_sum, *arguments, name).launches)
-    products = [
-        prepare_linear(hidden.new_empty(batch, w.shape[1]), w, b, None, 1, 1, None).launches
-        for w, b in zip(weights, biases, strict=True)
-    ]
-    if None in normalize or None in products:
-        return ()
-    q, k = (hidden.new_empty(batch, 1, count, head_dim).transpose(1, 2) for count in (heads, kv_heads))
-    return _Plan(
-        tuple(normalize),  # type: ignore[arg-type]
-        tuple(products),  # type: ignore[arg-type]
-        rotary_launch(q, k, cos, q, k),
-        gate_launch(batch * widths[2]),
-        (batch, 1, heads, head_dim),
-        (batch, kv_heads, 1, head_dim),
-    )
+    forms, epsilons = zip(*known, strict=True)
+    return _Kinds(forms, epsilons, attentions[attention], sys.modules[attention.__module__])
