@@ -115,6 +115,7 @@ def encoded(monkeypatch):
     function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *numbers)(encode)
     monkeypatch.setattr(maps, "_encode", lambda: function)
     monkeypatch.setattr(maps, "_maps", {})
+    monkeypatch.setattr(maps, "_layouts", {})
     return asked
 
 
@@ -165,4 +166,23 @@ def test_descriptors_that_are_kept_are_bounded(encoded, monkeypatch):
     monkeypatch.setattr(maps, "CACHE_SIZE", 3)
     for rows in range(1, 10):
         tensor_map(X, (rows, 64))
-        assert len(maps._maps) <= 3
+        assert max(len(maps._maps), len(maps._layouts)) <= 3
+
+
+def test_a_matrix_of_a_known_layout_is_checked_and_described_where_it_begins(encoded):
+    rows = torch.zeros(9, 64, dtype=torch.bfloat16)
+    for row in (0, 3, 5):
+        tensor_map(rows[row : row + 4], (4, 64))
+    assert [asked[2] for asked in encoded] == [rows[row].data_ptr() for row in (0, 3, 5)]
+    assert len({str(asked[3:]) for asked in encoded}) == len(maps._layouts) == 1
+    flat = rows.flatten()
+    with pytest.raises(ValueError, match="tensor: expected rows that begin at multiples of 16"):
+        tensor_map(flat[1 : 1 + 4 * 64].view(4, 64), (4, 64))
+
+
+def test_a_descriptor_that_the_driver_refuses_is_an_error(encoded, monkeypatch):
+    monkeypatch.setattr(maps, "_encode", lambda: lambda *_: 1)
+    monkeypatch.setattr(maps, "error_of", lambda status, what: RuntimeError(f"{what}: {int(status)}"))
+    with pytest.raises(RuntimeError, match=r"tensor map of \(5, 64\) in boxes of \(4, 64\): 1"):
+        tensor_map(X, (4, 64))
+    assert not maps._maps

@@ -288,7 +288,7 @@ def attention_forward(
         longest = {"max_seqlen_q": max_length_q, "max_seqlen_k": max_length_k}
         arguments |= {"cu_seqlens_q": cu_seq_lens_q, "cu_seqlens_k": cu_seq_lens_k, **longest}
     elif attention_mask is not None:
-        arguments |= _mask_arguments(attention_mask, query.shape[2])
+        arguments |= mask_arguments(attention_mask, query.shape[2])
     elif not arguments["causal"] and options.get("position_ids") is not None:
         _require_one_sequence(options["position_ids"])
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -314,7 +314,7 @@ def _require_supported(start: torch.Tensor) -> None:
         torch._assert_async((start != UNSUPPORTED).all(), f"attention_mask: expected {OURS}")
 
 
-def _mask_arguments(mask: torch.Tensor, num_queries: int) -> dict[str, Any]:
+def mask_arguments(mask: torch.Tensor, num_queries: int) -> dict[str, Any]:
     """Return the arguments of det_attention that our mask encodes, for rows of ``num_queries`` queries."""
     if mask.ndim != 4 or mask.dtype != torch.int32:
         got = f"{mask.dtype} {tuple(mask.shape)}"

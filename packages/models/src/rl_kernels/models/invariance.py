@@ -173,6 +173,8 @@ def invariant(model: nn.Module, *, strict: bool = False, routes: Sequence[torch.
       of a tensor differently.
     - Rotary embedding of a transformers model, and MLPs with a SiLU gate, run fused on a GPU with Triton, bit for bit.
       Its frequencies get the bits that the CPU computes, wherever the model was made.
+    - Decoder layers of Llama's form decode on a GPU with Triton as a row of launches, bit for bit, while no part of one
+      has hooks or another class.
     - Experts of a mixture of transformers run on ``experts``, and its router, recognized by its result for random rows,
       on ``route``: tokens choose the same experts in any batch. Noise in training raises. Experts that transformers
       spread over ranks by its all-to-all stay there, and have the bits of one process.

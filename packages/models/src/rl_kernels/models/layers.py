@@ -13,6 +13,7 @@ from rl_kernels.det_gemm.api import det_linear
 from rl_kernels.det_gemm.module import DetLinear
 from rl_kernels.models import hybrids, mixtures
 from rl_kernels.models.activations import activation, is_activation
+from rl_kernels.models.decode import FORM, decoder_layer
 from rl_kernels.models.fused.embedding import OrderedEmbedding
 from rl_kernels.models.fused.swaps import gated
 from rl_kernels.models.subclasses import subclass
@@ -73,6 +74,8 @@ def replacement(module: nn.Module) -> Replacement:
         result = _norm(module)
     elif (forward := gated(module)) is not None:
         result = subclass(type(module), (), forward), ""
+    elif (forward := decoder_layer(module)) is not None:
+        result = subclass(type(module), (), forward, name=type(module).__name__), ""
     if result[0] is not None and not calls_own_forward(module) and not mixtures.is_cut(module):
         return None, "its forward was replaced on the object, so swapping its class has no effect"
     return result
@@ -188,6 +191,7 @@ def row_wise(base: type[nn.Module], form: Form, eps: str) -> type[nn.Module]:
             epsilon = torch.finfo(x.dtype).eps
         return norm(x, getattr(self, "weight", None), getattr(self, "bias", None), epsilon, form)
 
+    setattr(forward, FORM, (form, eps))
     return subclass(base, (form, eps), forward)
 
 

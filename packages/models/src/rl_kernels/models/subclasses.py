@@ -21,8 +21,11 @@ def subclass(
     forward: Callable[..., Any] | None,
     original: type[nn.Module] | None = None,
     bases: tuple[type[nn.Module], ...] = (),
+    name: str | None = None,
 ) -> type[nn.Module]:
     """Return the subclass with this forward, or the forward of ``bases``; cached by key, for torch.compile's guards.
+
+    ``name`` is for classes that others, such as sharding plans, look up by their names.
 
     A deep copy keeps the class. A pickle has the original class, so that it can be read without this package.
     """
@@ -37,7 +40,7 @@ def subclass(
             "__deepcopy__": _deep_copy,
             "__reduce_ex__": _reduce_ex,
         }
-        _subclasses[cache_key] = type(f"RowWise{base.__name__}", bases or (base,), body)
+        _subclasses[cache_key] = type(name or f"RowWise{base.__name__}", bases or (base,), body)
     return _subclasses[cache_key]
 
 

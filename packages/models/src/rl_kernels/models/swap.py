@@ -118,7 +118,12 @@ def _restore_class(module: nn.Module, subclass: type[nn.Module], original: type[
         _set_class(module, original)
     elif subclass in current.__bases__:
         bases = tuple(original if base is subclass else base for base in current.__bases__)
-        body = {name: value for name, value in vars(current).items() if name not in ("__dict__", "__weakref__")}
+        # transformers wraps the forward of each subclass of a layer; the new class gets a wrapper of its own.
+        body = {
+            name: value
+            for name, value in vars(current).items()
+            if name not in ("__dict__", "__weakref__") and getattr(value, "__wrapped__", None) is not subclass.forward
+        }
         _set_class(module, type(current.__name__.replace(subclass.__name__, original.__name__), bases, body))
     elif subclass in current.__mro__:
         warnings.warn(f"model: a {current.__name__} stays swapped: its class was changed twice since", stacklevel=3)

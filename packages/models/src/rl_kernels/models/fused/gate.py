@@ -9,7 +9,7 @@ import torch
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib.derivatives import first_order
-from rl_kernels.core.triton_lib.launch import ceil_div, launch
+from rl_kernels.core.triton_lib.launch import Launch, ceil_div, launch
 from rl_kernels.models.fused.conditions import fits
 
 BLOCK = 1024
@@ -42,6 +42,13 @@ def _product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         grid = (ceil_div(gate.numel(), BLOCK),)
         launch(kernels.gate_forward, grid, gate, up, out, gate.numel(), BLOCK, num_warps=4)
     return out
+
+
+def launch_of(count: int) -> Launch:
+    """Return the launch that writes ``silu_mul(gate, up)`` of ``count`` numbers to its third argument."""
+    from rl_kernels.models.fused import kernels
+
+    return Launch(kernels.gate_forward, (ceil_div(count, BLOCK),), (count, BLOCK), num_warps=4)
 
 
 def silu_mul_of_halves(x: torch.Tensor) -> torch.Tensor:

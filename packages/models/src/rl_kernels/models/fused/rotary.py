@@ -10,7 +10,7 @@ from rl_kernels.core.gpu import device_of
 from rl_kernels.core.layout import readable
 from rl_kernels.core.saved import save
 from rl_kernels.core.torchlib.derivatives import first_order
-from rl_kernels.core.triton_lib.launch import launch, next_power_of_2
+from rl_kernels.core.triton_lib.launch import Launch, launch, next_power_of_2
 from rl_kernels.models.fused.conditions import fits
 
 DIMS, COS_DIMS = 4, 3
@@ -72,23 +72,48 @@ def _rotate(
     from rl_kernels.models.fused import kernels
 
     q_out, k_out = torch.empty_like(q, dtype=dtype), torch.empty_like(k, dtype=dtype)
-    batch, heads, tokens, size = q.shape
-    half = cos.shape[-1] // 2
-    rest = size - 2 * half
     with device_of(q):
         launch(
             kernels.rotate,
-            (batch * tokens,),
+            (q.shape[0] * q.shape[2],),
             *(q, k, cos, sin, q_out, k_out, cos if places is None else places),
-            numbers=(
-                *(tokens, *q.stride()[:3], *k.stride()[:3], cos.stride(0) * (cos.shape[0] > 1), cos.stride(1)),
-                *(*q_out.stride()[:3], *k_out.stride()[:3]),
-                *(heads, k.shape[1], half, next_power_of_2(half), rest, next_power_of_2(max(rest, 1))),
-                *(PART, back, places is not None),
-            ),
+            numbers=_numbers(q, k, cos, q_out, k_out, back=back, is_placed=places is not None),
             num_warps=4,
         )
     return q_out, k_out
+
+
+def launch_of(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, q_out: torch.Tensor, k_out: torch.Tensor) -> Launch:
+    """Return the launch of ``rotary`` for tensors of these shapes and strides.
+
+    It takes q, k, cos, sin, the results of q and k, and cos again, in place of the places of rows.
+    """
+    from rl_kernels.models.fused import kernels
+
+    numbers = _numbers(q, k, cos, q_out, k_out, back=False, is_placed=False)
+    return Launch(kernels.rotate, (q.shape[0] * q.shape[2],), numbers, num_warps=4)
+
+
+def _numbers(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    q_out: torch.Tensor,
+    k_out: torch.Tensor,
+    *,
+    back: bool,
+    is_placed: bool,
+) -> tuple[int, ...]:
+    """Return the parameters of the kernel after its tensors."""
+    _, heads, tokens, size = q.shape
+    half = cos.shape[-1] // 2
+    rest = size - 2 * half
+    return (
+        *(tokens, *q.stride()[:3], *k.stride()[:3], cos.stride(0) * (cos.shape[0] > 1), cos.stride(1)),
+        *(*q_out.stride()[:3], *k_out.stride()[:3]),
+        *(heads, k.shape[1], half, next_power_of_2(half), rest, next_power_of_2(max(rest, 1))),
+        *(PART, back, is_placed),
+    )
 
 
 class _Rotary(torch.autograd.Function):

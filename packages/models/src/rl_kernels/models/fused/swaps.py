@@ -22,6 +22,8 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 """Hook attributes of a module; hooks must still be called."""
 PROBE: Any = {"dtype": torch.float32, "device": "cpu"}
 """Independent of the default dtype and device."""
+_swapped: set[Callable[..., Any]] = set()
+"""The functions that ``rotary_swap`` has set."""
 
 
 def rotary_module(part: nn.Module) -> ModuleType | None:
@@ -67,22 +69,29 @@ def rotary_swap(module: ModuleType) -> Undo:
             return original(q, k, cos, sin, *args, **options)
         return rotary.rotary(q, k, cos, sin)
 
+    _swapped.add(apply)
     setattr(module, ROTARY, apply)
 
     def undo(module: ModuleType) -> None:
+        _swapped.discard(apply)
         if getattr(module, ROTARY) is apply:
             setattr(module, ROTARY, original)
 
     return undo
 
 
+def rotates_as_ours(module: ModuleType) -> bool:
+    """Say whether the rotary function of a modeling file is the one that ``rotary_swap`` has set."""
+    return vars(module).get(ROTARY) in _swapped
+
+
 def gated(module: nn.Module) -> Callable[..., torch.Tensor] | None:
     """Return a forward with a fused gate for an MLP with a SiLU gate; None for any other module."""
-    if dict(module.named_children()).keys() != PARTS or not _is_silu(module.act_fn):
+    if dict(module.named_children()).keys() != PARTS or not is_silu(type(module.act_fn)):
         return None
     twin = copy.copy(module)
     scales = {"gate_proj": 0.5, "up_proj": -1.5, "down_proj": 2.0}
-    twin.__dict__["_modules"] = {**{name: _Scaled(factor) for name, factor in scales.items()}, "act_fn": nn.SiLU()}
+    twin.__dict__["_modules"] = {**{name: Scaled(factor) for name, factor in scales.items()}, "act_fn": nn.SiLU()}
     probe = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), **PROBE)
     try:
         with torch.no_grad():
@@ -95,14 +104,19 @@ def gated(module: nn.Module) -> Callable[..., torch.Tensor] | None:
 
 def _gated_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     left, right = self.gate_proj(x), self.up_proj(x)
-    if gate.takes(left, right) and _is_silu(self.act_fn) and not _has_hooks(self.act_fn):
+    if gate.takes(left, right) and is_silu(type(self.act_fn)) and not _has_hooks(self.act_fn):
         return self.down_proj(gate.silu_mul(left, right))
     return self.down_proj(self.act_fn(left) * right)
 
 
-def _is_silu(module: object) -> bool:
-    """Say whether a module is SiLU, swapped or not; other subclasses may compute something else."""
-    kind = getattr(type(module), SWAPPED, type(module))
+def is_gated(kind: type[nn.Module]) -> bool:
+    """Say whether a class is that of an MLP whose forward ``gated`` has swapped."""
+    return getattr(kind.forward, "__wrapped__", None) is _gated_forward
+
+
+def is_silu(kind: type) -> bool:
+    """Say whether a class is SiLU, swapped or not; other subclasses may compute something else."""
+    kind = getattr(kind, SWAPPED, kind)
     return kind is nn.SiLU or (kind.__name__, kind.__module__) == ("SiLUActivation", "transformers.activations")
 
 
@@ -113,10 +127,13 @@ def _has_hooks(module: nn.Module) -> bool:
     return hooked or torch.nn.modules.module._has_any_global_hook()
 
 
-class _Scaled(nn.Module):
-    def __init__(self, factor: float) -> None:
+class Scaled(nn.Module):
+    """Stands in for a module of a probe: multiplies by a number, or rows by numbers."""
+
+    def __init__(self, factor: float | torch.Tensor) -> None:
         super().__init__()
         self.factor = factor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the multiple."""
         return x * self.factor

@@ -10,11 +10,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache
-from typing import NewType
+from typing import Any, NewType
 
 import torch
 
-from rl_kernels.core.cuda.driver import checked
+from rl_kernels.core.cuda.driver import checked, error_of
 from rl_kernels.core.cuda.signature import MAP_SIZE
 from rl_kernels.core.gpu import device_of
 from rl_kernels.core.layout import ALIGNED
@@ -32,6 +32,9 @@ CACHE_SIZE = 4096
 """Number of descriptors at which the cache is cleared."""
 
 _maps: dict[tuple[object, ...], TensorMap] = {}
+_layouts: dict[tuple[object, ...], tuple[tuple[Any, ...], tuple[Any, ...]]] = {}
+"""Arguments of the driver before and after the address, for each layout: a cache that grows has new addresses in each
+layer, but a new layout in each step only."""
 
 
 def tensor_map(
@@ -61,18 +64,26 @@ def tensor_map(
         ValueError: an argument is not as described.
         CudaError: the driver refused the descriptor.
     """
-    shape, own = tensor.shape, tensor.stride()
-    key = (tensor.data_ptr(), shape, own, tensor.dtype, box, swizzle, promotion, transposed, strides)
+    layout = (tensor.shape, tensor.stride(), tensor.dtype, box, swizzle, promotion, transposed, strides)
+    key = tensor.data_ptr(), layout
     descriptor = _maps.get(key)
     if descriptor is None:
-        view = described_view(tensor, transposed, strides)
-        _check(view, box, swizzle, promotion)
-        if len(_maps) >= CACHE_SIZE:
-            _maps.clear()
+        arguments = _layouts.get(layout)
+        if arguments is None or key[0] % ALIGNED:
+            view = described_view(tensor, transposed, strides)
+            _check(view, box, swizzle, promotion)
+            _make_room(_layouts)
+            arguments = _layouts[layout] = _arguments(view, box, swizzle, promotion)
+        _make_room(_maps)
         # The driver needs a context, which an autograd thread may not have yet.
         with device_of(tensor):
-            descriptor = _maps[key] = _encoded(view, box, swizzle, promotion)
+            descriptor = _maps[key] = _encoded(key[0], *arguments)
     return descriptor
+
+
+def _make_room(cache: dict[Any, Any]) -> None:
+    if len(cache) >= CACHE_SIZE:
+        cache.clear()
 
 
 def described_view(tensor: torch.Tensor, transposed: bool, strides: tuple[int, ...] | None) -> torch.Tensor:
@@ -105,29 +116,41 @@ def _check(tensor: torch.Tensor, box: tuple[int, ...], swizzle: int, promotion: 
         )
 
 
-def _encoded(tensor: torch.Tensor, box: tuple[int, ...], swizzle: int, promotion: int) -> TensorMap:
+def _arguments(
+    tensor: torch.Tensor, box: tuple[int, ...], swizzle: int, promotion: int
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the arguments of ``cuTensorMapEncodeTiled`` between the descriptor and the address, and after it."""
     from cuda.bindings import driver
 
-    buffer = ctypes.create_string_buffer(MAP_SIZE + ROOM)
-    start = -ctypes.addressof(buffer) % ROOM
     dims, size = tensor.ndim, tensor.element_size()
     steps = [step * size for step in tensor.stride()[:-1]]
-    status = _encode()(
-        ctypes.addressof(buffer) + start,
-        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{DTYPES[tensor.dtype]}"),
-        dims,
-        tensor.data_ptr(),
-        # The contiguous dimension comes first, and has no stride.
-        (ctypes.c_uint64 * dims)(*reversed(tensor.shape)),
-        (ctypes.c_uint64 * (dims - 1))(*reversed(steps)),
-        (ctypes.c_uint32 * dims)(*reversed(box)),
-        (ctypes.c_uint32 * dims)(*[1] * dims),
+    before = getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{DTYPES[tensor.dtype]}"), dims
+    enums = (
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{f'{swizzle}B' if swizzle else 'NONE'}"),
         getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{promotion}B"),
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    checked((driver.CUresult(status), None), f"tensor map of {tuple(tensor.shape)} in boxes of {box}")
+    after = (
+        # The contiguous dimension comes first, and has no stride.
+        (ctypes.c_uint64 * dims)(*reversed(tensor.shape)),
+        (ctypes.c_uint64 * (dims - 1))(*reversed(steps)),
+        (ctypes.c_uint32 * dims)(*reversed(box)),
+        (ctypes.c_uint32 * dims)(*[1] * dims),
+        *map(int, enums),
+    )
+    return before, after
+
+
+def _encoded(address: int, before: tuple[Any, ...], after: tuple[Any, ...]) -> TensorMap:
+    buffer = (ctypes.c_char * (MAP_SIZE + ROOM))()
+    start = -ctypes.addressof(buffer) % ROOM
+    status = _encode()(ctypes.addressof(buffer) + start, *before, address, *after)
+    if status:
+        from cuda.bindings import driver
+
+        shape, box = (tuple(reversed(after[place])) for place in (0, 2))
+        raise error_of(driver.CUresult(status), f"tensor map of {shape} in boxes of {box}")
     return TensorMap(buffer.raw[start : start + MAP_SIZE])
 
 
