@@ -6,7 +6,6 @@ import torch
 from rl_kernels.core.calls import forget
 from rl_kernels.core.cuda import where
 from rl_kernels.core.cuda.gemm.ahead import programs_of
-from rl_kernels.core.dispatch import BackendUnavailable
 from rl_kernels.core.operator import Call
 from rl_kernels.core.triton_lib import launch
 from rl_kernels.lab.check.compare import bits
@@ -33,8 +32,8 @@ def test_programs_of_a_target():
     assert of_products
     programs = [one for one in backend.programs("sm_90a") if one not in of_products]
     cuts = {cuda_tiles.Cut.of(count) for count in range(1, 300)}
-    # Forward, forward that keeps logits, and backward; with entropy, cap and thresholds or without.
-    assert len(set(programs)) == len(programs) == len(HALVES) * 3 * 2**3 * len(cuts)
+    # One draws tokens. Forward, forward that keeps logits, and backward; with entropy, cap and thresholds or without.
+    assert len(set(programs)) == len(programs) == 1 + len(HALVES) * 3 * 2**3 * len(cuts)
     assert not any(backend.programs(arch) for arch in ("sm_80", "sm_90", "sm_100a"))
 
 
@@ -160,17 +159,11 @@ def test_only_rows_that_tma_cannot_read_are_copied():
         assert copied.data_ptr() != other.data_ptr()
 
 
-def test_sample_without_triton_raises(monkeypatch):
-    monkeypatch.setattr(launch, "INSTALLED", False)
-    with pytest.raises(BackendUnavailable, match="draws tokens in Triton, which is not installed"):
-        given.sample(torch.zeros(2, 8), torch.zeros(2, 2))
-
-
-def test_only_logits_that_are_not_read_by_pairs_are_copied():
+def test_only_logits_that_are_not_read_by_quads_are_copied():
     x = torch.randn(6, 64)
-    for fits in (x, x[:, :61], x[1:, 2:]):
-        assert given.by_pairs(fits) is fits
-    for other in (x[:, 1:], x[:, :61].clone(), x[:, ::2], x.t()):
-        copied = given.by_pairs(other)
+    for fits in (x, x[:, :61], x[1:, 4:]):
+        assert given.by_quads(fits) is fits
+    for other in (x[:, 2:], x[:, :62].clone(), x[:, ::2], x.t()[:, :5]):
+        copied = given.by_quads(other)
         assert torch.equal(copied, other)
-        assert given.by_pairs(copied) is copied
+        assert given.by_quads(copied) is copied

@@ -87,7 +87,6 @@ class LinearLogits(NamedTuple):
 
         Raises:
             TypeError, ValueError: an argument is not as described, or the logits are FP64; the message names it.
-            BackendUnavailable: the logits are on a GPU, and Triton is not installed.
             RuntimeError: the logits were changed, as for ``logp``.
         """
         self._check_unchanged()

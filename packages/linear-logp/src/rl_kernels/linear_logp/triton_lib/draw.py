@@ -1,6 +1,6 @@
 """The thresholds and the token of a row: a program finds them among the listed entries (``ranges``).
 
-Where the range holds more entries than the list, as with many equal ones, it reads the whole row instead.
+Where the range holds more entries than the list, as with many equal ones, it reads them from the row instead.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from rl_kernels.linear_logp.triton_lib import ranges, rows
 
 @triton.jit
 def _items(source, start, listed, n, t, top):
-    """Return logits, z, d and columns of rows.ITEMS entries, of the list or of the row; -inf beyond the last."""
-    row_logits, row_listed, row_columns = source
+    """Return logits, z, d and columns of rows.ITEMS entries of the list, or of the row; -inf for all others."""
+    values, row_columns, lower, upper = source
     at = start + tl.arange(0, rows.ITEMS)
-    of_row = tl.load(row_logits + at, mask=(at < n) & ~listed, other=-rows.INF)
-    x = tl.load(row_listed + at, mask=(at < n) & listed, other=-rows.INF)
+    x = tl.load(values + at, mask=at < n, other=-rows.INF)
     columns = tl.load(row_columns + at, mask=(at < n) & listed, other=0)
-    x = tl.where(listed, x, of_row)
     z = tl.div_rn(x, tl.zeros_like(x) + t)
+    is_in = listed | ((top - z > lower) & (top - z <= upper))
+    x, z = tl.where(is_in, x, -rows.INF), tl.where(is_in, z, -rows.INF)
     return x, z, top - z, tl.where(listed, columns, at)
 
 
@@ -123,19 +123,21 @@ def draw(
     )
     stats += row * rows.STATS
     sums += row * segments * 2
-    source = (logits + row * row_stride, listed_x + row * rows.LISTED, listed_columns + row * rows.LISTED)
+    smallest += row * segments
     above, least = _summed(sums, segments, 0), tl.full((), -rows.INF, tl.float32)
     listed, n = tl.full((), True, tl.int1), tl.full((), 0, tl.int32)
     before = tl.full((), 0, tl.int32)
+    lower, upper = far, far
     if HAS_K or HAS_P:
         lower, upper, before = ranges.kept_range(stats, masses + row * rows.STATS, k, p, far, HAS_K, HAS_P)
         if lower < upper:
             n = tl.load(stats + (rows.STATS - 1))
             listed = n <= rows.LISTED
-            if not listed:
-                n, above, before = V, tl.zeros_like(above), tl.zeros_like(before)
+            n = tl.where(listed, n, V)
         else:
             k, p = tl.zeros_like(k), tl.zeros_like(p) + 1.0
+    values = tl.where(listed, listed_x + row * rows.LISTED, logits + row * row_stride)
+    source = values, listed_columns + row * rows.LISTED, lower, upper
     items = _items(source, 0, listed, n, t, top)
     mass = rows.mass_of(items[2])
     if HAS_K and k > 0.0:
@@ -148,21 +150,32 @@ def draw(
         target = tl.maximum(rows.share(whole, rows.fraction(p)), 1)
         least = tl.maximum(least, _threshold(items, mass, source, listed, n, t, top, above, target, True))
     kept = above + _sum(items, mass, source, listed, n, t, top, least, far, rows.ALL, True)
+    if not listed:
+        # Add them to their segments, and go on with an empty list.
+        for start in range(0, n, rows.SEGMENT):
+            x, z, d, _ = _items(source, start, listed, n, t, top)
+            is_in, place = _is_kept(z, d, least, far), start // rows.SEGMENT
+            weight = tl.sum(tl.where(is_in, rows.mass_of(d), 0), 0)
+            tl.store(sums + 2 * place, tl.load(sums + 2 * place) + weight)
+            low = tl.minimum(tl.load(smallest + place), tl.min(tl.where(is_in, x, rows.INF), 0))
+            tl.store(smallest + place, low)
+        tl.debug_barrier()
+        n = tl.zeros_like(n)
+        listed = n == 0
+        items = _items(source, 0, listed, n, t, top)
     units = tl.where(greedy, 0, tl.minimum(rows.fraction(tl.load(uniform + row)), rows.LOW_BITS))
     wanted = rows.share(kept, units)
     first, last = tl.full((), 0, tl.int32), segments - 1
     while first < last:
         middle = (first + last) // 2
-        reached = _sum(items, mass, source, listed, n, t, top, least, far, (middle + 1) * rows.SEGMENT, True)
-        if listed:
-            reached += _summed(sums, middle + 1, 0)
+        reached = _summed(sums, middle + 1, 0)
+        reached += _sum(items, mass, source, listed, n, t, top, least, far, (middle + 1) * rows.SEGMENT, True)
         if reached > wanted:
             last = middle
         else:
             first = middle + 1
-    reached = _sum(items, mass, source, listed, n, t, top, least, far, first * rows.SEGMENT, True)
-    if listed:
-        reached += _summed(sums, first, 0)
+    reached = _summed(sums, first, 0)
+    reached += _sum(items, mass, source, listed, n, t, top, least, far, first * rows.SEGMENT, True)
     columns = first * rows.SEGMENT + tl.arange(0, rows.SEGMENT)
     x = tl.load(logits + row * row_stride + columns, mask=columns < V, other=-rows.INF)
     z = tl.div_rn(x, tl.zeros_like(x) + t)
@@ -175,11 +188,10 @@ def draw(
     for start in range(rows.ITEMS, n, rows.ITEMS):
         x, z, d, _ = _items(source, start, listed, n, t, top)
         low = tl.minimum(low, tl.min(tl.where(_is_kept(z, d, least, far), x, rows.INF), 0))
-    if listed:
-        for start in range(0, segments, 128):
-            at = start + tl.arange(0, 128)
-            of_segments = tl.load(smallest + row * segments + at, mask=at < segments, other=rows.INF)
-            low = tl.minimum(low, tl.min(of_segments, 0))
+    for start in range(0, segments, 128):
+        at = start + tl.arange(0, 128)
+        of_segments = tl.load(smallest + at, mask=at < segments, other=rows.INF)
+        low = tl.minimum(low, tl.min(of_segments, 0))
     # NaN if the norm is, or the largest z is infinite.
     known = top - top + tl.load(norm + 2 * row + 1)
     undefined = known != known

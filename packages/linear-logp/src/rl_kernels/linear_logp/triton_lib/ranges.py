@@ -1,6 +1,6 @@
 """The range of distances d below the largest z in which the threshold of a row lies.
 
-``survey`` narrows the range, twice where many entries lie in it. It adds FP32 masses in any order, and allows for their
+``survey`` narrows the range, up to three times where many entries lie in it. It adds FP32 masses in any order, and allows for their
 error. ``collect`` lists the entries in the range, in any order, and sums the masses above it, as integers.
 """
 
@@ -20,8 +20,8 @@ def _first_edge(j):
 
 
 @triton.jit
-def _second_edge(j, lower, upper):
-    """Return the edges of the second level, which cut the range from lower to upper; the last one is upper."""
+def _next_edge(j, lower, upper):
+    """Return the edges of a further level, which cut the range from lower to upper; the last one is upper."""
     step = (j + 1).to(tl.float32)
     low = tl.maximum(lower, 0.0)
     linear = low + (upper - low) * (step * (1.0 / rows.EDGES))
@@ -80,13 +80,14 @@ def _range(stats, masses, k, p, LEVELS: tl.constexpr, HAS_K: tl.constexpr, HAS_P
     lower, upper, before, lighter, inside = _narrowed(
         stats, masses, k, p, edges, j, lower, before, lighter, whole, HAS_K, HAS_P
     )
-    is_wide = inside > rows.LISTED
-    if LEVELS == 2 and is_wide:
-        edges, stats, masses = _second_edge(j, lower, upper), stats + 2 * rows.EDGES, masses + 2 * rows.EDGES
-        lower, upper, before, lighter, inside = _narrowed(
-            stats, masses, k, p, edges, j, lower, before, lighter, whole, HAS_K, HAS_P
-        )
-    return lower, upper, before, is_wide
+    for _ in tl.static_range(1, LEVELS):
+        stats, masses = stats + 2 * rows.EDGES, masses + 2 * rows.EDGES
+        if inside > rows.LISTED:
+            edges = _next_edge(j, lower, upper)
+            lower, upper, before, lighter, inside = _narrowed(
+                stats, masses, k, p, edges, j, lower, before, lighter, whole, HAS_K, HAS_P
+            )
+    return lower, upper, before, inside > rows.LISTED
 
 
 @triton.jit(do_not_specialize=["V", "row_stride"])
@@ -118,9 +119,9 @@ def survey(
     j = tl.arange(0, rows.EDGES)
     active = (k > 0.0) | (p < 1.0)
     edges = _first_edge(j)
-    if LEVEL == 2:
-        lower, upper, _, is_wide = _range(stats, masses, k, p, 1, HAS_K, HAS_P)
-        edges = _second_edge(j, lower, upper)
+    if LEVEL > 1:
+        lower, upper, _, is_wide = _range(stats, masses, k, p, LEVEL - 1, HAS_K, HAS_P)
+        edges = _next_edge(j, lower, upper)
         active = active & is_wide
     if active:
         # As many columns at a time as leave registers for the sums.
@@ -212,7 +213,7 @@ def kept_range(stats, masses, k, p, far, HAS_K: tl.constexpr, HAS_P: tl.constexp
     """Return lower, upper and the entries up to lower; both are the limit of min-p if that alone decides."""
     lower, upper, before = far, far, tl.full((), 0, tl.int32)
     if (HAS_K or HAS_P) and (k > 0.0) | (p < 1.0):
-        low, high, entries, _ = _range(stats, masses, k, p, 2, HAS_K, HAS_P)
+        low, high, entries, _ = _range(stats, masses, k, p, rows.LEVELS, HAS_K, HAS_P)
         if low < far:
             lower, upper, before = low, high, entries
     return lower, upper, before

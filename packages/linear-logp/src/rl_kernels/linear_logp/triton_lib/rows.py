@@ -17,14 +17,16 @@ FRACTION_BITS = tl.constexpr(drawing.FRACTION_BITS)
 UNITS, LOW_BITS = tl.constexpr(float(1 << drawing.FRACTION_BITS)), tl.constexpr((1 << drawing.FRACTION_BITS) - 1)
 EDGES = tl.constexpr(16)
 """Distances at which survey counts."""
-STATS = tl.constexpr(2 * 2 * 16 + 1)
-"""Numbers of a row in ``stats``: for both levels masses and counts up to the edges, then the length of the list."""
+LEVELS = tl.constexpr(3)
+"""Surveys, each of the range that the one before it left."""
+STATS = tl.constexpr(3 * 2 * 16 + 1)
+"""Numbers of a row in ``stats``: for each level masses and counts up to the edges, then the length of the list."""
 SEGMENT = tl.constexpr(1024)
 """Columns whose masses are summed together; the token is sought in one of them."""
 LISTED = tl.constexpr(8192)
 """Entries of a row for which the list has room."""
 ITEMS = tl.constexpr(1024)
-"""Entries that draw takes at a time."""
+"""Entries that draw takes at a time; a segment, where it takes them from the row."""
 SLACK = tl.constexpr(1e-4)
 """More than the relative error of a mass in FP32: of at most 32 + 9 + 1024 additions in a chain, and of a power."""
 ALL = tl.constexpr(1 << 30)

@@ -31,7 +31,7 @@ def launches_of(
     parts = ceil_div(vocab, width)
     surveys = [
         Launch(ranges.survey, (count, parts), (*sizes, *flags, level, width), num_warps=4)
-        for level in ((1, 2) if has_k or has_p else ())
+        for level in (range(1, rows.LEVELS.value + 1) if has_k or has_p else ())
     ]
     collect = Launch(ranges.collect, (count, ceil_div(segments, each)), (*sizes, segments, *flags, each), num_warps=4)
     token = Launch(draw.draw, (count,), (*sizes, segments, *flags), num_warps=8)

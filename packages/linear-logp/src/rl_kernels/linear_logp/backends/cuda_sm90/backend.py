@@ -18,7 +18,7 @@ from rl_kernels.core.cuda.launch import Kernel, kernel
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.outputs import statistics_room
 from rl_kernels.linear_logp import inputs
-from rl_kernels.linear_logp.backends.cuda_sm90 import given
+from rl_kernels.linear_logp.backends.cuda_sm90 import given, sampling
 from rl_kernels.linear_logp.backends.cuda_sm90.backward import Steps
 from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
     BACKWARD,
@@ -82,7 +82,7 @@ def programs(arch: str) -> list[Program]:
     """Return the programs compiled for a target: all of them for ``sm_90a``, none for others."""
     if arch != "sm_90a":
         return []
-    return programs_of(arch) + [
+    return [*programs_of(arch), sampling.PROGRAM] + [
         program(file, dtype, cut, entropy=entropy, capped=capped, keeps=keeps, min_logit=min_logit)
         for file, keeps in ((FORWARD, False), (FORWARD, True), (BACKWARD, False))
         for dtype in CODES

@@ -8,8 +8,8 @@ import torch
 
 from rl_kernels.core.calls import Launches, prepared
 from rl_kernels.core.cuda.launch import kernel
-from rl_kernels.core.dispatch import BackendUnavailable
-from rl_kernels.core.triton_lib import launch as triton_launch
+from rl_kernels.core.layout import ALIGNED
+from rl_kernels.linear_logp.backends.cuda_sm90 import sampling
 from rl_kernels.linear_logp.backends.cuda_sm90.tiles import FORWARD, Cut, program
 from rl_kernels.linear_logp.drawing import Request
 from rl_kernels.linear_logp.inputs import STATE
@@ -23,30 +23,24 @@ FINISHED, FINISH_THREADS = 8, 256
 """Rows and threads of a block of ``given_logp``."""
 
 
-def by_pairs(logits: torch.Tensor) -> torch.Tensor:
-    """Return logits of which ``given_states`` reads two numbers at once: a copy unless rows begin at even places."""
+def by_quads(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits of which kernels read four numbers at once: a copy unless rows begin at multiples of 16 bytes."""
     count, vocab = logits.shape
-    if logits.stride(1) == 1 and not logits.stride(0) % 2 and not logits.data_ptr() % 8:
+    if logits.stride(1) == 1 and not (logits.stride(0) * logits.itemsize | logits.data_ptr()) % ALIGNED:
         return logits
-    return logits.new_empty(count, vocab + vocab % 2)[:, :vocab].copy_(logits)
+    return logits.new_empty(count, -(-vocab // 4) * 4)[:, :vocab].copy_(logits)
 
 
 @prepared
 def sample(logits: torch.Tensor, norm: torch.Tensor, *rest: Any) -> Launches:
     """Return ids, their log-probabilities over the kept and over all entries, and min_logit."""
-    if not triton_launch.INSTALLED:
-        raise BackendUnavailable("backend: sample draws tokens in Triton, which is not installed: pip install triton")
-    # Here, so that the backend's other functions need no Triton.
-    from rl_kernels.linear_logp.triton_lib import sampling
-
-    logits = by_pairs(logits)
-    (count, vocab), draw = logits.shape, sampling.launches_of(logits, norm, Request(*rest[:-1]))
+    (count, vocab), draw = logits.shape, sampling.launches_of(logits, Request(*rest[:-1]))
     # The kernels depend on neither the dtype of the operands nor the tiles.
     compiled = program(FORWARD, torch.bfloat16, Cut(1), entropy=False)
     states, finish = (kernel(compiled, name, GIVEN, logits.device) for name in ("given_states", "given_logp"))
 
     def launch(logits: torch.Tensor, norm: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-        logits = by_pairs(logits)
+        logits = by_quads(logits)
         drawn, smallest = draw(logits, norm, Request(*rest[:-1]))
         logp, parts = logits.new_empty(2, count), logits.new_empty(2, units(vocab), STATE, count)
         if count:

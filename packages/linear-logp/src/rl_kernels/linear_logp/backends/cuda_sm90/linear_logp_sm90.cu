@@ -304,7 +304,12 @@ extern "C" __global__ void __launch_bounds__(GIVEN_WARPS* WARP) given_states(Giv
                 two.x = *x;
             d[4 * j] = two.x, d[4 * j + 1] = two.y;
         }
-        all.add(block, state_of<0>(d, c), c);
+        const State state = state_of<0>(d, c);
+        all.add(block, state, c);
+        if (!__any_sync(ALL, state.top >= smallest)) {
+            kept.add(block, empty(), c);
+            continue;
+        }
 #pragma unroll
         for (int j = 0; j < TILE_N / 8; ++j) {
 #pragma unroll

@@ -1,0 +1,574 @@
+// Draws a token from each row of logits. drawing.py defines what top-k, top-p and min-p keep, and which token is drawn:
+// by sums of integer masses, which are exact in any order, so no cut into blocks and no order of atomics changes a bit.
+//
+//   narrow    adds up masses and counts by distance d from the largest z, in a histogram of BUCKETS; in it lie the
+//             thresholds of top-k and top-p
+//   collect   lists the entries of the buckets with a threshold, in any order, and sums the masses of those above for
+//             each segment of SEGMENT columns. Then the last block of a row draws: it finds the thresholds among the
+//             listed entries by their bits, 11 at a time, then the segment and the column of the token
+//
+// Where more than LISTED entries are in these buckets, as with many equal ones, that block reads them from the row
+// instead: three times for a threshold at most. blockIdx: row, part of its columns.
+#include <rl_kernels/ptx.cuh>
+
+using namespace rlk;
+
+// Null pointers are not read: the number holds for all rows.
+struct Parameter {
+    const float* rows;
+    float number;
+    int unused;
+
+    __device__ float of(int row) const { return rows ? rows[row] : number; }
+};
+
+// Buckets of a row in which top-p's threshold lies, and that of top-k's, -1 if there is none. Entries above `first` are
+// kept.
+struct Range {
+    int first, last, of_k;
+};
+
+// What blocks of a row share; all 0 before the first kernel.
+struct Shared : Range {
+    // Top-p takes its share of `base` and of what top-k keeps from bucket `from` on.
+    int from;
+    u64 base, mass_before;
+    u32 count_before;
+    u32 narrowed, collected;  // blocks that are done
+    u32 listed;
+    // Of the z of what is listed, and of the x that are above: keys, so that the largest is sought.
+    u32 high, low, least;
+    u32 unused;
+};
+
+static_assert(sizeof(Shared) == 64, "what the host made room for");
+
+constexpr int BUCKETS = 2048, WARPS = 16, BLOCK = WARPS * WARP, SEGMENT = 1024, LISTED = 4096;
+// Up to this k what top-k keeps is listed, so its mass needs no histogram.
+constexpr int FEW = 1024;
+
+struct Args {
+    const float* logits;  // [rows, columns]; rows begin at multiples of 16 bytes
+    const float* norm;    // [rows, 2]
+    const void* uniform;
+    Shared* shared;
+    u64* histograms;  // [rows, 2, BUCKETS] of 0, if a row has several blocks: counts, masses
+    float* listed_x;  // [rows, LISTED]
+    int* listed_columns;
+    u64* sums;  // [rows, segments]
+    i64* ids;
+    float* min_logit;
+    float* temperature;  // that of the log-probabilities
+    float* smallest;     // the smallest x that is kept
+    i64 stride;
+    int rows, columns;
+    int each;  // segments of a block
+    int uniform_is_double;
+    Parameter divisor, top_k, top_p, limit;
+};
+
+namespace {
+
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr int MASS_BITS = 40, FRACTION_BITS = 31;
+constexpr float POWERS[] = {1.0f,
+                            -0.6931437253952026f,
+                            0.2401801496744156f,
+                            -0.055297356098890305f,
+                            0.009205796755850315f,
+                            -0.0009449030621908605f};
+
+__device__ u64 mass_of(float d) {
+    const float t = fminf(__fmul_rn(d, LOG2E), 62.0f), whole = floorf(t), f = __fsub_rn(t, whole);
+    float power = POWERS[5];
+#pragma unroll
+    for (int i = 4; i >= 0; --i) power = __fadd_rn(__fmul_rn(power, f), POWERS[i]);
+    return static_cast<u64>(static_cast<u32>(power * 16777216.0f)) << (MASS_BITS - 24) >> static_cast<int>(whole);
+}
+
+// In units of 2^-31, rounded down.
+__device__ u64 fraction(double x) {
+    const double units = x * 2147483648.0;
+    return units >= 0.0 ? static_cast<u64>(fmin(units, 2147483648.0)) : 0;
+}
+
+__device__ u64 share(u64 mass, u64 units) {
+    const u64 low = mass & ((1ull << FRACTION_BITS) - 1);
+    return (mass >> FRACTION_BITS) * units + (low * units >> FRACTION_BITS);
+}
+
+// 256 buckets for each octave of 0.25 + d, up to d = 63.75; all farther entries are in the last one.
+__device__ int bucket_of(float d) {
+    constexpr u32 FIRST = 0x3e800000u >> 15;
+    return static_cast<int>(min((__float_as_uint(__fadd_rn(d, 0.25f)) >> 15) - FIRST, BUCKETS - 1u));
+}
+
+// Integers in the order of floats; 0 and -0 have one.
+__device__ u32 key_of(float x) {
+    const u32 bits = __float_as_uint(__fadd_rn(x, 0.0f));
+    return bits >> 31 ? ~bits : bits | 1u << 31;
+}
+__device__ float of_key(u32 key) { return __uint_as_float(key >> 31 ? key & ~(1u << 31) : ~key); }
+
+struct Entry {
+    float x, z, d;
+    bool valid;
+};
+
+struct Row {
+    const float* logits;
+    float t, top, k, p, far;
+    bool greedy, undefined;
+
+    __device__ Row(const Args& a, int row) : logits(a.logits + row * a.stride) {
+        t = a.divisor.of(row);
+        greedy = t == 0.0f;
+        if (greedy) t = 1.0f;
+        k = a.top_k.of(row);
+        if (greedy || !(k > 0.0f && k < static_cast<float>(a.columns))) k = 0.0f;
+        p = a.top_p.of(row);
+        if (greedy || !(p < 1.0f)) p = 1.0f;
+        far = greedy ? 0.0f : a.limit.of(row);
+        top = __fdiv_rn(a.norm[2 * row], t);
+        undefined = isnan(__fadd_rn(__fsub_rn(top, top), a.norm[2 * row + 1]));
+    }
+    // A NaN or -inf is no valid entry.
+    __device__ Entry entry(float x) const {
+        const float z = t == 1.0f ? x : __fdiv_rn(x, t);
+        return {x, z, __fsub_rn(top, z), z > -infinity()};
+    }
+    __device__ bool filters() const { return k > 0.0f || p < 1.0f; }
+    __device__ bool has_few() const { return k > 0.0f && k <= FEW; }
+};
+
+// Four columns from `column` on; -inf beyond the last.
+__device__ void load(const Args& a, const Row& row, int column, float (&x)[4]) {
+    if (column + 4 <= a.columns) {
+        const float4 four = __ldg(reinterpret_cast<const float4*>(row.logits + column));
+        x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = column + i < a.columns ? row.logits[column + i] : -infinity();
+    }
+}
+
+__device__ u64 over_warp(u64 x) {
+#pragma unroll
+    for (int apart = WARP / 2; apart; apart /= 2) x += __shfl_xor_sync(ALL, x, apart);
+    return x;
+}
+
+// Sums of 64 bits, from atomics of 32.
+struct Histogram {
+    u32 low[BUCKETS], high[BUCKETS];
+
+    __device__ void clear() {
+        for (int i = threadIdx.x; i < BUCKETS; i += BLOCK) low[i] = high[i] = 0;
+    }
+    __device__ void set(int at, u64 value) {
+        low[at] = static_cast<u32>(value);
+        high[at] = static_cast<u32>(value >> 32);
+    }
+    __device__ u64 operator[](int at) const { return static_cast<u64>(high[at]) << 32 | low[at]; }
+    __device__ void add(int at, u64 value) {
+        const u32 part = static_cast<u32>(value), carry = atomicAdd(&low[at], part) > ~part;
+        const u32 rest = static_cast<u32>(value >> 32) + carry;
+        if (rest) atomicAdd(&high[at], rest);
+    }
+    // All lanes of a warp call it. Where all add to one place, a single one does: equal entries would wait in line.
+    __device__ void add(int at, u64 value, bool active) {
+        const u32 lanes = __ballot_sync(ALL, active);
+        if (!lanes) return;
+        const int leader = __ffs(lanes) - 1, place = __shfl_sync(ALL, at, leader);
+        if (__all_sync(ALL, !active || at == place)) {
+            value = over_warp(active ? value : 0);
+            if (static_cast<int>(threadIdx.x) % WARP == leader) add(place, value);
+        } else if (active) {
+            add(at, value);
+        }
+    }
+};
+
+// Where a sum over the first places of a histogram reaches a target.
+struct Reached {
+    int at;
+    u64 before, own;
+};
+
+struct Block {
+    Histogram one, other;
+    u64 totals[WARPS];
+    Reached reached;
+    Shared range;
+    u32 ticket;
+};
+
+__device__ u64 over_block(Block& block, u64 x) {
+    x = over_warp(x);
+    __syncthreads();
+    if (threadIdx.x % WARP == 0) block.totals[threadIdx.x / WARP] = x;
+    __syncthreads();
+    x = 0;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) x += block.totals[i];
+    return x;
+}
+
+// The first place up to which the sum is at least `target`, which is not 0; none with own = 0.
+__device__ Reached reach(Block& block, const Histogram& sums, u64 target) {
+    constexpr int MINE = BUCKETS / BLOCK;
+    const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
+    __syncthreads();
+    u64 own[MINE], before = 0;
+#pragma unroll
+    for (int i = 0; i < MINE; ++i) before += own[i] = sums[MINE * thread + i];
+    const u64 mine = before;
+#pragma unroll
+    for (int apart = 1; apart < WARP; apart *= 2) {
+        const u64 left = __shfl_up_sync(ALL, before, apart);
+        if (lane >= apart) before += left;
+    }
+    if (lane == WARP - 1) block.totals[warp] = before;
+    if (thread == 0) block.reached = {BUCKETS - 1, 0, 0};
+    __syncthreads();
+    before -= mine;
+    for (int i = 0; i < warp; ++i) before += block.totals[i];
+#pragma unroll
+    for (int i = 0; i < MINE; ++i) {
+        if (before < target && target <= before + own[i]) block.reached = {MINE * thread + i, before, own[i]};
+        before += own[i];
+    }
+    __syncthreads();
+    return block.reached;
+}
+
+// Returns in the last of the blocks of a row that calls it, for which the others' writes are visible.
+__device__ bool is_last(Block& block, u32& done) {
+    if (gridDim.y == 1) {
+        __syncthreads();
+        return true;
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) block.ticket = atomicAdd(&done, 1u);
+    __syncthreads();
+    __threadfence();
+    return block.ticket == gridDim.y - 1;
+}
+
+// Adds a block's sums to those of its row.
+__device__ void flush(const Histogram& from, u64* to) {
+    for (int i = threadIdx.x; i < BUCKETS; i += BLOCK) {
+        const u64 sum = from[i];
+        if (sum) atomicAdd(to + i, sum);
+    }
+}
+
+__device__ void fetch(Histogram& to, const u64* from) {
+    for (int i = threadIdx.x; i < BUCKETS; i += BLOCK) to.set(i, __ldcg(from + i));
+}
+
+__device__ u64 target_of(const Row& row, u64 mass) {
+    const u64 target = share(mass, fraction(row.p));
+    return target ? target : 1;
+}
+
+// Finds the buckets with a row's thresholds in its histograms.
+__device__ void find_range(Block& block, const Row& row, Shared& found) {
+    const Histogram &counts = block.one, &masses = block.other;
+    Reached of_k = {-1, 0, 0}, first = {BUCKETS, 0, 0};
+    int last = -1, from = BUCKETS;
+    u64 base = 0;
+    if (row.k > 0.0f) {
+        of_k = reach(block, counts, static_cast<u64>(row.k));
+        if (!of_k.own) of_k = {-1, 0, 0};
+    }
+    if (row.p < 1.0f && row.has_few()) {
+        first.at = from = 0;
+        last = of_k.at < 0 ? BUCKETS - 1 : of_k.at;
+    } else if (row.p < 1.0f) {
+        u64 up_to = 0, mine = 0;
+        for (int i = threadIdx.x; i < BUCKETS; i += BLOCK) {
+            if (of_k.at < 0 || i < of_k.at) mine += masses[i];
+            if (of_k.at == i) up_to = masses[i];
+        }
+        base = over_block(block, mine);
+        up_to = base + over_block(block, up_to);
+        first = reach(block, masses, target_of(row, base));
+        last = reach(block, masses, target_of(row, up_to)).at;
+        if (of_k.at >= 0) from = of_k.at;
+    } else if (of_k.at >= 0) {
+        first.at = last = of_k.at;
+    }
+    if (threadIdx.x) return;
+    found.first = first.at, found.last = last, found.of_k = of_k.at, found.from = from;
+    found.base = base, found.mass_before = first.before;
+    found.count_before = static_cast<u32>(of_k.before);
+}
+
+// Whether a threshold may be equal to an entry.
+__device__ bool is_among(const Range& range, const Entry& e, int bucket) {
+    return e.valid && ((bucket >= range.first && bucket <= range.last) || bucket == range.of_k);
+}
+
+// The entries among which a row's thresholds lie.
+struct Candidates {
+    const Row& row;
+    const Shared& range;
+    const float* x;
+    const int* columns;  // null: x is the whole row
+    int count;
+
+    __device__ Candidates(const Args& a, const Row& row, const Shared& range, int index) : row(row), range(range) {
+        const bool fits = range.listed <= LISTED;
+        x = fits ? a.listed_x + static_cast<i64>(index) * LISTED : row.logits;
+        columns = fits ? a.listed_columns + static_cast<i64>(index) * LISTED : nullptr;
+        count = fits ? static_cast<int>(range.listed) : a.columns;
+    }
+    // Calls f(entry, bucket, column, whether it is one) in all lanes of a warp at once.
+    template <class F>
+    __device__ void each(F f) const {
+        constexpr int AT_ONCE = 4;
+        for (int start = threadIdx.x / WARP * WARP; start < count; start += AT_ONCE * BLOCK) {
+            float values[AT_ONCE];
+            int places[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const int at = start + i * BLOCK + threadIdx.x % WARP;
+                values[i] = at < count ? __ldcg(x + at) : -infinity();
+                places[i] = columns && at < count ? __ldcg(columns + at) : at;
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const Entry e = row.entry(values[i]);
+                const int bucket = bucket_of(e.d);
+                f(e, bucket, places[i], is_among(range, e, bucket));
+            }
+        }
+    }
+};
+
+// The largest z from which on the candidates in some buckets reach a target, by their masses or their number.
+__device__ float threshold(Block& block, const Candidates& candidates, int first, int last, bool weighed, u64 target) {
+    u32 low = ~candidates.range.low, high = candidates.range.high;
+    while (low < high) {
+        const int shift = max(32 - __clz(high - low) - 11, 0);
+        __syncthreads();
+        block.one.clear();
+        __syncthreads();
+        candidates.each([&](const Entry& e, int bucket, int, bool is_one) {
+            const u32 key = key_of(e.z);
+            const bool counts = is_one && bucket >= first && bucket <= last && key >= low && key <= high;
+            block.one.add(static_cast<int>((high - key) >> shift), weighed ? mass_of(e.d) : 1, counts);
+        });
+        const Reached found = reach(block, block.one, target);
+        if (!found.own) break;
+        target -= found.before;
+        high -= static_cast<u32>(found.at) << shift;
+        low = max(low, high - min(high, (1u << shift) - 1));
+    }
+    return of_key(high);
+}
+
+// Writes the results of a row, whose range is known.
+__device__ void draw(const Args& a, Block& block, const Row& row, int index) {
+    const Shared& range = block.range;
+    const Candidates candidates(a, row, range, index);
+    float least = -infinity();
+    if (range.of_k >= 0) {
+        const u64 target = static_cast<u64>(row.k) - range.count_before;
+        least = threshold(block, candidates, range.of_k, range.of_k, false, target);
+    }
+    if (range.first < BUCKETS && row.p < 1.0f) {
+        u64 mass = 0;
+        if (range.from < BUCKETS) {
+            candidates.each([&](const Entry& e, int bucket, int, bool is_one) {
+                if (is_one && bucket >= range.from && e.z >= least) mass += mass_of(e.d);
+            });
+            mass = over_block(block, mass);
+        }
+        const u64 target = target_of(row, range.base + mass) - range.mass_before;
+        least = fmaxf(least, threshold(block, candidates, range.first, range.last, true, target));
+    }
+    // Masses of segments.
+    Histogram& masses = block.one;
+    const int segments = (a.columns + SEGMENT - 1) / SEGMENT;
+    __syncthreads();
+    for (int i = threadIdx.x; i < BUCKETS; i += BLOCK)
+        masses.set(i, i < segments ? __ldcg(a.sums + static_cast<i64>(index) * segments + i) : 0);
+    __syncthreads();
+    u32 smallest = range.least;
+    const auto is_kept = [&](const Entry& e) { return e.valid && e.z >= least && e.d <= row.far; };
+    candidates.each([&](const Entry& e, int bucket, int column, bool is_one) {
+        const bool kept = is_one && is_kept(e);
+        if (kept) smallest = max(smallest, ~key_of(e.x));
+        masses.add(column / SEGMENT, mass_of(e.d), kept);
+    });
+    __syncthreads();
+    u64 total = 0;
+    for (int i = threadIdx.x; i < segments; i += BLOCK) total += masses[i];
+    total = over_block(block, total);
+    for (int apart = WARP / 2; apart; apart /= 2) smallest = max(smallest, __shfl_xor_sync(ALL, smallest, apart));
+    block.ticket = 0;
+    __syncthreads();
+    if (threadIdx.x % WARP == 0) atomicMax(&block.ticket, smallest);
+    const double u = a.uniform_is_double ? static_cast<const double*>(a.uniform)[index]
+                                         : static_cast<const float*>(a.uniform)[index];
+    const u64 units = row.greedy ? 0 : min(fraction(u), (1ull << FRACTION_BITS) - 1), wanted = share(total, units) + 1;
+    const Reached segment = reach(block, masses, wanted);
+    // Masses of its columns.
+    for (int i = threadIdx.x; i < BUCKETS; i += BLOCK) {
+        const int column = segment.at * SEGMENT + i;
+        const bool is_in = i < SEGMENT && column < a.columns;
+        const Entry e = row.entry(is_in ? row.logits[column] : -infinity());
+        masses.set(i, is_in && is_kept(e) ? mass_of(e.d) : 0);
+    }
+    const Reached token = reach(block, masses, wanted - segment.before);
+    if (threadIdx.x) return;
+    const bool keeps_all = row.greedy || (least == -infinity() && row.far == infinity());
+    // Nothing is kept where parameters are out of range.
+    const float kept = block.ticket ? of_key(~block.ticket) : infinity(), low = keeps_all ? -infinity() : kept;
+    a.ids[index] = total ? segment.at * SEGMENT + token.at : 0;
+    a.min_logit[index] = __fdiv_rn(low, row.t);
+    a.smallest[index] = low;
+    a.temperature[index] = row.t;
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(BLOCK) narrow(Args a) {
+    __shared__ Block block;
+    const int index = static_cast<int>(blockIdx.x), begin = blockIdx.y * a.each * SEGMENT;
+    const Row row(a, index);
+    Shared& shared = a.shared[index];
+    if (row.undefined || !row.filters()) return;
+    const bool counts = row.k > 0.0f, weighs = row.p < 1.0f && !row.has_few();
+    block.one.clear();
+    block.other.clear();
+    __syncthreads();
+    const int end = min(begin + a.each * SEGMENT, a.columns);
+    constexpr int AT_ONCE = 4;
+    for (int start = begin; start < end; start += AT_ONCE * 4 * BLOCK) {
+        float x[AT_ONCE][4];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) {
+            const int column = start + 4 * (j * BLOCK + static_cast<int>(threadIdx.x));
+            load(a, row, column < end ? column : a.columns, x[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const Entry e = row.entry(x[j][i]);
+                const int bucket = bucket_of(e.d);
+                if (counts) block.one.add(bucket, 1, e.valid);
+                if (weighs) {
+                    const u64 mass = mass_of(e.d);
+                    block.other.add(bucket, mass, e.valid && mass);
+                }
+            }
+        }
+    }
+    __syncthreads();
+    if (gridDim.y > 1) {
+        u64* sums = a.histograms + static_cast<i64>(index) * 2 * BUCKETS;
+        if (counts) flush(block.one, sums);
+        if (weighs) flush(block.other, sums + BUCKETS);
+        if (!is_last(block, shared.narrowed)) return;
+        if (counts) fetch(block.one, sums);
+        if (weighs) fetch(block.other, sums + BUCKETS);
+        __syncthreads();
+    }
+    find_range(block, row, shared);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK) collect(Args a) {
+    __shared__ Block block;
+    const int index = static_cast<int>(blockIdx.x), lane = threadIdx.x % WARP;
+    const Row row(a, index);
+    if (row.undefined) {
+        if (blockIdx.y || threadIdx.x) return;
+        a.ids[index] = 0;
+        a.min_logit[index] = a.smallest[index] = not_a_number();
+        a.temperature[index] = row.t;
+        return;
+    }
+    Shared& shared = a.shared[index];
+    // Without a threshold of top-k and top-p, or where min-p's is above it, only the limit counts.
+    const bool only_limit = !row.filters() || bucket_of(row.far) < shared.first;
+    const Range range = only_limit ? Range{BUCKETS, -1, -1} : static_cast<const Range&>(shared);
+    const int segments = (a.columns + SEGMENT - 1) / SEGMENT, begin = blockIdx.y * a.each;
+    u32 high = 0, low = 0, least = 0;
+    for (int segment = begin + threadIdx.x / WARP; segment < min(begin + a.each, segments); segment += WARPS) {
+        u64 above = 0;
+        constexpr int QUADS = 4;
+#pragma unroll 1
+        for (int first = segment * SEGMENT; first < segment * SEGMENT + SEGMENT; first += QUADS * 4 * WARP) {
+            float x[QUADS][4];
+            u32 in = 0;
+#pragma unroll
+            for (int j = 0; j < QUADS; ++j) load(a, row, first + 4 * (j * WARP + lane), x[j]);
+#pragma unroll
+            for (int j = 0; j < QUADS; ++j) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const Entry e = row.entry(x[j][i]);
+                    const int bucket = bucket_of(e.d);
+                    if (e.valid && bucket < range.first && e.d <= row.far) {
+                        above += mass_of(e.d);
+                        least = max(least, ~key_of(e.x));
+                    } else if (is_among(range, e, bucket)) {
+                        in |= 1u << (4 * j + i);
+                        high = max(high, key_of(e.z));
+                        low = max(low, ~key_of(e.z));
+                    }
+                }
+            }
+            if (!__any_sync(ALL, in)) continue;
+            u32 place = __popc(in);
+            const u32 mine = place;
+#pragma unroll
+            for (int apart = 1; apart < WARP; apart *= 2) {
+                const u32 left = __shfl_up_sync(ALL, place, apart);
+                if (lane >= apart) place += left;
+            }
+            u32 start = 0;
+            if (lane == WARP - 1) start = atomicAdd(&shared.listed, place);
+            place += __shfl_sync(ALL, start, WARP - 1) - mine;
+#pragma unroll
+            for (int j = 0; j < QUADS; ++j) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    if (!(in >> (4 * j + i) & 1)) continue;
+                    if (place < LISTED) {
+                        const i64 at = static_cast<i64>(index) * LISTED + place;
+                        a.listed_x[at] = x[j][i];
+                        a.listed_columns[at] = first + 4 * (j * WARP + lane) + i;
+                    }
+                    ++place;
+                }
+            }
+        }
+        above = over_warp(above);
+        if (lane == 0) a.sums[static_cast<i64>(index) * segments + segment] = above;
+    }
+#pragma unroll
+    for (int apart = WARP / 2; apart; apart /= 2) {
+        high = max(high, __shfl_xor_sync(ALL, high, apart));
+        low = max(low, __shfl_xor_sync(ALL, low, apart));
+        least = max(least, __shfl_xor_sync(ALL, least, apart));
+    }
+    if (lane == 0) {
+        if (high) atomicMax(&shared.high, high);
+        if (low) atomicMax(&shared.low, low);
+        if (least) atomicMax(&shared.least, least);
+    }
+    if (!is_last(block, shared.collected)) return;
+    // Past the L1 cache, which may hold what was there before the atomics.
+    if (threadIdx.x < sizeof(Shared) / 4)
+        reinterpret_cast<u32*>(&block.range)[threadIdx.x] = __ldcg(reinterpret_cast<const u32*>(&shared) + threadIdx.x);
+    __syncthreads();
+    if (threadIdx.x == 0) static_cast<Range&>(block.range) = range;
+    __syncthreads();
+    draw(a, block, row, index);
+}
