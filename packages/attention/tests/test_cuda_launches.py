@@ -48,7 +48,15 @@ def one_query():
     return given._replace(q=given.q[:1].expand(3, -1, -1, -1))
 
 
+def over_ranks():
+    """Queries that end behind the keys, some of them not in use, as ranks call it for gradients of keys."""
+    given, keys = packed((90, 140)), packed((40, 90))
+    bounds, used = keys.cu_seqlens_k, torch.tensor([90, 120], dtype=torch.int32)
+    return given._replace(k=keys.k, v=keys.v, cu_seqlens_k=bounds, max_seqlen_k=90, seqused_q=used, right=50)
+
+
 CALLS: dict[str, Callable[[], Inputs]] = {
+    "over-ranks": over_ranks,
     "prompt": partial(dense, 2, 200, 200, 2, 4, 128),
     "sinks": lambda: dense(2, 20, 20, 2, 4, 128, sinks=torch.randn(8).bfloat16()),
     "wide-sinks": lambda: dense(2, 20, 20, 2, 4, 128, sinks=torch.randn(8)),
