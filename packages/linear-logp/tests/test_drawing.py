@@ -209,13 +209,15 @@ def check_backend(backend: str, device: torch.device, rows: int, vocab: int, ste
 
 def check_small_top_p(backend: str, device: torch.device) -> None:
     """Of a wide row, a top_p that is just above what the largest entry reaches, but not once it is rounded down."""
-    vocab, unit = 1 << 20, 1 << drawing.FRACTION_BITS
+    unit, (top, rest) = 1 << drawing.FRACTION_BITS, drawing.masses(torch.tensor([0.0, 1.1])).tolist()
+    # Where the largest entry has hardly more than a whole number of units.
+    sizes = range(1 << 20, 1 << 21)
+    vocab = next(size for size in sizes if top * unit % (top + (size - 1) * rest) < 0.01 * size * rest)
+    whole = top + (vocab - 1) * rest
+    top_p = (top * unit // whole + 0.99) / unit
     row = torch.full((1, vocab), -1.1)
     row[0, 7] = 0.0
-    mass = drawing.masses(torch.tensor([0.0, 1.1])).tolist()
-    whole = mass[0] + (vocab - 1) * mass[1]
-    top_p = (mass[0] * unit // whole + 0.99) / unit
-    norm = torch.tensor([[0.0, math.log(whole / mass[0])]])
+    norm = torch.tensor([[0.0, math.log(whole / top)]])
     logits = LinearLogits(row.to(device), norm.to(device), None, backend, torch.float32)
     assert logits.sample(top_p=top_p).min_logit.tolist() == [0.0]
 
