@@ -1,7 +1,8 @@
 """The range of distances d below the largest z in which the threshold of a row lies.
 
-``survey`` narrows the range, up to three times where many entries lie in it. It adds FP32 masses in any order, and allows for their
-error. ``collect`` lists the entries in the range, in any order, and sums the masses above it, as integers.
+``survey`` narrows the range, up to three times where many entries lie in it. It adds FP32 masses in any order, and
+allows for their error. ``collect`` lists the entries in the range, in any order, and sums the masses above it, as
+integers.
 """
 
 from __future__ import annotations
