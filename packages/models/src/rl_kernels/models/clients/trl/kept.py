@@ -38,9 +38,9 @@ class KeptLogp(float):
         self.min_logit = min_logit
         return self
 
-    def __getnewargs__(self) -> tuple[float, float]:
-        """Return the arguments for copies, which a gather over processes makes too."""
-        return float(self), self.min_logit
+    def __reduce__(self) -> tuple[type[KeptLogp], tuple[float, float]]:
+        """Return what makes a copy, as a gather over processes does too."""
+        return type(self), (float(self), self.min_logit)
 
 
 class _Divide:
