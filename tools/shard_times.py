@@ -104,7 +104,9 @@ def head(tokens: int, size: int, vocab: int) -> tuple[dict[str, Callable[[], Any
 
     def backward(shard: torch.Tensor, partial: bool) -> Callable[[], Any]:
         inputs = (hidden, shard, ids, None, temperature, None, None, None)
-        return lambda: heads.ops["backward"](*inputs, *saved, 0, vocab, SEGMENTS, partial, 256, NEEDED, None, backend)
+        return lambda: heads.ops["backward"](
+            *inputs, *saved, 0, vocab, SEGMENTS, partial, None, 256, NEEDED, None, backend
+        )
 
     calls: dict[str, Callable[[], Any]] = {
         "one GPU, forward": lambda: heads.ops["forward"](*inputs, 0, backend),

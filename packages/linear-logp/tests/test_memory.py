@@ -67,7 +67,9 @@ def test_memory_of_both_passes_is_bounded(
     saved = (norm, entropy, None, logp, lse, entropy)
     forget_scratch(monkeypatch)
     with Memory(*tensors, norm, logp, lse, entropy) as backward:
-        grads = native.backward(*inputs, *saved, 0, vocab, 1, False, workspace_mib, [True, True, True], join_tokens)
+        grads = native.backward(
+            *inputs, *saved, 0, vocab, 1, False, None, workspace_mib, [True, True, True], join_tokens
+        )
     assert max(forward.largest, backward.largest) < rows * vocab / 2
     buffer = 0 if dtype == torch.float32 else rows * size * 4
     assert buffer < backward.peak < sum(grad.nbytes for grad in grads) + (workspace_mib << 20)

@@ -87,7 +87,7 @@ def _logits(leaves: Sequence[Any], cap: tuple[float, float] | None) -> torch.Ten
 
 def _check_backward(checked: Checked, kept: torch.Tensor | None, call: Mapping[str, Any], backend: Any) -> None:
     needed = call.get("needed", [True, True, checked.leaves[2] is not None])
-    shard = 0, call["vocab"], 1, False, 1, needed, call.get("join")
+    shard = 0, call["vocab"], 1, False, None, 1, needed, call.get("join")
     arguments = *checked.inputs, *checked.saved, kept, *checked.rows.upstream, *shard
     for result, leaf, is_needed in zip(backend.backward(*arguments), checked.leaves, needed, strict=True):
         assert bool(result.numel()) == is_needed
@@ -119,7 +119,7 @@ def check_shards(checked: Checked, backend: Any) -> None:
     saved = checked.saved
     needed = [True, True, bias is not None]
     parts = [
-        backend.backward(*shard, *saved, logits, *checked.rows.upstream, start, vocab, 8, True, 1, needed, None)
+        backend.backward(*shard, *saved, logits, *checked.rows.upstream, start, vocab, 8, True, None, 1, needed, None)
         for shard, logits, (start, _) in zip(shards, kept, bounds, strict=True)
     ]
     dhidden, *others = zip(*parts, strict=True)
