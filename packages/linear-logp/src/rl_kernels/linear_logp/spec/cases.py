@@ -42,7 +42,7 @@ _CASES = (
     _case("temperature", (2, 5, 40, 333), {**STATS, "temperature": 0.7}),
     _case("temperature-per-token", (3, 5, 24, 129), EACH),
     _case("min-logit", (3, 5, 24, 1030), {**EACH, "min_logit": True}),
-    _case("kept-ids", (3, 5, 24, 1030), {**EACH, "kept_ids": 40}),
+    _case("kept-ids", (3, 5, 24, 1030), {**EACH, "kept_ids": 40, "scale": 0.25}),
     _case("kept-ids-ignored", (4, 7, 32, 65), {**BIASED, "kept_ids": 9, "ignore_index": IGNORED, "softcap": 4.0}),
     _case("ignored", (4, 7, 32, 65), {**BIASED, "ignore_index": IGNORED}),
     _case("segments", (2, 9, 17, 4200), {**BIASED, "edges": True, "workspace_mib": 1}),
