@@ -17,7 +17,7 @@ MOST = 6
 READ = 8
 """Files that a reader opens, from the repository's README and ``docs/call.md`` to a kernel."""
 KEYWORDS = 17
-"""Keyword arguments of a public function; ``linear_logp`` has 13."""
+"""Keyword arguments of a public function; ``linear_logp`` has 14."""
 SPINE = ("core/torchlib/ops.py", "core/torchlib/derivatives.py", "core/triton_lib/launch.py")
 """Files that all operators share, which the page describes."""
 
@@ -67,4 +67,4 @@ def test_page_names_the_files_of_a_call() -> None:
 def test_public_functions_have_few_keywords() -> None:
     counts = {name: keywords for name, _, keywords, _ in call_path.keywords()}
     assert max(counts.values()) <= KEYWORDS
-    assert counts["linear_logp"] <= 13
+    assert counts["linear_logp"] <= 14

@@ -21,7 +21,7 @@ import small_trainer  # noqa: E402
 
 from rl_kernels.models.clients import trl as trl_client  # noqa: E402
 from rl_kernels.models.clients.trl import kept  # noqa: E402
-from rl_kernels.models.clients.trl.kept import IN_BATCH, KeptLogp  # noqa: E402
+from rl_kernels.models.clients.trl.kept import IDS_IN_BATCH, IN_BATCH, KeptLogp  # noqa: E402
 
 Made = Callable[..., Any]
 SIZES = small_trainer.SIZES | {"initializer_range": 0.3}
@@ -42,6 +42,10 @@ CASES: dict[str, dict[str, Any]] = {
     "batches, min_p": BATCHES | {"min_p": 0.1},
     "adapter, checkpoints": {"beta": 0.05, "gradient_checkpointing": True},
     "mixed": {"bf16": True},
+    # Batches are used after an update, with the ids that were kept.
+    "again": {"num_iterations": 2, "learning_rate": 0.05},
+    "again, top_k 4": {"num_iterations": 2, "learning_rate": 0.05, "top_p": 1.0, "top_k": 4, "beta": 0.05},
+    "again, steps": {"steps_per_generation": 4, "learning_rate": 0.05, "min_p": 0.05},
 }
 
 
@@ -71,21 +75,27 @@ def kept_of(z: torch.Tensor, *, top_k: int, top_p: float, min_p: float) -> torch
 
 def trained(trainer: Any) -> dict[str, Any]:
     """Train; compare each micro-batch of the weights that sampled with its rollout and with the whole vocabulary."""
-    ours = trainer._compute_loss
+    ours, produce, steps = trainer._compute_loss, trainer._generate_and_score_completions, [0]
     counts: dict[str, Any] = {"tokens": 0, "differ": 0, "kept": 0, "ratios": [], "full": [], "reference": []}
+    counts |= {"later": 0, "moved": 0, "furthest": 0.0}
 
-    def scores(model: Any, inputs: dict[str, Any], min_logit: torch.Tensor | None) -> torch.Tensor:
+    def produced(*args: Any, **options: Any) -> Any:
+        steps[0] = trainer.state.global_step
+        return produce(*args, **options)
+
+    def scores(model: Any, inputs: dict[str, Any], among: torch.Tensor | None) -> torch.Tensor:
         ids = torch.cat((inputs["prompt_ids"], inputs["completion_ids"]), 1)
         attention = torch.cat((inputs["prompt_mask"], inputs["completion_mask"]), 1)
-        model, width = kept.with_min_logit(model, min_logit), inputs["completion_mask"].shape[1]
+        model, width = kept.with_kept(model, among), inputs["completion_mask"].shape[1]
         # Pieces of one and three rows.
         result, _, _ = trainer._get_per_token_logps_and_entropies(model, ids, attention, width, batch_size=3)
         return result.detach()
 
     def loss(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         mask, recorded = inputs["completion_mask"].bool(), inputs["sampling_per_token_logps"]
+        among = inputs[IDS_IN_BATCH if IDS_IN_BATCH in inputs else IN_BATCH]
         with torch.no_grad():
-            logps, full = scores(model, inputs, inputs[IN_BATCH]), scores(model, inputs, None)
+            logps, full = scores(model, inputs, among), scores(model, inputs, None)
             ids = torch.cat((inputs["prompt_ids"], inputs["completion_ids"]), 1)
             attention = torch.cat((inputs["prompt_mask"], inputs["completion_mask"]), 1)
             places = (attention.cumsum(-1) - 1).clamp(min=0)
@@ -93,20 +103,29 @@ def trained(trainer: Any) -> dict[str, Any]:
         z = logits[:, -mask.shape[1] - 1 : -1][mask] / trainer.temperature
         sampler = {name: getattr(trainer, name) or 0 for name in ("top_k", "top_p", "min_p")}
         expected = kept_of(z, **sampler)
-        found = z >= inputs[IN_BATCH][mask][:, None] - 1e-5
+        if IDS_IN_BATCH in inputs:
+            ids = among[mask].masked_fill(among[mask] < 0, z.shape[-1])
+            found = torch.zeros(len(z), z.shape[-1] + 1, dtype=torch.bool).scatter(-1, ids, True)[:, :-1]
+        else:
+            found = z >= among[mask][:, None] - 1e-5
+        dense = z.masked_fill(~found, -torch.inf).log_softmax(-1)
+        close = dense.gather(-1, inputs["completion_ids"][mask][:, None])[:, 0]
+        counts["furthest"] = max(counts["furthest"], float((close - logps[mask]).abs().max()))
+        if trainer.state.global_step != steps[0]:
+            counts["later"] += int(mask.sum())
+            counts["moved"] += int((logps != recorded)[mask].sum())
+            assert torch.equal(inputs["old_per_token_logps"][mask], recorded[mask])
+            return ours(model, inputs)
         counts["tokens"] += int(mask.sum())
         counts["differ"] += int((logps != recorded)[mask].sum())
         counts["kept"] += int((found.sum(-1) == expected.sum(-1)).sum())
-        dense = z.masked_fill(~found, -torch.inf).log_softmax(-1)
-        close = dense.gather(-1, inputs["completion_ids"][mask][:, None])[:, 0]
-        counts["furthest"] = max(counts.get("furthest", 0.0), float((close - logps[mask]).abs().max()))
         counts["ratios"] += (logps - recorded)[mask].exp().tolist()
         counts["full"] += (full - recorded)[mask].exp().tolist()
         if "ref_per_token_logps" in inputs and not trainer.state.global_step:
             counts["reference"].append(float((inputs["ref_per_token_logps"] - full)[mask].abs().max()))
         return ours(model, inputs)
 
-    trainer._compute_loss = loss
+    trainer._compute_loss, trainer._generate_and_score_completions = loss, produced
     trainer.train()
     return counts
 
@@ -126,6 +145,8 @@ def test_rollout_and_training_keep_the_same_tokens(made: Made, name: str) -> Non
     assert float(full.max()) < 1 + 1e-5
     difference = "sampling/sampling_logp_difference/max"
     assert {each[difference] for each in trainer.state.log_history if difference in each} == {0.0}
+    # Later passes are over the same tokens, with other weights.
+    assert ("again" in name) == (counts["moved"] > counts["later"] / 2 > 0)
     if name != "mixed":
         assert counts["kept"] == tokens
         assert counts["furthest"] < 1e-4
@@ -151,8 +172,8 @@ def test_ties_are_kept_whole_and_nothing_dropped_is_not_recorded() -> None:
 
 def test_other_processors_and_other_logits_are_refused(made: Made) -> None:
     cases: list[tuple[dict[str, Any], bool, str]] = [
-        ({"num_iterations": 2}, True, "top_k, top_p, min_p: expected none of them with num_iterations 2"),
-        ({"steps_per_generation": 4}, True, "top_k, .* with num_iterations 1 and steps_per_generation 4 over .* 2:"),
+        ({"num_iterations": 2, "top_k": 0}, True, "top_k, top_p, min_p: expected none of them with num_iterations 2"),
+        (BATCHES | {"steps_per_generation": 4}, True, "top_k, .* with num_iterations 1 and steps_per_generation 4 ov"),
         ({"repetition_penalty": 1.1}, True, r"repetition_penalty: expected .*; RepetitionPenaltyLogitsProcessor"),
         ({"generation_kwargs": {"min_new_tokens": 2}}, True, "generation_kwargs: .*; MinNewTokensLength"),
         ({"generation_kwargs": {"typical_p": 0.5}}, True, "generation_kwargs: .*; TypicalLogitsWarper"),
@@ -182,6 +203,24 @@ def test_log_probs_are_copied_with_their_thresholds() -> None:
     assert [(type(each), float(each), each.min_logit) for each in copies] == [(KeptLogp, -1.0, 0.5)] * 8
 
 
+def test_at_most_top_k_ids_are_kept_and_sampled_from() -> None:
+    """Of equal logits at the last place transformers keeps all: what is recorded is what is left to sample from."""
+    transformers, ids = pytest.importorskip("transformers"), []
+    scores = torch.tensor([[3.0, 1.0, 1.0, 1.0, -2.0], [0.0, 1.0, 2.0, -torch.inf, 9.0]])
+    cuts = [transformers.TopKLogitsWarper(3), transformers.MinPLogitsWarper(0.01)]
+    result = scores
+    for each in kept.watched(cuts, ids, by_ids=True):
+        result = each(None, result)
+    assert [sorted(row) for row in ids[0].tolist()][1] == [-1, -1, 4]
+    kept_ids = [[place for place in row if place >= 0] for row in ids[0].tolist()]
+    assert [len(row) for row in kept_ids] == [3, 1]
+    for row, places, before in zip(result, kept_ids, scores, strict=True):
+        assert torch.equal(row[places], before[places])
+        assert int((row > -torch.inf).sum()) == len(places)
+    with pytest.raises(ValueError, match=r"^top_k: expected one, to record the ids"):
+        kept.watched(cuts[1:], ids, by_ids=True)
+
+
 def test_tokens_of_tools_keep_all() -> None:
     """TRL joins turns, with a plain 0 for each token of a tool, and pads completions."""
     rows = [[KeptLogp(-1.0, 0.5), 0.0, KeptLogp(-2.0, 1.5)], [KeptLogp(-3.0, 2.5)]]
@@ -195,5 +234,9 @@ def test_tokens_of_tools_keep_all() -> None:
     low = -torch.inf
     expected = torch.tensor([[0.5, low, 1.5, low], [2.5, low, low, low]])
     assert torch.equal(trainer._generate_and_score_completions()[IN_BATCH], expected)
+    rows[:] = [[KeptLogp(-1.0, [3, 2]), 0.0], [KeptLogp(-3.0, [7, -1])]]
+    none = [-1, -1]
+    kept_ids = torch.tensor([[[3, 2], none, none, none], [[7, -1], none, none, none]])
+    assert torch.equal(trainer._generate_and_score_completions()[IDS_IN_BATCH], kept_ids)
     rows[:] = [[-1.0], [-2.0]]
     assert trainer._generate_and_score_completions() is batches[0]

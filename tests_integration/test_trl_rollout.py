@@ -314,7 +314,7 @@ def test_each_token_comes_of_its_own_pass(passes: int) -> None:
         return torch.cat((input_ids, torch.ones(2, 4, dtype=torch.long)), 1)
 
     model = SimpleNamespace(generate=generate, _get_logits_processor=list)
-    scorer: Any = SimpleNamespace(module=module, logps=lambda rows, ids, _: rows[:, 0] * ids)
+    scorer: Any = SimpleNamespace(module=module, logps=lambda rows, ids: rows[:, 0] * ids)
 
     def sample() -> Any:
         whole, ended = model.generate(input_ids=torch.zeros(2, 3, dtype=torch.long))[:, 3:].tolist()

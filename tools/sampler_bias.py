@@ -90,13 +90,13 @@ def measured(
     model: Any, inputs: dict[str, torch.Tensor], sampler: dict[str, Any], tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ratio of each sampled token, and how many tokens were kept in its place."""
-    from rl_kernels.models.clients.trl.kept import smallest_kept
+    from rl_kernels.models.clients.trl.kept import record_kept
 
     head, settings = model.get_output_embeddings(), {"top_k": 0, "top_p": 1.0, "temperature": 1.0, **sampler}
     with (
         inputs_of(head, lambda hidden: hidden[:, -1].clone()) as rows,
         unrounded(head),
-        smallest_kept(model, None) as smallest,
+        record_kept(model, None) as smallest,
     ):
         whole = model.generate(**inputs, do_sample=True, max_new_tokens=tokens, **settings)
     ids = whole[:, inputs["input_ids"].shape[1] :]

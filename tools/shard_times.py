@@ -105,7 +105,7 @@ def head(tokens: int, size: int, vocab: int) -> tuple[dict[str, Callable[[], Any
     def backward(shard: torch.Tensor, partial: bool) -> Callable[[], Any]:
         inputs = (hidden, shard, ids, None, temperature, None, None, None)
         return lambda: heads.ops["backward"](
-            *inputs, *saved, 0, vocab, SEGMENTS, partial, 256, NEEDED, None, False, backend
+            *inputs, *saved, 0, vocab, SEGMENTS, partial, None, 256, NEEDED, None, False, backend
         )
 
     calls: dict[str, Callable[[], Any]] = {

@@ -92,7 +92,7 @@ class Batch:
         for first in range(0, len(self.ids), JOIN):
             rows = slice(first, first + JOIN)
             inputs = self.hidden[rows], self.weight, self.ids[rows], self.bias, scale[rows] if scale.ndim else scale
-            saved = norm[rows], None, None, self.upstream[rows], None, None, 0, VOCAB, 1, False
+            saved = norm[rows], None, None, self.upstream[rows], None, None, 0, VOCAB, 1, False, None
             chain = [torch.zeros_like(total) for total in totals]
             rest = None, [False, True, True], None, False, *chain, backend
             ops["backward_main_grad"](*inputs, ignored, cap, None, *saved, *rest)

@@ -89,7 +89,7 @@ def test_memory_of_both_passes_is_bounded(
     forget_scratch(monkeypatch)
     with Memory(*tensors, norm, logp, lse, entropy) as backward:
         grads = native.backward(
-            *inputs, *saved, 0, vocab, 1, False, workspace_mib, [True, True, True], join_tokens, False
+            *inputs, *saved, 0, vocab, 1, False, None, workspace_mib, [True, True, True], join_tokens, False
         )
     assert max(forward.largest, backward.largest) < rows * vocab / 2
     buffer = 0 if dtype == torch.float32 else rows * size * 4
@@ -230,7 +230,7 @@ def check_peak() -> None:
 
     def call(workspace_mib: int) -> torch.Tensor:
         _, norm, kept = backend.forward(*inputs, fast.saved_mib)
-        given = *inputs, norm, None, kept, norm[:, 0], None, None, 0, vocab, 1, False, workspace_mib
+        given = *inputs, norm, None, kept, norm[:, 0], None, None, 0, vocab, 1, False, None, workspace_mib
         rest = [True, True, False], None, True
         backward.Backward(Steps(), *given, *rest)(*given, *rest)
         return kept

@@ -93,7 +93,7 @@ def segmented(call: Any, saved: list[Any], backend: str) -> torch.Tensor:
         part = slice(min(first, vocab), min(first + width, vocab))
         weight, bias = call.weight[part], None if call.bias is None else call.bias[part]
         shard = call._replace(weight=weight, bias=bias)
-        arguments = (*shard, *saved, part.start, vocab, 1, True, 256, [True, False, False], None, False, backend)
+        arguments = (*shard, *saved, part.start, vocab, 1, True, None, 256, [True, False, False], None, False, backend)
         chains.append(ops["backward"](*arguments)[0])
     a, b, c, d, e, f, g, h = chains
     return (((a + b) + (c + d)) + ((e + f) + (g + h))).to(call.hidden.dtype)
@@ -108,7 +108,7 @@ def check_case(options: dict[str, Any], backend: str) -> None:
         same(value, plain)
     grads = upstream if entropy else [upstream[0], None, None]
     saved, needed = [norm, row_entropy if entropy else None, None, *grads], [True, True, call.bias is not None]
-    rest = False, 256, needed, options.get("join"), False, backend
+    rest = False, None, 256, needed, options.get("join"), False, backend
     whole = [ops["backward"](*call, *saved, 0, vocab, segments, *rest) for segments in (1, 8)]
     for value, plain in zip(whole[1][1:], whole[0][1:], strict=True):
         same(value, plain, "weight and bias")
@@ -167,7 +167,7 @@ def test_opcheck_of_shards(entropy: bool, dtype: torch.dtype) -> None:
     norm = torch.zeros(len(call.hidden), 2, dtype=packed.dtype)
     for partial_sum, needed, logits in ((True, [True, False, True], None), (False, [True, True, False], kept)):
         saved = norm, None, logits, upstream[0].to(packed.dtype), None, None
-        more = 2048, 3072, 8, partial_sum, 256, needed, None if partial_sum else 16, False, "native"
+        more = 2048, 3072, 8, partial_sum, None, 256, needed, None if partial_sum else 16, False, "native"
         torch.library.opcheck(raw.linear_logp_backward.default, (*shard, *saved, *more))
 
 
@@ -252,7 +252,7 @@ def test_gradient_of_hidden_is_a_balanced_sum_of_segments(segments: int) -> None
     norm = ops["forward"](*call, 0, "native")[1]
     saved = [norm, None, None, upstream[0], None, None]
     whole, _, _ = ops["backward"](
-        *call, *saved, 0, len(call.weight), 8, False, 256, [True, False, False], None, False, "native"
+        *call, *saved, 0, len(call.weight), 8, False, None, 256, [True, False, False], None, False, "native"
     )
     same(whole, segmented(call, saved, "native"))
 

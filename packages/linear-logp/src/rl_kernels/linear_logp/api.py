@@ -31,6 +31,7 @@ class Keywords(TypedDict, total=False):
 
     temperature: float | torch.Tensor
     min_logit: torch.Tensor | None
+    kept_ids: torch.Tensor | None
     softcap: float
     logit_scale: float
     ignore_index: int | None
@@ -87,6 +88,7 @@ def linear_logp(
     *,
     temperature: float | torch.Tensor = 1.0,
     min_logit: torch.Tensor | None = None,
+    kept_ids: torch.Tensor | None = None,
     softcap: float = 0.0,
     logit_scale: float = 1.0,
     ignore_index: int | None = None,
@@ -140,6 +142,12 @@ def linear_logp(
             PyTorch gives for tensors, ``linear_logits(...).logits / temperature[..., None]``. ``-inf`` keeps all, with
             the bits of None. A target that is not kept has a log-probability of -inf, without a gradient. A row of
             which nothing is kept gives NaN.
+        kept_ids: None, or ``[..., K]``, int64 or int32, each in ``[0, V)`` or -1: in each row only entries with these
+            ids count, as if the logits of others were -inf. Their order, duplicates and -1 change no bit. A target that
+            is not among them has a log-probability of -inf, without a gradient. A row of which nothing is kept gives
+            NaN. The forward pass holds all logits of a block of rows: ``memory.workspace_mib``, by default 256 MiB, or
+            64 rows; ``memory.saved_mib`` has no effect, and ``"fast"`` is ``"lean"``. Not with ``min_logit``, a group
+            of several ranks, or known statistics.
         softcap: >= 0; bound of the logits before the temperature (Gemma 2 uses 30), or 0 for none.
         logit_scale: > 0; multiplies the logits before the cap, as in Cohere models. For Granite give
             ``1 / logits_scaling``.
@@ -165,12 +173,12 @@ def linear_logp(
         vocab_segments: how the gradient of ``hidden`` is summed: 1, one chain over the vocabulary; 8, chains over eight
             segments of it, added by a balanced tree. The default is 8 with ``process_group``, otherwise 1. Groups of
             several ranks need 8; without a group 8 gives their bits.
-        validate: check the values of ids, temperature and min_logit, and that targets are kept. This syncs with a GPU,
-            with ``min_logit`` after the forward pass too, and is skipped under torch.compile and graph capture. Without
-            the check, a row with an id out of range gives NaN, and so do the gradients that it contributes to. In a
-            group, the first call of a kind (dtypes and options) also compares arguments, hidden states and ids with
-            those of the other ranks, by one exchange: an error of one rank is then raised on all. ``"ranks"``, or
-            ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, compares every call.
+        validate: check the values of ids, kept_ids, temperature and min_logit, and that targets are kept. This syncs
+            with a GPU, with ``min_logit`` after the forward pass too, and is skipped under torch.compile and graph
+            capture. Without the check, a row with an id out of range gives NaN, and so do the gradients that it
+            contributes to. In a group, the first call of a kind (dtypes and options) also compares arguments, hidden
+            states and ids with those of the other ranks, by one exchange: an error of one rank is then raised on all.
+            ``"ranks"``, or ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, compares every call.
         backend: name of a backend, ``auto``, or None: the backend that ``use_backend`` or ``RL_KERNELS_BACKEND``
             forces, otherwise ``auto``.
 
@@ -187,6 +195,7 @@ def linear_logp(
     options = Options(
         *(temperature, min_logit, softcap, logit_scale, ignore_index, return_stats, join_tokens),
         *(memory, vocab_size, vocab_segments, validate, backend),
+        kept_ids=kept_ids,
     )
     operands, call = agreed(hidden, lm_head_weight, target_ids, bias, process_group, options)
     results = (apply_of(LinearLogp, call.ready) if call.needs_gradient else forward)(*operands, call)

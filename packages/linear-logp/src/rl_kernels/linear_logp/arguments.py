@@ -15,6 +15,7 @@ from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
 from rl_kernels.core.torchlib.scalars import scalar, scalar_or_rows, scalars
+from rl_kernels.linear_logp import kept_ids, listed
 from rl_kernels.linear_logp.inputs import flat, rows_of
 from rl_kernels.linear_logp.known import Known
 from rl_kernels.linear_logp.op import OPERATOR, describe, ops
@@ -72,6 +73,7 @@ class Options(NamedTuple):
     known: Known | None = None
     return_known: bool = False
     check_rows: int = 0
+    kept_ids: torch.Tensor | None = None
 
 
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -98,6 +100,7 @@ class Call(NamedTuple):
         needs_gradient: whether autograd records the call.
         is_checked: whether targets are compared with ``min_logit``.
         halo: rows of other ranks, if the shards are not those of ``vocab_shards``.
+        columns: ``[N, K]``, the columns that count in each row (``listed.columns_of``), or None for all.
     """
 
     target_ids: torch.Tensor
@@ -116,12 +119,15 @@ class Call(NamedTuple):
     needs_gradient: bool
     is_checked: bool
     halo: Halo | None = None
+    columns: torch.Tensor | None = None
 
     def of_rows(self, rows: slice | torch.Tensor, saved_mib: int | None) -> Call:
         """Return the call for some of the rows."""
         scale = self.temperature[rows] if self.temperature.ndim else self.temperature
         least = None if self.min_logit is None else self.min_logit[rows]
         changed = self._replace(target_ids=self.target_ids[rows], temperature=scale, min_logit=least)
+        if self.columns is not None:
+            changed = changed._replace(columns=self.columns[rows])
         return changed._replace(saved_mib=saved_mib, ready=Ready(self.ready.backend), known=None)
 
 
@@ -160,13 +166,19 @@ def call_of(
         thresholds.validate(options.min_logit, target_ids.shape, hidden.device, compute_dtype(hidden.dtype))
         check.ids_in_range("target_ids", target_ids, shard.size, options.ignore_index)
         thresholds.check_numbers(options.min_logit, target_ids, options.ignore_index)
+        if options.kept_ids is not None:
+            check.ids_in_range("kept_ids", options.kept_ids, shard.size, listed.FILLING)
     main_grad = getattr(lm_head_weight, "main_grad", None) if lm_head_weight.requires_grad else None
     if main_grad is not None:
         check.main_grad("lm_head_weight.main_grad", main_grad, weight)
     no_lost_derivatives("linear_logp", hidden, weight, bias, scale, options.min_logit)
     if options.return_known and needs_gradient:
         raise ValueError("linear_logp_known: expected no gradients, call it under torch.no_grad()")
-    ids, memory = flat(target_ids), limits_of(options)
+    ids, memory, columns = flat(target_ids), limits_of(options), None
+    if options.kept_ids is not None:
+        columns = listed.columns_of(options.kept_ids, ids, options.ignore_index, shard.size)
+        if options.validate:
+            kept_ids.check_targets(columns, ids, options.ignore_index)
     call = Call(
         *(ids, scale, _of_rows(options.min_logit), options.ignore_index, cap, options.return_stats),
         *(
@@ -180,6 +192,7 @@ def call_of(
         None if known is None else known.of_rows(ids, options.ignore_index),
         needs_gradient,
         bool(options.validate),
+        columns=columns,
     )
     return (rows_of(hidden), weight, bias), call
 
@@ -199,14 +212,14 @@ def _prepare(
     """
     options = Options(*values)
     shard, dtype = checked(hidden, weight, target_ids, bias, group, options), compute_dtype(hidden.dtype)
-    _check_options(options, target_ids, hidden.device, dtype)
+    _check_options(options, target_ids, hidden.device, dtype, is_group=shard.group is not None)
     if options.known is not None:
         Known.validate(options.known, hidden, target_ids, return_stats=options.return_stats)
     chosen = choose(OPERATOR, describe(hidden, weight, vocab_size=shard.size), options.backend).name
     cap = cap_numbers(options, dtype)
     scale = _scale(options, cap, target_ids.numel(), dtype)
     ready = Ready(chosen)
-    if group is None and options.known is None:
+    if group is None and options.known is None and options.kept_ids is None:
         memory = limits_of(options)
         rows, least = (rows_of(hidden), weight, flat(target_ids), bias), _of_rows(options.min_logit)
         op = ops["forward_stats" if options.return_stats else "forward"]
@@ -243,7 +256,9 @@ def checked(
     return shard
 
 
-def _check_options(options: Options, target_ids: torch.Tensor, device: torch.device, dtype: torch.dtype) -> None:
+def _check_options(
+    options: Options, target_ids: torch.Tensor, device: torch.device, dtype: torch.dtype, *, is_group: bool
+) -> None:
     memory = options.memory
     if not isinstance(memory, Memory):
         if memory not in (LEAN, FAST):
@@ -259,6 +274,13 @@ def _check_options(options: Options, target_ids: torch.Tensor, device: torch.dev
     check.integer("check_rows", options.check_rows, least=0)
     check.temperature(options.temperature, target_ids.shape, device, dtype, values=False)
     thresholds.validate(options.min_logit, target_ids.shape, device, dtype)
+    kept_ids.validate(options.kept_ids, target_ids.shape, device)
+    if options.kept_ids is not None:
+        is_known = options.return_known or options.known is not None
+        given = {"min_logit": options.min_logit is not None, "process_group": is_group, "known statistics": is_known}
+        for name, is_given in given.items():
+            if is_given:
+                raise ValueError(f"kept_ids: expected None with {name}")
     check.number("softcap", options.softcap, least=0, dtype=dtype)
     check.number("logit_scale", options.logit_scale, above=0, dtype=dtype)
 
@@ -267,11 +289,12 @@ def limits_of(options: Options) -> Memory:
     """Return the limits of a call: with ``"fast"`` none, so that all logits are kept and dz is formed in one piece.
 
     With ``join_tokens`` that piece would need FP32 buffers of the whole weight: there the workspace stays that of
-    ``"lean"``.
+    ``"lean"``. So it does with ``kept_ids``, where backward forms no logits: keeping all would save nothing.
     """
     if isinstance(options.memory, Memory):
         return options.memory
-    return Memory() if options.memory == LEAN else Memory(None if options.join_tokens else WHOLE, WHOLE)
+    is_lean = options.memory == LEAN or options.kept_ids is not None
+    return Memory() if is_lean else Memory(None if options.join_tokens else WHOLE, WHOLE)
 
 
 def cap_numbers(options: Options, dtype: torch.dtype) -> torch.Tensor | None:

@@ -128,6 +128,10 @@ def forward(
         return call.known.results(hidden, return_stats=call.has_stats)
     if call.shard.group is not None:
         return _forward_over_ranks(hidden, weight, bias, call, call.shard.group)
+    if call.columns is not None:
+        inputs = hidden, weight, call.target_ids, bias, call.temperature, call.ignore_index, call.cap
+        logp, *stats, norm, kept = ops["forward_columns"](*inputs, call.columns, call.workspace_mib, call.ready.backend)
+        return (logp, *stats, norm, kept) if call.has_stats else (logp, norm, kept)
     results: tuple[torch.Tensor, ...] = ops["forward_stats" if call.has_stats else "forward"].call(
         *(call.ready, hidden, weight, call.target_ids, bias, call.temperature, call.ignore_index, call.cap),
         *(call.min_logit, call.saved_mib),
@@ -243,13 +247,18 @@ def check_targets(operands: Operands, call: Call, logp: torch.Tensor) -> None:
 
 
 def arguments_of_backward(
-    inputs: Sequence[Any], saved: Sequence[Any], grads: Sequence[Any], shard: Shard, limits: Sequence[Any]
+    inputs: Sequence[Any],
+    saved: Sequence[Any],
+    grads: Sequence[Any],
+    shard: Shard,
+    limits: Sequence[Any],
+    columns: torch.Tensor | None = None,
 ) -> tuple[Any, ...]:
     """Return the arguments of ``backward`` up to the backend; one or all three ``grads`` are those of results."""
     start, size, segments, group, _ = shard
     if len(grads) == 1:
         grads = *grads, None, None
-    return *inputs, *saved, *grads, start, size, segments, group is not None, *limits
+    return *inputs, *saved, *grads, start, size, segments, group is not None, columns, *limits
 
 
 class LinearLogp(torch.autograd.Function):
@@ -264,7 +273,7 @@ class LinearLogp(torch.autograd.Function):
         entropy = results[2] if call.has_stats else None
         least = call.min_logit
         below = None if least is None else thresholds.is_below(results[0], least)
-        tensors = hidden, weight, call.target_ids, bias, call.temperature, call.cap, least, below
+        tensors = hidden, weight, call.target_ids, bias, call.temperature, call.cap, least, below, call.columns
         save(ctx, *tensors, norm, entropy, kept if kept.shape[1] else None)
         ctx.set_materialize_grads(False)
         # Not a saved tensor: other backward passes may add to the buffer before this one runs.
@@ -278,7 +287,7 @@ class LinearLogp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of the arguments that the pass under way asks for."""
-        hidden, weight, target_ids, bias, temperature, cap, least, below, *saved = ctx.saved_tensors
+        hidden, weight, target_ids, bias, temperature, cap, least, below, columns, *saved = ctx.saved_tensors
         inputs = hidden, weight, target_ids, bias, temperature, ctx.ignore_index, cap, least
         if below is not None and upstream[0] is not None:
             upstream = upstream[0].masked_fill(below, 0.0), *upstream[1:]
@@ -287,7 +296,7 @@ class LinearLogp(torch.autograd.Function):
         kept = saved[2]
         frees_kept = ctx.frees_kept and may_overwrite(kept)
         limits, group = (ctx.workspace_mib, needed, ctx.join_tokens, frees_kept), ctx.shard.group
-        arguments = arguments_of_backward(inputs, saved, upstream, ctx.shard, limits)
+        arguments = arguments_of_backward(inputs, saved, upstream, ctx.shard, limits, columns)
         dweight = None
         if needed[1] and ctx.main_grad is not None:
             op = backward_op("backward_main_grad", group, ctx.halo, hidden.dtype)

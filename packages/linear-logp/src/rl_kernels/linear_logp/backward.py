@@ -31,6 +31,7 @@ import torch
 from rl_kernels.core.constants import BIAS_STEP
 from rl_kernels.core.gpu import processors
 from rl_kernels.core.rowwise.operands import compute_dtype
+from rl_kernels.linear_logp import listed
 from rl_kernels.linear_logp.inputs import Inputs, cap_of, inputs_of, number_or_rows, part_of
 from rl_kernels.linear_logp.vocabulary import BLOCK, has_empty_segments, pieces_of, segments_of
 
@@ -59,7 +60,7 @@ class Steps:
         rows = [None if grad is None else grad.contiguous() for grad in grads]
         operands = hidden, weight, ids.contiguous(), bias, number_or_rows(scale), ignore_index, cap_of(cap)
         least = None if least is None else least.contiguous()
-        return Inputs._make((*operands, least, norm, entropy, kept, *rows, start, vocab))
+        return Inputs._make((*operands, least, norm, entropy, kept, *rows, start, vocab, None, None))
 
     def room(self, hidden: torch.Tensor, width: int) -> torch.Tensor:
         """Return room for dz ``[rows, width]``; its rows are padded so that TMA can address them for every width."""
@@ -114,11 +115,15 @@ class Backward:
     """
 
     def __init__(self, steps: Steps, *args: Any) -> None:
-        inputs, (segments, partial, workspace_mib, needed, join_tokens, frees) = inputs_of(args[:16]), args[16:22]
-        main_grad, bias_total = args[22:] or (None, None)
+        inputs = inputs_of(args[:16])
+        segments, partial, given, workspace_mib, needed, join_tokens, frees = args[16:23]
+        main_grad, bias_total = args[23:] or (None, None)
+        if given is not None:
+            inputs = inputs._replace(kept=None)
         (count, size), columns, dtype = inputs.hidden.shape, inputs.weight.shape[0], inputs.hidden.dtype
         self._steps, self._needed, self._wide = steps, needed, compute_dtype(dtype)
-        self._has_totals, self._has_bias_total = len(args) > 22, bias_total is not None
+        self._prepare_dlogits = steps.dlogits if given is None else listed.scattered
+        self._has_totals, self._has_bias_total = len(args) > 23, bias_total is not None
         self._dlogits: dict[tuple[int, int, int], Dlogits] = {}
         self._products: dict[tuple[bool, int, int, bool], Product] = {}
         self._is_cleaned = needed[1] and inputs.ignore_index is not None
@@ -158,7 +163,13 @@ class Backward:
         """
         steps, needed, is_joined = self._steps, self._needed, self._is_joined
         dlogits, products = self._dlogits, self._products
-        inputs, main_grad, dbias = self._begin(steps.begin(args), *args[22:])
+        inputs, given = steps.begin(args), args[18]
+        if given is not None:
+            dz = listed.gradient(inputs_of(args[:16]), given)
+            if args[22]:
+                _free(inputs.kept)
+            inputs = inputs._replace(kept=None, columns=given, dz=dz)
+        inputs, main_grad, dbias = self._begin(inputs, *args[23:])
         dweight: torch.Tensor | None = None
         waiting: list[torch.Tensor] = []
         shape = inputs.hidden.shape if needed[0] else (0,)
@@ -180,11 +191,11 @@ class Backward:
                         part = dz if here.stop - here.start == width else dz[:, here]
                         step = dlogits.get(key := (height, columns.start, columns.stop))
                         if step is None:
-                            step = dlogits[key] = steps.dlogits(block, columns, bias, part)
+                            step = dlogits[key] = self._prepare_dlogits(block, columns, bias, part)
                         step(block, bias, part)
                     # Gradients are allocated after the last logits are freed: what is largest never exists at once.
-                    if piece is self._last_piece and rows is self._blocks[-1][0] and inputs.kept is not None:
-                        inputs.kept.data = inputs.kept.new_empty(0, 0)
+                    if piece is self._last_piece and rows is self._blocks[-1][0]:
+                        _free(inputs.kept)
                     if dhidden is None:
                         dhidden = inputs.hidden.new_empty(*shape, dtype=self._total)
                     if needed[0]:
@@ -281,6 +292,11 @@ def total_of(waiting: list[torch.Tensor]) -> torch.Tensor:
     while waiting:
         total = waiting.pop().add_(total)
     return total
+
+
+def _free(kept: torch.Tensor | None) -> None:
+    if kept is not None:
+        kept.data = kept.new_empty(0, 0)
 
 
 def _default_workspace(hidden: torch.Tensor) -> int:

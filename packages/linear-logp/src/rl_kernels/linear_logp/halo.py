@@ -29,7 +29,7 @@ from rl_kernels.linear_logp.vocabulary import Shard, VocabCuts, slots, units, vo
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-WEIGHT, BIAS, KEPT, START, SEGMENTS, NEEDED, TOTALS = 1, 3, 10, 14, 16, 19, 22
+WEIGHT, BIAS, KEPT, START, SEGMENTS, NEEDED, TOTALS = 1, 3, 10, 14, 16, 20, 23
 """Places of arguments of the raw ops of the backward pass."""
 States = Callable[[torch.Tensor, "torch.Tensor | None", int, int, bool], tuple[torch.Tensor, torch.Tensor]]
 """The raw op ``states``, called with weight, bias, the first column, units, and whether logits may be kept."""

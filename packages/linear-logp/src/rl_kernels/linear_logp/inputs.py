@@ -54,6 +54,8 @@ class Inputs(NamedTuple):
         kept: logits of the last columns (``kept_room``), or None.
         start: the shard's first column in the vocabulary; ids count from the first column of the vocabulary.
         vocab: columns of the vocabulary.
+        columns: ``[N, K]``: the columns of each row that count (``listed.py``), or None for all.
+        dz: ``[N, K]``, that of the columns.
     """
 
     hidden: torch.Tensor
@@ -72,6 +74,8 @@ class Inputs(NamedTuple):
     grad_entropy: torch.Tensor | None = None
     start: int = 0
     vocab: int = 0
+    columns: torch.Tensor | None = None
+    dz: torch.Tensor | None = None
 
     @property
     def first_kept(self) -> int:
@@ -90,9 +94,13 @@ class Inputs(NamedTuple):
             return self
         scale = self.temperature
         per_row = isinstance(scale, torch.Tensor) and scale.ndim > 0
-        of_rows = [None if value is None else value[rows] for value in self[7:14]]
+        of_rows, over_columns = [
+            [None if value is None else value[rows] for value in part] for part in (self[7:14], self[16:])
+        ]
         operands = self.hidden[rows], self.weight, self.target_ids[rows], self.bias
-        return Inputs._make((*operands, scale[rows] if per_row else scale, *self[5:7], *of_rows, *self[14:]))
+        return Inputs._make(
+            (*operands, scale[rows] if per_row else scale, *self[5:7], *of_rows, *self[14:16], *over_columns)
+        )
 
     def keep(self, value: torch.Tensor) -> torch.Tensor:
         """Return ``value[n]`` or ``value[n, k]`` with 0 at ignored positions."""

@@ -16,6 +16,9 @@ min_logit, at most ``saved_mib`` of them (``inputs.kept_room``). Backward takes 
 others. Those of ignored rows, and of columns beyond the weight's, are not defined. With ``frees_kept`` nobody reads
 them later: backward frees their memory, and leaves ``kept`` an empty tensor.
 
+``forward_columns`` is the forward pass over the columns of each row that ``columns[N, K]``, int64, lists
+(``listed.py``): statistics of these alone, and their logits ``[N, K]``. Backward takes both: the latter as ``kept``.
+
 ``states`` and ``finish`` are the forward pass in two parts, between which ranks exchange states: weight and bias are a
 shard that begins at column ``vocab_start`` of ``vocab_size``; ids are those of the whole vocabulary. ``states`` returns
 ``packed[slots k + 1, N]`` and ``finish`` takes ``gathered[ranks, slots k + 1, N]`` (``inputs``); without ``entropy``
@@ -45,20 +48,26 @@ from rl_kernels.core.triton_lib.launch import triton_backend
 from rl_kernels.linear_logp.inputs import kept_room, packed_room
 
 _INPUTS = (
-    "Tensor hidden, Tensor weight, Tensor target_ids, Tensor? bias, Tensor temperature, int? ignore_index, "
-    "Tensor? cap, Tensor? min_logit"
+    "Tensor hidden, Tensor weight, Tensor target_ids, Tensor? bias, Tensor temperature, int? ignore_index, Tensor? cap"
 )
+_MASKED = f"{_INPUTS}, Tensor? min_logit"
 _SAVED = "Tensor norm, Tensor? entropy, Tensor? kept, Tensor? grad_logp, Tensor? grad_logsumexp, Tensor? grad_entropy"
 _SHARD = "SymInt vocab_start, SymInt vocab_size, int vocab_segments, bool partial"
-_BACKWARD = f"{_INPUTS}, {_SAVED}, {_SHARD}, int? workspace_mib, bool[3] needed, int? join_tokens, bool frees_kept"
+_BACKWARD = (
+    f"{_MASKED}, {_SAVED}, {_SHARD}, Tensor? columns, int? workspace_mib, bool[3] needed, int? join_tokens, "
+    "bool frees_kept"
+)
 _REQUEST = "Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? limit, Tensor uniform, ScalarType dtype"
 _GATHERED = "Tensor gathered, Tensor target_ids, Tensor temperature, int? ignore_index, SymInt vocab_size, bool entropy"
 
 SCHEMAS = {
-    "forward": f"({_INPUTS}, int? saved_mib, str backend) -> (Tensor, Tensor, Tensor)",
-    "forward_stats": f"({_INPUTS}, int? saved_mib, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "forward": f"({_MASKED}, int? saved_mib, str backend) -> (Tensor, Tensor, Tensor)",
+    "forward_stats": f"({_MASKED}, int? saved_mib, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "forward_columns": (
+        f"({_INPUTS}, Tensor columns, int? workspace_mib, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
     "states": (
-        f"({_INPUTS}, SymInt vocab_start, int slots, bool entropy, int? saved_mib, str backend) -> (Tensor, Tensor)"
+        f"({_MASKED}, SymInt vocab_start, int slots, bool entropy, int? saved_mib, str backend) -> (Tensor, Tensor)"
     ),
     "finish": f"({_GATHERED}, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
     "sample": f"(Tensor logits, Tensor norm, {_REQUEST}, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -78,6 +87,11 @@ def _forward(count: int, hidden: torch.Tensor, weight: torch.Tensor, *rest: Any)
     return (*[_rows(hidden) for _ in range(count)], _rows(hidden, 2), kept)
 
 
+def _over_columns(hidden: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    *_, columns, _ = rest
+    return (*[_rows(hidden) for _ in range(3)], _rows(hidden, 2), _rows(hidden, columns.shape[1]))
+
+
 def _states(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     *_, slots, entropy, saved_mib = rest
     return packed_room(hidden, slots, entropy=entropy)[0], kept_room(hidden, weight.shape[0], saved_mib)
@@ -94,7 +108,7 @@ def _sampled(logits: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _gradients(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-    *_, is_partial, _, needed, _, _ = rest
+    *_, is_partial, _, _, needed, _, _ = rest
     shapes = (hidden.shape, weight.shape, weight.shape[:1])
     dtypes = (compute_dtype(hidden.dtype) if is_partial else hidden.dtype, *[hidden.dtype] * 2)
     return tuple(
@@ -112,6 +126,7 @@ def _continued(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 FAKES: dict[str, Callable[..., Any]] = {
     "forward": partial(_forward, 1),
     "forward_stats": partial(_forward, 3),
+    "forward_columns": _over_columns,
     "states": _states,
     "finish": _finished,
     "sample": _sampled,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from rl_kernels.core.outputs import LogpStats
 
@@ -15,6 +16,7 @@ def linear_logp(
     *,
     temperature: float | torch.Tensor = 1.0,
     min_logit: torch.Tensor | None = None,
+    kept_ids: torch.Tensor | None = None,
     softcap: float = 0.0,
     logit_scale: float = 1.0,
     ignore_index: int | None = None,
@@ -23,7 +25,7 @@ def linear_logp(
     """Return ``z[id] - logsumexp(z)``, ``z = (hidden @ W^T + bias) / temperature``; shapes as in the public function.
 
     With a softcap, ``z = softcap tanh(logit_scale (hidden @ W^T + bias) / softcap) / temperature``. Logits z below
-    ``min_logit`` count as -inf.
+    ``min_logit``, and those of ids that are not in ``kept_ids``, count as -inf.
 
     Computed in FP32, or FP64 for FP64 inputs, and holds all logits. The gradient of the logits is rounded to the dtype
     of the inputs, as autograd of a product in that dtype does.
@@ -44,8 +46,14 @@ def linear_logp(
     z = logits / (scale[..., None] if scale.ndim else scale)
     ids = torch.where(active, target_ids, 0).long()
     is_below = torch.zeros_like(active)
-    if min_logit is not None:
-        below = z < min_logit[..., None]
+    if min_logit is not None or kept_ids is not None:
+        below = torch.zeros_like(z, dtype=torch.bool)
+        if min_logit is not None:
+            below = z < min_logit[..., None]
+        if kept_ids is not None:
+            # The last column is that of -1.
+            columns = torch.where(kept_ids < 0, z.shape[-1], kept_ids.long())
+            below = torch.ones_like(F.pad(below, [0, 1])).scatter(-1, columns, False)[..., :-1]
         # If nothing is kept, all results are NaN.
         is_below = below.gather(-1, ids[..., None]).squeeze(-1) & ~below.all(-1)
         z = z.masked_fill(below, -torch.inf)

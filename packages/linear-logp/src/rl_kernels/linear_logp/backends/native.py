@@ -24,6 +24,7 @@ from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.rowwise.softmax import SoftmaxState, below, merge, per_row, softmax_state
 from rl_kernels.core.scratch import Scratch
 from rl_kernels.linear_logp import backward as loop
+from rl_kernels.linear_logp import listed
 from rl_kernels.linear_logp.backward import Backward, Dlogits, Product
 from rl_kernels.linear_logp.drawing import Request, draw
 from rl_kernels.linear_logp.inputs import Inputs, inputs_of, kept_room, packed_room, slices, unpacked
@@ -48,6 +49,9 @@ def forward_stats(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """Return (logp, logsumexp, entropy, norm, kept), the first three ``[N]``, then ``[N, 2]`` and ``[N, width]``."""
     (logp, norm, lse, entropy), logits = _statistics(*arguments, entropy=True)
     return logp, lse, entropy, norm, logits
+
+
+forward_columns = functools.partial(listed.statistics, forward)
 
 
 def states(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:

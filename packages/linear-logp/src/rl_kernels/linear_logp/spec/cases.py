@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from rl_kernels.core.constants import UNIT
 from rl_kernels.core.testing import IGNORED, Case, Draw, Inputs, Spec
@@ -41,6 +42,8 @@ _CASES = (
     _case("temperature", (2, 5, 40, 333), {**STATS, "temperature": 0.7}),
     _case("temperature-per-token", (3, 5, 24, 129), EACH),
     _case("min-logit", (3, 5, 24, 1030), {**EACH, "min_logit": True}),
+    _case("kept-ids", (3, 5, 24, 1030), {**EACH, "kept_ids": 40, "scale": 0.25}),
+    _case("kept-ids-ignored", (4, 7, 32, 65), {**BIASED, "kept_ids": 9, "ignore_index": IGNORED, "softcap": 4.0}),
     _case("ignored", (4, 7, 32, 65), {**BIASED, "ignore_index": IGNORED}),
     _case("segments", (2, 9, 17, 4200), {**BIASED, "edges": True, "workspace_mib": 1}),
     # The last 952 columns are kept, in blocks of rows.
@@ -95,7 +98,7 @@ FLOATS = ("hidden", "lm_head_weight", "bias", "temperature")
 DRAWN = frozenset(
     {
         *("whole", "scale", "offset", "minus_inf", "minus_inf_first", "low", "edges", "equal"),
-        *("bias", "temperature", "min_logit", "values", "ids"),
+        *("bias", "temperature", "min_logit", "kept_ids", "values", "ids"),
     }
 )
 """Options that shape the inputs; all others become keyword arguments of the call."""
@@ -141,7 +144,17 @@ def inputs(case: Case, draw: Draw) -> Inputs:
         # Not checked: some targets are below it, and rows beside these have others.
         wide = {name: call[name].double() for name in FLOATS if isinstance(call.get(name), torch.Tensor)}
         call |= {"min_logit": in_gaps(_terms({**options, **call, **wide})[0], draw), "validate": False}
+    if options.get("kept_ids"):
+        call |= {"kept_ids": kept_ids(call["target_ids"], options["kept_ids"], vocab, draw), "validate": False}
     return call | {name: value for name, value in options.items() if name not in DRAWN}
+
+
+def kept_ids(target_ids: torch.Tensor, most: int, vocab: int, draw: Draw) -> torch.Tensor:
+    """Return ids ``[..., most]`` in any order, some twice, some -1; those of half of the rows have the target."""
+    kept = draw.ids(vocab, *target_ids.shape, most).masked_fill(draw.mask(0.3, *target_ids.shape, most), -1)
+    kept[..., 1] = kept[..., 0]
+    kept[..., 2] = torch.where(draw.mask(0.5, *target_ids.shape), target_ids.clamp(min=0).long(), kept[..., 2])
+    return kept
 
 
 def _scale(case: Case) -> float:
@@ -169,6 +182,10 @@ def magnitudes(case: Case, call: Inputs, upstream: Mapping[str, torch.Tensor]) -
     if "min_logit" in call:
         is_below = z < call["min_logit"][..., None]
         z, size = z.masked_fill(is_below, -torch.inf), size.masked_fill(is_below, 0.0)
+    if "kept_ids" in call:
+        columns = call["kept_ids"].masked_fill(call["kept_ids"] < 0, z.shape[-1])
+        is_out = torch.ones_like(F.pad(z, [0, 1]), dtype=torch.bool).scatter(-1, columns, False)[..., :-1]
+        z, size = z.masked_fill(is_out, -torch.inf), size.masked_fill(is_out, 0.0)
     active = (ids != call["ignore_index"]).double() if "ignore_index" in call else torch.ones_like(ids).double()
     taken = {name: value.abs() * active for name, value in upstream.items()}
     terms, dz = of_log_softmax(z, size, ids % z.shape[-1], taken, size if call.get("return_stats") else None)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from rl_kernels.core.testing import IllegalCall, edited, given
+from rl_kernels.core.rowwise.operands import compute_dtype
+from rl_kernels.core.testing import IllegalCall, Inputs, edited, given
 from rl_kernels.core.testing.spec import Change
 from rl_kernels.lab.check.illegal import (
     Row,
@@ -80,8 +81,29 @@ def _options() -> Iterator[Row]:
     yield from illegal_backends("linear_logp")
 
 
+def _kept_ids() -> Iterator[Row]:
+    def kept(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+        # Unchanged, each row keeps its target alone.
+        return lambda call: {**call, "kept_ids": change(call["target_ids"][..., None])}
+
+    def with_threshold(call: Inputs) -> Inputs:
+        least = torch.full_like(call["target_ids"], -torch.inf, dtype=compute_dtype(call["hidden"].dtype))
+        return {**call, "kept_ids": call["target_ids"][..., None], "min_logit": least}
+
+    yield "kept_ids not a tensor", given(kept_ids=[[1]]), TypeError, "kept_ids: expected a tensor"
+    yield "kept_ids of FP32", kept(torch.Tensor.float), TypeError, "kept_ids: expected dtype"
+    yield "kept_ids of other rows", kept(lambda ids: ids[1:]), ValueError, "kept_ids: expected shape"
+    yield "kept_ids without an id", kept(lambda ids: ids[..., :0]), ValueError, "kept_ids: expected a last dim"
+    yield "kept_ids elsewhere", kept(_elsewhere), ValueError, "kept_ids: expected device"
+    beyond = "kept_ids: expected values in .* or -1"
+    yield "kept_ids above the vocabulary", kept(lambda ids: ids + 10**6), ValueError, beyond
+    yield "kept_ids of -2", kept(lambda ids: ids * 0 - 2), ValueError, beyond
+    yield "kept_ids without targets", kept(lambda ids: ids * 0 - 1), ValueError, "target_ids: expected .* in kept_ids"
+    yield "kept_ids and min_logit", with_threshold, ValueError, "kept_ids: expected None with min_logit"
+
+
 ILLEGAL = (
-    *(IllegalCall(*row) for row in (*_operands(), *_options())),
+    *(IllegalCall(*row) for row in (*_operands(), *_options(), *_kept_ids())),
     *illegal_ids("target_ids"),
     *illegal_temperatures("target_ids"),
     *illegal_thresholds("target_ids"),

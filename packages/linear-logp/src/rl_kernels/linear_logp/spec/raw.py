@@ -89,7 +89,7 @@ def _check_backward(checked: Checked, kept: torch.Tensor | None, call: Mapping[s
     needed = call.get("needed", [True, True, checked.leaves[2] is not None])
     # The last pass frees the logits.
     frees_kept = kept is not None and "main_grad" not in call
-    shard = 0, call["vocab"], 1, False, 1, needed, call.get("join"), frees_kept
+    shard = 0, call["vocab"], 1, False, None, 1, needed, call.get("join"), frees_kept
     arguments = *checked.inputs, *checked.saved, kept, *checked.rows.upstream, *shard
     for result, leaf, is_needed in zip(backend.backward(*arguments), checked.leaves, needed, strict=True):
         assert bool(result.numel()) == is_needed
@@ -122,7 +122,9 @@ def check_shards(checked: Checked, backend: Any) -> None:
     saved = checked.saved
     needed = [True, True, bias is not None]
     parts = [
-        backend.backward(*shard, *saved, logits, *checked.rows.upstream, start, vocab, 8, True, 1, needed, None, False)
+        backend.backward(
+            *shard, *saved, logits, *checked.rows.upstream, start, vocab, 8, True, None, 1, needed, None, False
+        )
         for shard, logits, (start, _) in zip(shards, kept, bounds, strict=True)
     ]
     dhidden, *others = zip(*parts, strict=True)

@@ -12,7 +12,7 @@ from rl_kernels.lab.check.rows import RowLayout
 from rl_kernels.lab.check.transforms import as_int32, bad_ids, options, temperature_as_tensor
 
 ROWS = RowLayout(
-    arguments={"hidden": 1, "target_ids": 0, "temperature": 0, "min_logit": 0},
+    arguments={"hidden": 1, "target_ids": 0, "temperature": 0, "min_logit": 0, "kept_ids": 1},
     results=frozenset({"logp", "logsumexp", "entropy", "gradient:hidden"}),
     ids="target_ids",
 )
@@ -23,11 +23,11 @@ def appended(case: Case, call: Inputs, draw: Draw) -> Iterator[Variant]:
     """Append ignored rows of NaN: all results keep their bits, also the gradients of weight and bias."""
     count = call["target_ids"].numel()
     flat = {"hidden": call["hidden"].flatten(0, -2), "target_ids": call["target_ids"].flatten()}
-    for name in ("temperature", "min_logit"):
+    for name in ("temperature", "min_logit", "kept_ids"):
         if isinstance(call.get(name), torch.Tensor):
-            flat[name] = call[name].flatten()
+            flat[name] = call[name].flatten(0, call["target_ids"].ndim - 1)
     ignored = call.get("ignore_index", IGNORED)
-    fills = {"hidden": torch.nan, "target_ids": ignored, "temperature": 1.0, "min_logit": torch.nan}
+    fills = {"hidden": torch.nan, "target_ids": ignored, "temperature": 1.0, "min_logit": torch.nan, "kept_ids": -1}
 
     def longer(value: torch.Tensor, fill: float, rows: int) -> torch.Tensor:
         return torch.cat((value, value.new_full((rows, *value.shape[1:]), fill)))

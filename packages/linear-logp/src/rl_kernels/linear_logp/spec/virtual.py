@@ -66,7 +66,7 @@ def backward(
     vocab = len(call.weight)
     parts = [
         ops["backward"](
-            *(*call.shard(columns), *saved, columns[0], vocab, 8, True),
+            *(*call.shard(columns), *saved, columns[0], vocab, 8, True, None),
             *(workspace_mib, list(needed), join_tokens, False, backend),
         )
         for columns in vocab_shards(vocab, ranks)

@@ -19,7 +19,7 @@ from rl_kernels.models.clients.trl import continuous
 from rl_kernels.models.clients.trl.checks import KNOWN, check_invariant, check_trainer
 from rl_kernels.models.clients.trl.engine import ask_for_min_logit, check_engine, drops_tokens
 from rl_kernels.models.clients.trl.head import Head, score_with
-from rl_kernels.models.clients.trl.kept import Carried, refusal_of
+from rl_kernels.models.clients.trl.kept import Carried, refusal_of, reuses_batches
 from rl_kernels.models.clients.trl.loss import compute_loss, normalizer, objective, rollout_ratio
 from rl_kernels.models.clients.trl.old import replace_old_pass
 from rl_kernels.models.clients.trl.precision import check_compute_dtype, compute_in, dtype_of_passes
@@ -110,7 +110,7 @@ def use_in(
         if in_batches:
             sampled = continuous.recorded(*recording, trainer.continuous_batching_config, refusal)
         else:
-            sampled = recorded(*recording, refusal)
+            sampled = recorded(*recording, refusal, by_ids=reuses_batches(trainer))
         trainer._generate_single_turn = sampled
     if invariant:
         if trainer.use_vllm and drops_tokens(trainer):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rl_kernels.models.clients.trl.head import Head
-from rl_kernels.models.clients.trl.kept import KeptLogp, smallest_kept
+from rl_kernels.models.clients.trl.kept import KeptLogp, record_kept
 from rl_kernels.models.clients.trl.rollout import Around, Sampled
 from rl_kernels.models.head import inputs_of, unrounded
 from rl_kernels.models.swap import replaced
@@ -75,7 +75,7 @@ def recorded(
         original = model.generate_batch
         with (
             _logprobs_enabled(config),
-            smallest_kept(model, refusal) as smallest,
+            record_kept(model, refusal) as smallest,
             _runner_with_head(head, around, smallest),
             _room_for_min_logit(),
             replaced(model, "generate_batch", generate_batch),

@@ -21,6 +21,8 @@ IGNORED = -100
 """The label of a position that is not scored."""
 MIN_LOGIT = "min_logit"
 """Argument of the fused head: ``min_logit[B, K]`` of the last K labels, as int32 bits: wrappers cast FP32 inputs."""
+KEPT_IDS = "kept_ids"
+"""Argument of the fused head: ``kept_ids[B, K, n]`` of the last K labels."""
 SCORED = "_rl_kernels_scored"
 """Attribute of a model: its ``Head``, and the forward that TRL's fused head replaced."""
 REPLACED = "original_forward"
@@ -68,13 +70,21 @@ class Head:
         """The head, which wrappers may have replaced since the last call."""
         return self._model.get_output_embeddings()
 
-    def scores(self, hidden: torch.Tensor, labels: torch.Tensor, min_logit: torch.Tensor | None = None) -> Scores:
+    def scores(
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        min_logit: torch.Tensor | None = None,
+        kept_ids: torch.Tensor | None = None,
+    ) -> Scores:
         """Score all labels ``[B, T]`` but ``IGNORED`` in one call, given hidden states ``[B, T, D]``.
 
         Args:
             hidden: the last hidden states.
             labels: the tokens after them.
             min_logit: ``[B, K]``, FP32, of the last K labels: smaller logits are left out, as in ``linear_logp``.
+            kept_ids: ``[B, K, n]``, of the last K labels: other ids are left out. A label whose ids are all -1, as a
+                token of a tool has, is kept alone: its log-probability is 0, without a gradient.
 
         Raises:
             TypeError: ``head_logp`` does not take the head.
@@ -85,7 +95,13 @@ class Head:
             whole = torch.full(labels.shape, -torch.inf, dtype=torch.float32, device=hidden.device)
             whole[:, -min_logit.shape[1] :] = min_logit
             min_logit = whole[is_scored]
-        result = self._score_rows(hidden[is_scored], labels[is_scored], min_logit)
+        if kept_ids is not None:
+            shape = (*labels.shape, kept_ids.shape[-1])
+            ids = torch.full(shape, -1, dtype=torch.int64, device=hidden.device)
+            ids[:, -kept_ids.shape[1] :] = kept_ids
+            ids[..., 0] = torch.where((ids < 0).all(-1), labels, ids[..., 0])
+            kept_ids = ids[is_scored]
+        result = self._score_rows(hidden[is_scored], labels[is_scored], min_logit, kept_ids)
 
         def spread(values: torch.Tensor) -> torch.Tensor:
             # Stays connected to the model even if no position has a label.
@@ -95,24 +111,37 @@ class Head:
             return Scores(spread(result.logp), spread(result.entropy))
         return Scores(spread(result))
 
-    def logps(self, rows: torch.Tensor, ids: torch.Tensor, min_logit: torch.Tensor | None = None) -> torch.Tensor:
+    def logps(
+        self,
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        min_logit: torch.Tensor | None = None,
+        kept_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return the log-probabilities ``[N]`` of tokens ``[N]`` given the hidden states ``[N, D]`` before them.
 
-        ``min_logit[N]`` is that of ``linear_logp``.
+        ``min_logit[N]`` and ``kept_ids[N, n]`` are those of ``linear_logp``.
         """
-        result = self._score_rows(rows, ids, min_logit)
+        result = self._score_rows(rows, ids, min_logit, kept_ids)
         return result.logp if isinstance(result, LogpStats) else result
 
     def _score_rows(
-        self, rows: torch.Tensor, ids: torch.Tensor, min_logit: torch.Tensor | None
+        self,
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        min_logit: torch.Tensor | None,
+        kept_ids: torch.Tensor | None,
     ) -> torch.Tensor | LogpStats:
         head = self.module
         # In a model split over devices, tokens are on the device of its embeddings.
         device = getattr(head, "weight", rows).device
         ids = ids.to(device)
-        options = self._options if min_logit is None else {**self._options, "min_logit": min_logit.to(device)}
+        options = self._options
+        for name, value in ((MIN_LOGIT, min_logit), (KEPT_IDS, kept_ids)):
+            if value is not None:
+                options = {**options, name: value.to(device)}
         if rows.device != device:
-            result = self._score_rows(rows.to(device), ids, min_logit)
+            result = self._score_rows(rows.to(device), ids, min_logit, kept_ids)
             if isinstance(result, LogpStats):
                 return LogpStats(*(value.to(rows.device) for value in result))
             return result.to(rows.device)
@@ -148,14 +177,14 @@ def score_with(model: Any, head: Head, *, places: bool = False, around: Callable
             return original(*args, **arguments)
         labels, shift_labels = arguments.pop("labels", None), arguments.pop("shift_labels", None)
         arguments.pop("num_items_in_batch", None)
-        bits = arguments.pop(MIN_LOGIT, None)
+        bits, kept_ids = arguments.pop(MIN_LOGIT, None), arguments.pop(KEPT_IDS, None)
         attention = arguments.get("attention_mask")
         if places and attention is not None and arguments.get("position_ids") is None:
             arguments["position_ids"] = (attention.long().cumsum(-1) - 1).clamp(min=0)
         hidden = self.base_model(*args, **{**arguments, "use_cache": False}).last_hidden_state
         if shift_labels is None:
             hidden, shift_labels = hidden[:, :-1], labels[:, 1:]
-        return head.scores(hidden, shift_labels, None if bits is None else bits.view(torch.float32))
+        return head.scores(hidden, shift_labels, None if bits is None else bits.view(torch.float32), kept_ids)
 
     setattr(model, SCORED, (head, original))
     model.forward = MethodType(forward, model)

@@ -5,6 +5,9 @@ top_k, top_p and min_p keep the tokens whose ``z = logit / temperature`` is at o
 the ``min_logit`` of ``linear_logp``. Old and current log-probabilities are of the kept tokens. Those of a reference
 model are of the whole vocabulary, as its logits are others: the gradient of TRL's KL is then that of a reference over
 the kept tokens, times the probability that the reference gives to them.
+
+After an update other logits reach that number. Where a batch is used again, the ids of the kept tokens are recorded
+instead, at most top_k of them: the ``kept_ids`` of ``linear_logp``, in rollout and training alike.
 """
 
 from __future__ import annotations
@@ -16,26 +19,32 @@ from typing import Any
 
 import torch
 
-from rl_kernels.models.clients.trl.head import MIN_LOGIT
+from rl_kernels.models.clients.trl.head import KEPT_IDS, MIN_LOGIT
 from rl_kernels.models.logits import logit_options
 from rl_kernels.models.swap import replaced
 
 IN_BATCH = "sampling_per_token_min_logit"
 """Key of TRL's batches: ``[B, T]``, FP32, beside the log-probabilities of the rollout; -inf keeps all tokens."""
+IDS_IN_BATCH = "sampling_per_token_kept_ids"
+"""In its place where a batch is used again: ``[B, T, top_k]``, int64; -1 for none, and alone for a token of a tool."""
 TEMPERATURE, SUPPRESSED = "TemperatureLogitsWarper", "SuppressTokensLogitsProcessor"
-CUTS = tuple(f"{name}LogitsWarper" for name in ("TopK", "TopP", "MinP", "TopH", "Epsilon", "Eta"))
+TOP_K, *_ = CUTS = tuple(f"{name}LogitsWarper" for name in ("TopK", "TopP", "MinP", "TopH", "Epsilon", "Eta"))
 """Processors of transformers that keep the tokens with the largest logits."""
 
 
 class KeptLogp(float):
-    """A log-probability over kept tokens, with the smallest z of these: TRL moves it through lists, turn by turn."""
+    """A log-probability over kept tokens: TRL moves it through lists, turn by turn.
 
-    min_logit: float
+    Attributes:
+        kept: the smallest z of these tokens, or their ids, a list that is padded with -1.
+    """
 
-    def __new__(cls, logp: float, min_logit: float) -> KeptLogp:
-        """Make one from two numbers."""
+    kept: float | list[int]
+
+    def __new__(cls, logp: float, kept: float | list[int]) -> KeptLogp:
+        """Make one from a log-probability and what says which tokens were kept."""
         self = super().__new__(cls, logp)
-        self.min_logit = min_logit
+        self.kept = kept
         return self
 
     def __reduce__(self) -> tuple[type[KeptLogp], tuple[float, float]]:
@@ -72,6 +81,30 @@ class _Keep:
         return z.masked_fill(z < least[:, None], -torch.inf)
 
 
+class _KeepIds:
+    """Keeps at most top_k of what the processors before it kept, and appends their ids ``[B, top_k]`` to a list.
+
+    Of equal logits at the last place some are dropped: what is recorded is what is sampled from.
+    """
+
+    supports_continuous_batching = False
+
+    def __init__(self, divided: _Divide, ids: list[torch.Tensor], top_k: int) -> None:
+        self._divided, self._ids, self._top_k = divided, ids, top_k
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        z = self._divided.z.masked_fill(scores == -torch.inf, -torch.inf)
+        largest = z.topk(min(self._top_k, z.shape[-1]))
+        self._ids.append(largest.indices.masked_fill(largest.values == -torch.inf, -1))
+        return torch.full_like(z, -torch.inf).scatter(-1, largest.indices, largest.values)
+
+
+def reuses_batches(trainer: Any) -> bool:
+    """Say whether a trainer uses what it sampled after an update, too."""
+    passes = trainer.args.steps_per_generation * trainer.num_iterations
+    return bool(trainer.args.gradient_accumulation_steps % passes)
+
+
 def refusal_of(trainer: Any, model: Any, *, invariant: bool) -> str | None:
     """Return why a trainer's sampler may not drop tokens of a model; None if it may."""
     names = "top_k, top_p, min_p: expected none of them"
@@ -80,12 +113,13 @@ def refusal_of(trainer: Any, model: Any, *, invariant: bool) -> str | None:
             f"{names} with record alone: which tokens were kept follows from logits with the bits of training; "
             "call use_in(trainer, invariant=True)"
         )
-    passes = trainer.args.steps_per_generation * trainer.num_iterations
-    if trainer.args.gradient_accumulation_steps % passes:
+    is_generate = not (trainer.use_vllm or trainer.use_transformers_continuous_batching)
+    if reuses_batches(trainer) and not (is_generate and trainer.top_k):
         return (
             f"{names} with num_iterations {trainer.num_iterations} and steps_per_generation "
             f"{trainer.args.steps_per_generation} over gradient_accumulation_steps "
-            f"{trainer.args.gradient_accumulation_steps}: after an update other logits reach the smallest that was kept"
+            f"{trainer.args.gradient_accumulation_steps}: after an update other logits reach the smallest that was "
+            "kept; with a top_k, and generate, the ids that were kept are recorded instead"
         )
     if model.dtype == torch.float64:
         return f"{names} for a model in FP64: the smallest kept logit is recorded in FP32"
@@ -96,13 +130,14 @@ def refusal_of(trainer: Any, model: Any, *, invariant: bool) -> str | None:
     return None
 
 
-def watched(processors: Any, smallest: list[torch.Tensor], refusal: str | None = None) -> Any:
-    """Return a list of processors, extended by the record of the smallest kept z if it drops tokens.
+def watched(processors: Any, kept: list[torch.Tensor], refusal: str | None = None, *, by_ids: bool = False) -> Any:
+    """Return a list of processors, extended by the record of what is kept if it drops tokens.
 
     Args:
         processors: those that a model's ``generate`` has made.
-        smallest: gets ``z[B]`` of each pass.
+        kept: gets the smallest kept ``z[B]`` of each pass.
         refusal: why no tokens may be dropped, or None.
+        by_ids: record the kept ids, ``[B, top_k]``, instead.
 
     Raises:
         ValueError: a processor changes logits in another way, or tokens are dropped and may not be.
@@ -123,76 +158,96 @@ def watched(processors: Any, smallest: list[torch.Tensor], refusal: str | None =
         raise ValueError(refusal)
     divided = _Divide(next((each.temperature for each in processors if type(each).__name__ == TEMPERATURE), 1.0))
     masks = [each for each, name in zip(processors, names, strict=True) if name == SUPPRESSED]
-    return type(processors)([*masks, divided, *cuts, _Keep(divided, smallest)])
+    if not by_ids:
+        return type(processors)([*masks, divided, *cuts, _Keep(divided, kept)])
+    top_k = next((each.top_k for each in cuts if type(each).__name__ == TOP_K), None)
+    if top_k is None:
+        raise ValueError("top_k: expected one, to record the ids that are kept where a batch is used again")
+    return type(processors)([*masks, divided, *cuts, _KeepIds(divided, kept, top_k)])
 
 
 @contextmanager
-def smallest_kept(model: Any, refusal: str | None) -> Iterator[list[torch.Tensor]]:
-    """Collect the smallest kept z ``[B]`` of each pass of a model that generates; nothing if it drops no tokens.
+def record_kept(model: Any, refusal: str | None, *, by_ids: bool = False) -> Iterator[list[torch.Tensor]]:
+    """Collect what each pass of a model that generates keeps, as ``watched`` does; nothing if it drops no tokens.
 
     Raises:
         RuntimeError: at the end, tokens were generated with processors that nobody saw.
     """
-    smallest: list[torch.Tensor] = []
+    kept: list[torch.Tensor] = []
     original, is_seen = model._get_logits_processor, False
 
     def processors(*args: Any, **options: Any) -> Any:
         nonlocal is_seen
         is_seen = True
-        return watched(original(*args, **options), smallest, refusal)
+        return watched(original(*args, **options), kept, refusal, by_ids=by_ids)
 
     with replaced(model, "_get_logits_processor", processors):
-        yield smallest
+        yield kept
     if not is_seen:
         raise RuntimeError("generate: expected a call of _get_logits_processor, which says what sampling drops")
 
 
-def with_min_logit(model: Callable[..., Any], min_logit: torch.Tensor | None) -> Callable[..., Any]:
+def with_kept(model: Callable[..., Any], kept: torch.Tensor | None) -> Callable[..., Any]:
     """Return a model whose fused head leaves out what the sampler dropped; TRL calls it for one piece after the other.
 
-    ``min_logit[B, T]`` has the rows of the whole batch; with None the model is returned.
+    ``kept`` is ``min_logit[B, T]`` or ``kept_ids[B, T, n]`` of the whole batch; with None the model is returned.
     """
-    if min_logit is None:
+    if kept is None:
         return model
-    bits, start = min_logit.view(torch.int32), 0
+    name, values = (MIN_LOGIT, kept.view(torch.int32)) if kept.is_floating_point() else (KEPT_IDS, kept)
+    start = 0
 
     def call(**inputs: Any) -> Any:
         nonlocal start
-        piece = bits[start : start + len(inputs["input_ids"])]
+        piece = values[start : start + len(inputs["input_ids"])]
         start += len(piece)
-        return model(**inputs, **{MIN_LOGIT: piece})
+        return model(**inputs, **{name: piece})
 
     return call
 
 
 class Carried:
-    """Takes the smallest kept logits out of TRL's lists of log-probabilities, and puts them into its batches.
+    """Takes what was kept out of TRL's lists of log-probabilities, and puts it into its batches.
 
     Args:
         trainer: GRPOTrainer, whose ``_generate_single_turn`` returns ``KeptLogp``.
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._rows: list[list[float]] | None = None
+        self._rows: list[list[float | list[int] | None]] | None = None
         generate, produce = trainer._generate, trainer._generate_and_score_completions
 
         def generated(*args: Any, **options: Any) -> Any:
             result = generate(*args, **options)
             logps = next((each for each in result if _are_kept(each)), None)
             # A tool's tokens have a plain 0.
-            self._rows = logps and [[getattr(value, "min_logit", -math.inf) for value in values] for values in logps]
+            self._rows = logps and [[getattr(value, "kept", None) for value in values] for values in logps]
             return result
 
         def produced(*args: Any, **options: Any) -> Any:
             batch = produce(*args, **options)
-            min_logit = self.of(batch["completion_ids"])
-            return batch if min_logit is None else {**batch, IN_BATCH: min_logit}
+            kept = self.of(batch["completion_ids"])
+            return batch if kept is None else {**batch, IN_BATCH if kept.is_floating_point() else IDS_IN_BATCH: kept}
 
         trainer._generate, trainer._generate_and_score_completions = generated, produced
 
     def of(self, ids: torch.Tensor) -> torch.Tensor | None:
-        """Return the last rollout's ``[B, T]`` for its completions ``[B, T]``; None if no token was dropped."""
-        return None if self._rows is None else padded(self._rows, ids, -math.inf)
+        """Return ``min_logit[B, T]`` or ``kept_ids[B, T, n]`` of the last rollout's completions ``[B, T]``.
+
+        None if no token was dropped.
+        """
+        if self._rows is None:
+            return None
+        lists = [kept for row in self._rows for kept in row if isinstance(kept, list)]
+        if not lists:
+            numbers: Any = [[-math.inf if kept is None else kept for kept in row] for row in self._rows]
+            return padded(numbers, ids, -math.inf)
+        result = torch.full((*ids.shape, len(lists[0])), -1, dtype=torch.int64, device="cpu")
+        for place, row in zip(result, self._rows, strict=True):
+            for number, kept in enumerate(row):
+                if isinstance(kept, list):
+                    place[number] = torch.tensor(kept, device="cpu")
+        return result.to(ids.device)
 
 
 def _are_kept(lists: Any) -> bool:

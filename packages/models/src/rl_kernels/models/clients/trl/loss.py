@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rl_kernels.grpo_loss import Extras, Normalizer, Objective, grpo_loss_from_advantages
-from rl_kernels.models.clients.trl.kept import IN_BATCH, with_min_logit
+from rl_kernels.models.clients.trl.kept import IDS_IN_BATCH, IN_BATCH, with_kept
 from rl_kernels.models.clients.trl.metrics import WEIGHTS, log
 from rl_kernels.models.clients.trl.watch import Watch
 
@@ -37,7 +37,7 @@ def compute_loss(
     attention = torch.cat((inputs["prompt_mask"], inputs["completion_mask"]), 1)
     completion_length = inputs["completion_ids"].shape[1]
     image_inputs = {name: inputs[name] for name in IMAGES if name in inputs}
-    model = with_min_logit(model, inputs.get(IN_BATCH))
+    model = with_kept(model, inputs.get(IN_BATCH, inputs.get(IDS_IN_BATCH)))
     logps, entropy, _ = trainer._get_per_token_logps_and_entropies(
         model, ids, attention, completion_length, compute_entropy=True, **image_inputs
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rl_kernels.models.clients.trl.kept import Carried, padded, with_min_logit
+from rl_kernels.models.clients.trl.kept import Carried, padded, with_kept
 from rl_kernels.models.clients.trl.rollout import Sampled
 
 
@@ -46,7 +46,7 @@ def replace_old_pass(trainer: Any, carried: Carried, *, is_recorded: bool) -> No
             completions = ids[:, -completion_length:]
             if len(turns) == 1 and _is_complete(turns[0], len(ids)):
                 return padded(turns[0][1], completions, 0.0), None, None
-            model = with_min_logit(model, carried.of(completions))
+            model = with_kept(model, carried.of(completions))
         return score(model, ids, mask, completion_length, *args, **options)
 
     def produced(self: Any, *args: Any, **options: Any) -> Any:

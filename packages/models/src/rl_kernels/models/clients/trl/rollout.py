@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from rl_kernels.models.clients.trl.head import Head
-from rl_kernels.models.clients.trl.kept import KeptLogp, smallest_kept, watched
+from rl_kernels.models.clients.trl.head import KEPT_IDS, MIN_LOGIT, Head
+from rl_kernels.models.clients.trl.kept import KeptLogp, record_kept, watched
 from rl_kernels.models.head import inputs_of, unrounded
 from rl_kernels.models.swap import replaced
 
@@ -68,7 +68,13 @@ def check_rollout(trainer: Any, model: Any, refusal: str | None) -> None:
 
 
 def recorded(
-    sample: Callable[..., Any], head: Head, model: Any, around: Around, refusal: str | None = None
+    sample: Callable[..., Any],
+    head: Head,
+    model: Any,
+    around: Around,
+    refusal: str | None = None,
+    *,
+    by_ids: bool = False,
 ) -> Callable[..., Sampled]:
     """Return ``GRPOTrainer._generate_single_turn``, by ``generate``, with the log-probability of each sampled token.
 
@@ -78,6 +84,7 @@ def recorded(
         model: the model that generates, without wrappers.
         around: context of training passes, such as autocast, which otherwise only a wrapper applies.
         refusal: why the sampler may not drop tokens, or None.
+        by_ids: record which ids were kept, in place of the smallest kept logit.
     """
 
     def sampled(*args: Any, **options: Any) -> Sampled:
@@ -87,11 +94,11 @@ def recorded(
             with (
                 inputs_of(head.module, lambda hidden: hidden[:, -1].clone()) as rows,
                 unrounded(head.module),
-                smallest_kept(model, refusal) as smallest,
+                record_kept(model, refusal, by_ids=by_ids) as kept,
             ):
                 sequences: torch.Tensor = original(*args, **options)
             # Score before generate returns: weights gathered for the call are released after it.
-            logps.extend(_logps(head, rows, sequences[:, options["input_ids"].shape[1] :], smallest))
+            logps.extend(_logps(head, rows, sequences[:, options["input_ids"].shape[1] :], kept))
             return sequences
 
         original = model.generate
@@ -104,16 +111,18 @@ def recorded(
 
 @torch.no_grad()
 def _logps(
-    head: Head, rows: Sequence[torch.Tensor], ids: torch.Tensor, smallest: Sequence[torch.Tensor]
+    head: Head, rows: Sequence[torch.Tensor], ids: torch.Tensor, kept: Sequence[torch.Tensor]
 ) -> list[list[float]]:
-    """Return the log-probabilities of tokens ``[B, T]``, sampled in T passes; smallest is empty or has one of each."""
+    """Return the log-probabilities of tokens ``[B, T]``, sampled in T passes; kept is empty or has one of each."""
     count = ids.shape[1]
     if len(rows) < count:
         raise RuntimeError(f"rollout: expected a pass for each of {count} tokens, saw {len(rows)}")
     hidden = torch.stack(list(rows[:count]), 1)
-    min_logit = torch.stack(list(smallest[:count]), 1) if smallest else None
-    logps = head.logps(hidden.flatten(0, 1), ids.flatten(), None if min_logit is None else min_logit.flatten())
-    scored: list[list[float]] = logps.view(ids.shape).tolist()
-    if min_logit is None:
+    options: dict[str, torch.Tensor] = {}
+    if kept:
+        each = torch.stack(list(kept[:count]), 1)
+        options[MIN_LOGIT if each.is_floating_point() else KEPT_IDS] = each.flatten(0, 1)
+    scored: list[list[float]] = head.logps(hidden.flatten(0, 1), ids.flatten(), **options).view(ids.shape).tolist()
+    if not kept:
         return scored
-    return [list(map(KeptLogp, *pair)) for pair in zip(scored, min_logit.tolist(), strict=True)]
+    return [list(map(KeptLogp, *pair)) for pair in zip(scored, each.tolist(), strict=True)]
