@@ -39,6 +39,7 @@ CALLS: tuple[dict[str, Any], ...] = (
     {**CAUSAL, "lengths": (0, 0), "heads": (2, 1)},
     {"lengths": (), "heads": (2, 1)},
     {**CAUSAL, "heads": (2, 1), "length": 0},
+    {**CAUSAL, "heads": (2, 1), "batch": 0},
 )
 
 

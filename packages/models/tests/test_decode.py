@@ -146,6 +146,22 @@ def test_norms_without_an_epsilon(tiny, triton_on, steps):
     assert not any(steps)
 
 
+def test_rows_at_odd_addresses(tiny, triton_on, steps):
+    """Norms copy them first."""
+    model = tiny(device=triton_on)
+
+    def move(_, args):
+        x = args[0]
+        return (x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x), *args[1:])
+
+    with invariant(model, strict=True):
+        before = decoded(model)
+        steps.clear()
+        model.model.layers[0].register_forward_pre_hook(move)
+        assert torch.equal(decoded(model), before)
+    assert steps.count(True) == 2
+
+
 def test_masks_are_not_kept(tiny, triton_on, steps, monkeypatch):
     model, masks, means = tiny(device=triton_on), [], decode.mask_arguments
     monkeypatch.setattr(

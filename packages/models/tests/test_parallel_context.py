@@ -82,14 +82,27 @@ def errors(mine: list[torch.Tensor]) -> list[str]:
     parallelize_context(model, group)
     attempt(model, ids)
     attempt(model, ids, position_ids=torch.arange(ids.shape[1])[None])
-    attempt(model, ids, position_ids=positions, attention_mask=torch.ones_like(ids))
+    call = {"input_ids": ids, "position_ids": positions}
+    for mask in (torch.ones_like(ids), torch.zeros(1, 1, *[ids.shape[1]] * 2, dtype=torch.bool), {}):
+        attempt(model, **call, attention_mask=mask)
+    attempt(model, **call, cu_seq_lens_q=torch.tensor([0, ids.numel()], dtype=torch.int32))
+    attempt(model, **call, labels=ids)
+    assert model(**call, labels=ids, shift_labels=ids).loss > 0
+    attempt(model, position_ids=positions)
     attempt(model, ids, position_ids=positions, past_key_values=object())
     cut = made("Llama", hidden_size=128, intermediate_size=128, head_dim=64)
     parallelize(cut, group)
     attempt(parallelize_context, cut, group)
     recurrent = made("Qwen3Next", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-    invariant(recurrent)
-    attempt(parallelize_context, recurrent, group)
+    convolved = made("Lfm2", layer_types=["conv", "full_attention"])
+    scaled = made("Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
+    for other in (recurrent, convolved, scaled):
+        invariant(other)
+        attempt(parallelize_context, other, group)
+    undone = made("Llama")
+    with invariant(undone):
+        parallelize_context(undone, group)
+    attempt(undone, **call)
     return texts
 
 
@@ -99,10 +112,15 @@ EXPECTED = (
     "TypeError: mesh: expected a ProcessGroup",
     "ValueError: position_ids: expected cut_context",
     "ValueError: position_ids: expected cut_context",
-    "ValueError: attention_mask: expected None",
+    *["ValueError: attention_mask: expected None"] * 3,
+    "ValueError: cu_seq_lens_q: expected None",
+    "ValueError: labels: expected None",
+    "ValueError: input_ids: expected this rank's tokens",
     "ValueError: past_key_values: expected None",
     "TypeError: model: expected whole weights",
-    "TypeError: model: expected attention in all layers",
+    *["TypeError: model: expected attention in all layers"] * 2,
+    "TypeError: model: expected a rotary embedding of positions alone",
+    "ValueError: config: expected the attention of invariant(), got sdpa",
 )
 
 

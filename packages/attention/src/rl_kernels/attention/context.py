@@ -64,7 +64,7 @@ def cut_context(
     if sum(lengths) != rows.shape[0]:
         raise ValueError(f"x: expected {sum(lengths)} rows (dim 0), the end of cu_seqlens, got shape {tuple(x.shape)}")
     own = rows.index_select(0, layout_of(lengths, ranks, x.device).rows[rank])
-    return own if batch is None else own.unflatten(0, (batch, -1))
+    return own if batch is None else own.unflatten(0, (batch, x.shape[1] // ranks))
 
 
 def join_context(
@@ -93,7 +93,7 @@ def join_context(
     layout = layout_of(lengths, ranks, x.device)
     rows = layout.padded("x", x if batch is None else x.flatten(0, 1), rank)
     whole = all_gather(rows, group_of(process_group, sizes=None)).index_select(0, layout.places)
-    return whole if batch is None else whole.unflatten(0, (batch, -1))
+    return whole if batch is None else whole.unflatten(0, (batch, ranks * x.shape[1]))
 
 
 class Layout(NamedTuple):

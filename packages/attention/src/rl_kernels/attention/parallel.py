@@ -94,8 +94,8 @@ def attention_over_ranks(tensors: Tensors, process_group: object, options: Optio
         out, lse = forward(packed, settings)
     if q.ndim == checks.PACKED_DIMS:
         return Attended(out, lse)
-    batch = q.shape[0]
-    return Attended(out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1).contiguous())
+    rows = q.shape[:2]
+    return Attended(out.unflatten(0, rows), lse.unflatten(1, rows).transpose(0, 1).contiguous())
 
 
 def _agreed(tensors: Tensors, group: ProcessGroup, options: Options) -> Settings:

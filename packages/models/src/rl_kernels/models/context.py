@@ -6,7 +6,6 @@ import inspect
 from typing import Any
 
 import torch
-from torch import nn
 
 from rl_kernels.attention import cut_context, det_attention
 
@@ -37,21 +36,35 @@ class ContextRanks:
 class CheckedCall:
     """Pre-hook of a ``PreTrainedModel``: requires positions of this rank's rows, and neither padding nor a cache."""
 
-    def __init__(self, ranks: ContextRanks, module: nn.Module) -> None:
+    def __init__(self, ranks: ContextRanks, module: Any) -> None:
         self.ranks, self.names = ranks, tuple(inspect.signature(type(module).forward).parameters)[1:]
+        self.attention = module.config._attn_implementation
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    def __call__(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Return the arguments of the call, without a cache."""
+        if module.config._attn_implementation != self.attention:
+            raise ValueError(
+                f"config: expected the attention of invariant(), got {module.config._attn_implementation}, which sees "
+                "the tokens of this rank alone"
+            )
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if arguments.get("past_key_values") is not None:
             raise ValueError(
                 "past_key_values: expected None with sequences over ranks: they are whole, without a cache"
             )
         mask = arguments.get("attention_mask")
-        # One of four dims is of our hook of an outer model, which took the gap between two pieces for a boundary.
-        if mask is not None and mask.ndim != 4:
+        # Our hook of an outer model took the gap between two pieces for a boundary.
+        is_ours = isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.dtype == torch.int32
+        if mask is not None and not is_ours:
             raise ValueError(
                 "attention_mask: expected None with sequences over ranks; pad on the right, without a mask"
+            )
+        if arguments.get("cu_seq_lens_q") is not None and not is_ours:
+            raise ValueError("cu_seq_lens_q: expected None with sequences over ranks, one in each row")
+        if arguments.get("labels") is not None and arguments.get("shift_labels") is None:
+            raise ValueError(
+                "labels: expected None with sequences over ranks, because the next row of a rank may be another token: "
+                "score cut_context(targets, mesh) with head_logp, or pass it as shift_labels too"
             )
         self._check_positions(arguments)
         if "use_cache" in self.names:
@@ -59,7 +72,9 @@ class CheckedCall:
         return (), arguments
 
     def _check_positions(self, arguments: dict[str, Any]) -> None:
-        given = next(arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None)
+        given = next((x for name in ("input_ids", "inputs_embeds") if (x := arguments.get(name)) is not None), None)
+        if given is None:
+            raise ValueError("input_ids: expected this rank's tokens, or inputs_embeds")
         positions, group = arguments.get("position_ids"), self.ranks.group
         whole = torch.arange(given.shape[1] * group.size(), device=given.device)
         expected = cut_context(whole[None], group)

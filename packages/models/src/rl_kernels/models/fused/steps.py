@@ -8,6 +8,7 @@ import torch
 
 from rl_kernels.core.calls import Launches
 from rl_kernels.core.dispatch import choose, remembered
+from rl_kernels.core.layout import ALIGNED
 from rl_kernels.core.triton_lib.launch import Launch
 from rl_kernels.det_gemm.arguments import prepare_linear
 from rl_kernels.models.fused import conditions
@@ -55,7 +56,10 @@ def prepare(
     tensors = (hidden, cos, sin, *scales, *weights)
     if not all(type(epsilon) is float for epsilon in epsilons):
         return ()
-    if not conditions.fits(*tensors) or not hidden.is_contiguous() or not all(w.ndim == 2 for w in weights):
+    if not conditions.fits(*tensors) or not all(w.ndim == 2 for w in weights):
+        return ()
+    # Norms copy other rows first, because alignment may change their bits.
+    if not hidden.is_contiguous() or hidden.data_ptr() % ALIGNED:
         return ()
     batch, _, size = hidden.shape
     widths = weights[0].shape[0], weights[1].shape[0], weights[4].shape[0]

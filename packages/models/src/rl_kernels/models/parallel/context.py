@@ -11,6 +11,11 @@ from rl_kernels.core.distributed import group_of
 from rl_kernels.models import pretrained
 from rl_kernels.models.context import CONTEXT, CheckedCall, ContextRanks
 
+SEEING = {"full_attention", "sliding_attention"}
+"""Types of layers in which tokens meet through ``det_attention`` alone."""
+BY_LENGTH = ("dynamic", "longrope")
+"""In names of rotary embeddings whose frequencies depend on the largest position that a rank has."""
+
 
 def parallelize_context(model: Any, mesh: DeviceMesh | ProcessGroup) -> None:
     """Let the attention of a model see the tokens of all ranks, of which each has its rows of every sequence.
@@ -25,9 +30,10 @@ def parallelize_context(model: Any, mesh: DeviceMesh | ProcessGroup) -> None:
         mesh: the ranks: a mesh with one dim, or a group.
 
     Raises:
-        TypeError, ValueError: ``mesh`` is neither; or the model is no such decoder, has recurrent layers or an
-            attention that ``invariant`` left alone, or is cut by ``parallelize``. A call raises ``ValueError`` for a
-            padding mask, a cache, packed sequences and other positions.
+        TypeError, ValueError: ``mesh`` is neither; or the model is no such decoder, has other layers (recurrent,
+            convolutions), an attention that ``invariant`` left alone, or a rotary embedding that depends on lengths
+            (dynamic NTK, longrope), or is cut by ``parallelize``. A call raises ``ValueError`` for a mask, a cache,
+            packed sequences, other positions, ``labels`` without ``shift_labels``, and another attention.
     """
     ranks = ContextRanks(group_of(mesh, "mesh", sizes=None))
     if not pretrained.is_pretrained(model):
@@ -37,8 +43,13 @@ def parallelize_context(model: Any, mesh: DeviceMesh | ProcessGroup) -> None:
         raise TypeError(f"model: expected a decoder for text alone, got {type(model).__name__}")
     if config._attn_implementation != pretrained.name():
         raise TypeError("model: expected attention that invariant(model) swapped")
-    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
-        raise TypeError("model: expected attention in all layers: recurrent ones do not pass their state on over ranks")
+    others = set(getattr(config, "layer_types", None) or ()) - SEEING
+    if others:
+        raise TypeError(
+            f"model: expected attention in all layers, which alone sees tokens of other ranks; got {sorted(others)}"
+        )
+    if any(kind in str(getattr(module, "rope_type", "")) for module in model.modules() for kind in BY_LENGTH):
+        raise TypeError(f"model: expected a rotary embedding of positions alone, not one of {BY_LENGTH}")
     if any(type(module).__module__ == "rl_kernels.models.parallel.layers" for module in model.modules()):
         raise TypeError("model: expected whole weights: parallelize cut this one")
     for module in model.modules():
