@@ -21,8 +21,8 @@ SOURCES = Path(sampling.__file__).parent
 RUN = """
 #include "sampling_sm90.cu"
 static Args args;
-extern "C" int run(int collects, int rows, int parts, const Args* given, int size) {
-    if (size != sizeof(Args)) return 1;
+extern "C" int run(int collects, int rows, int parts, int threads, int listed, const Args* given, int size) {
+    if (size != sizeof(Args) || threads != BLOCK || listed < LISTED) return 1;
     args = *given, gridDim = {rows, parts, 1};
     for (blockIdx.y = 0; blockIdx.y < parts; ++blockIdx.y)
         for (blockIdx.x = 0; blockIdx.x < rows; ++blockIdx.x)
@@ -39,11 +39,13 @@ def built(folder: Path, changes: dict[str, str]) -> Any:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
-    for name in ("sampling.cuh", "sampling_sm90.cu"):
-        text = (SOURCES / name).read_text(encoding="utf-8")
-        for old, new in changes.items():
-            text = text.replace(old, new)
-        (folder / name).write_text(text, encoding="utf-8")
+    sizes, kernels = (SOURCES / name for name in ("sampling.cuh", "sampling_sm90.cu"))
+    text = sizes.read_text(encoding="utf-8")
+    for old, new in changes.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (folder / sizes.name).write_text(text, encoding="utf-8")
+    shutil.copy(kernels, folder)
     (folder / "run.cpp").write_text(RUN, encoding="utf-8")
     include = Path(__file__).parent / "emulated"
     options = ("-std=c++17", "-O2", "-w", "-ffp-contract=off", "-fPIC", "-shared", f"-I{include}")
@@ -59,9 +61,8 @@ def draws(run: Any, monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
             self.collects, self.form = entry == "collect", Signature(form).struct
 
         def start(self, grid: tuple[int, ...], block: int, shared: int, pdl: bool, numbers: list[Any]) -> None:
-            assert block == sampling.THREADS
             packed = self.form.pack(*numbers)
-            assert run(self.collects, *grid[:2], packed, len(packed)) == 0
+            assert run(self.collects, *grid[:2], block, sampling.LISTED, packed, len(packed)) == 0
 
     monkeypatch.setattr(sampling, "kernel", Kernel)
     monkeypatch.setattr(sampling, "processors", lambda _: processors)

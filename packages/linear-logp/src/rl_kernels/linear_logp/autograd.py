@@ -150,24 +150,24 @@ def _forward_over_ranks(
     """
     from rl_kernels.core.distributed import all_gather
 
-    shard, backend, saved_mib, ranks = call.shard, call.ready.backend, call.saved_mib, group.size()
-    per_slice, totals = [], []
-    if saved_mib is None and hidden.shape[0] > ROWS:
-        saved_mib = 0
+    shard, backend, ranks, per_slice, totals = call.shard, call.ready.backend, group.size(), [], []
+    saved_mib = 0 if call.saved_mib is None and hidden.shape[0] > ROWS else call.saved_mib
     # At least one slice; only one if logits are kept, because joining those of several would copy them.
     count, units = max(hidden.shape[0], 1), slots(shard.size, ranks)
     for rows in slices(count, count if saved_mib or saved_mib is None else ROWS):
         part = call.of_rows(rows, saved_mib)
-        rest = part.temperature, call.ignore_index
         run = partial(_states, hidden[rows], part, saved_mib)
         if call.halo is None:
             packed, kept = run(weight, bias, shard.start, units)
         else:
             packed, kept = call.halo.states(hidden[rows], part.target_ids, weight, bias, call.has_stats, run)
-        gathered = all_gather(packed, group).unflatten(0, (ranks, -1))
-        per_slice.append(ops["finish"](gathered, part.target_ids, *rest, shard.size, call.has_stats, backend))
-        if call.is_checked and call.min_logit is not None:
-            totals.append(totals_of(gathered, entropy=call.has_stats))
+        # In equal slices on all ranks, also where some keep logits and others do not.
+        for few in slices(rows.stop - rows.start, ROWS):
+            one, mine = part.of_rows(few, saved_mib), packed[:, few].contiguous()
+            gathered, rest = all_gather(mine, group).unflatten(0, (ranks, -1)), (one.temperature, call.ignore_index)
+            per_slice.append(ops["finish"](gathered, one.target_ids, *rest, shard.size, call.has_stats, backend))
+            if call.is_checked and call.min_logit is not None:
+                totals.append(totals_of(gathered, entropy=call.has_stats))
     logp, lse, entropy, norm = per_slice[0] if len(per_slice) == 1 else map(torch.cat, zip(*per_slice, strict=True))
     if call.is_checked and call.min_logit is not None:
         thresholds.check_targets(logp, call.min_logit, lambda: torch.cat(totals))
