@@ -197,10 +197,11 @@ def test_other_processors_and_other_logits_are_refused(made: Made) -> None:
         trl_client.use_in(trainer, invariant=True)
 
 
-def test_log_probs_are_copied_with_their_thresholds() -> None:
-    value = KeptLogp(-1.0, 0.5)
+@pytest.mark.parametrize("tokens", [0.5, [3, -1]], ids=["threshold", "ids"])
+def test_log_probs_are_copied_with_what_was_kept(tokens: Any) -> None:
+    value = KeptLogp(-1.0, tokens)
     copies = copy.copy(value), copy.deepcopy([value])[0], *(pickle.loads(pickle.dumps(value, n)) for n in range(6))
-    assert [(type(each), float(each), each.min_logit) for each in copies] == [(KeptLogp, -1.0, 0.5)] * 8
+    assert [(type(each), float(each), each.kept) for each in copies] == [(KeptLogp, -1.0, tokens)] * 8
 
 
 def test_at_most_top_k_ids_are_kept_and_sampled_from() -> None:

@@ -47,9 +47,9 @@ class KeptLogp(float):
         self.kept = kept
         return self
 
-    def __reduce__(self) -> tuple[type[KeptLogp], tuple[float, float]]:
+    def __reduce__(self) -> tuple[type[KeptLogp], tuple[float, float | list[int]]]:
         """Return what makes a copy, as a gather over processes does too."""
-        return type(self), (float(self), self.min_logit)
+        return type(self), (float(self), self.kept)
 
 
 class _Divide:
