@@ -196,7 +196,8 @@ class ChunkedLoss:
         logits = part_of(kept, slice(0, count)) if kept.shape[1] else None
         saved = norm[:count], results[2][:count] if call.has_stats else None, logits
         grads = [value[here] for value in upstream]
-        limits = call.workspace_mib, self._needed, call.join_tokens, True
+        # With a halo an op has a part of the logits, and does not own them.
+        limits = call.workspace_mib, self._needed, call.join_tokens, call.halo is None
         arguments = arguments_of_backward(inputs, saved, grads, call.shard, limits)
         totals, backend = (self._main_grad, self._bias_total), call.ready.backend
         over = call.shard.group, call.halo, hidden.dtype
