@@ -125,9 +125,9 @@ def layout_of(lengths: tuple[int, ...], ranks: int, device: torch.device) -> Lay
     """Return where the rows of sequences of these lengths are."""
     with without_modes():
         held = [row_numbers(ranges_of(lengths, rank, ranks)) for rank in range(ranks)]
-        most, places = max(map(len, held)), torch.empty(sum(lengths), dtype=torch.int64)
+        most, places = max(map(len, held)), torch.empty(sum(lengths), dtype=torch.int64, device="cpu")
         for rank, rows in enumerate(held):
-            places[rows] = torch.arange(rank * most, rank * most + len(rows))
+            places[rows] = torch.arange(rank * most, rank * most + len(rows), device="cpu")
         return Layout(tuple(rows.to(device) for rows in held), most, places.to(device))
 
 
@@ -144,8 +144,8 @@ def ranges_of(lengths: tuple[int, ...], rank: int, ranks: int) -> list[Range]:
 
 def row_numbers(ranges: Iterable[Range]) -> torch.Tensor:
     """Return the numbers of the rows in some ranges, one range after the other."""
-    parts = [torch.arange(first, end) for first, end in ranges]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+    parts = [torch.arange(first, end, device="cpu") for first, end in ranges]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def cumulative(lengths: Iterable[int]) -> list[int]:

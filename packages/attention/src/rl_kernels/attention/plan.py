@@ -177,7 +177,7 @@ def _packed(where: Where, pieces: list[Piece], window: tuple[int, int], ahead: i
             for ranges in (chain(*with_padding), chain(*(piece.keys for piece in pieces)))
         )
         cu_seqlens_q, cu_seqlens_k, in_use = (
-            torch.tensor(numbers, dtype=torch.int32).to(device)
+            torch.tensor(numbers, dtype=torch.int32, device=device)
             for numbers in (cumulative(queries), cumulative(keys), used)
         )
         return Packed(

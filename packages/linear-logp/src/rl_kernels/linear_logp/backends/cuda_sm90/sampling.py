@@ -49,7 +49,7 @@ def launches_of(
         listed = new(2, count, LISTED if has_filters else 0)
         sums = new(count, segments, dtype=torch.int64)
         parameters = [
-            number_or_rows(torch.tensor(off) if x is None else x)
+            number_or_rows(torch.tensor(off, device="cpu") if x is None else x)
             for x, off in zip(request[:4], (1.0, 0.0, 1.0, torch.inf), strict=True)
         ]
         pairs = [(x.data_ptr(), 0.0, 0) if isinstance(x, torch.Tensor) else (0, x, 0) for x in parameters]
