@@ -29,6 +29,8 @@ __device__ void find_range(Block& block, const Row& row, Shared& found) {
     if (row.k > 0.0f) {
         of_k = reach(block, counts, static_cast<u64>(row.k));
         if (!of_k.own) of_k = {-1, 0, 0};
+        // At once: a register less until the end, where one would spill.
+        if (!threadIdx.x) found.count_before = static_cast<u32>(of_k.before);
     }
     if (row.p < 1.0f && row.has_few()) {
         first.at = from = 0;
@@ -50,7 +52,6 @@ __device__ void find_range(Block& block, const Row& row, Shared& found) {
     if (threadIdx.x) return;
     found.first = first.at, found.last = last, found.of_k = of_k.at, found.from = from;
     found.base = base, found.mass_before = first.before;
-    found.count_before = static_cast<u32>(of_k.before);
 }
 
 // Whether a threshold may be equal to an entry.
