@@ -14,10 +14,12 @@ from rl_kernels.linear_logp.triton_lib import ranges, rows
 @triton.jit
 def _items(source, start, listed, n, t, top):
     """Return logits, z, d and columns of rows.ITEMS entries of the list, or of the row; -inf for all others."""
-    values, row_columns, lower, upper = source
+    row_logits, row_listed, row_columns, lower, upper = source
     at = start + tl.arange(0, rows.ITEMS)
-    x = tl.load(values + at, mask=at < n, other=-rows.INF)
+    of_row = tl.load(row_logits + at, mask=(at < n) & ~listed, other=-rows.INF)
+    x = tl.load(row_listed + at, mask=(at < n) & listed, other=-rows.INF)
     columns = tl.load(row_columns + at, mask=(at < n) & listed, other=0)
+    x = tl.where(listed, x, of_row)
     z = tl.div_rn(x, tl.zeros_like(x) + t)
     is_in = listed | ((top - z > lower) & (top - z <= upper))
     x, z = tl.where(is_in, x, -rows.INF), tl.where(is_in, z, -rows.INF)
@@ -136,8 +138,7 @@ def draw(
             n = tl.where(listed, n, V)
         else:
             k, p = tl.zeros_like(k), tl.zeros_like(p) + 1.0
-    values = tl.where(listed, listed_x + row * rows.LISTED, logits + row * row_stride)
-    source = values, listed_columns + row * rows.LISTED, lower, upper
+    source = logits + row * row_stride, listed_x + row * rows.LISTED, listed_columns + row * rows.LISTED, lower, upper
     items = _items(source, 0, listed, n, t, top)
     mass = rows.mass_of(items[2])
     if HAS_K and k > 0.0:
