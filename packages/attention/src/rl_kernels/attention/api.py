@@ -147,7 +147,7 @@ def det_attention(
             ``[B, T, H, D]`` a sequence has T rows on each rank; packed, ``cu_seqlens_q`` has the bounds of whole
             sequences, the same on all ranks, on any device: on a GPU it is read, which syncs. ``cu_seqlens_k`` is
             None or equal to it. Not with ``k_start``, ``seqused_q``, ``seqused_k``, ``block_table``, nor with a
-            ``window`` without ``causal``.
+            ``window`` that bounds keys after a query.
         validate: check the values of the integer tensors, which syncs with a GPU; skipped under torch.compile and while
             a CUDA graph is captured. Without the check nothing is read out of bounds, and a missing page gives NaN.
             In a group, unless it is False, the first call of a kind (dtypes, heads, options) compares the ranks: an
