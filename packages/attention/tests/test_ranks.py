@@ -17,8 +17,8 @@ from rl_kernels.attention import context_shards, cut_context, det_attention, joi
 from rl_kernels.attention.op import OPERATOR
 from rl_kernels.core.operator import Call
 from rl_kernels.core.testing import Draw
-from rl_kernels.core.testing.planted import Bug, planted
-from rl_kernels.core.testing.ranks import run_ranks
+from rl_kernels.core.testing.planted import Bug
+from rl_kernels.core.testing.ranks import missed, run_ranks
 
 SHORT = datetime.timedelta(seconds=3)
 CAUSAL, HALF = {"causal": True}, torch.float16
@@ -138,30 +138,7 @@ BUGS = (
     Bug("keys without their values", "settings.gather(k, v)())", "settings.gather(k, v * 0)())"),
 )
 MODULES = ("rl_kernels.attention.plan", "rl_kernels.attention.parallel")
-TRIED = (CALLS[2], CALLS[6])
-
-
-def missed(world: int) -> list[str]:
-    """Return the bugs that leave all bits as they are."""
-    found = []
-    for bug in BUGS:
-        with planted(MODULES, bug):
-            if not any(fails(options, world) for options in TRIED):
-                found.append(bug.name)
-    # The calls themselves do not fail.
-    return found if not any(fails(options, world) for options in TRIED) else ["no bug"]
-
-
-def fails(options: dict[str, Any], world: int) -> bool:
-    """Say whether a call fails on any rank, in a group of its own: one that raises leaves the others waiting."""
-    group = distributed.new_group([*range(world)], timeout=SHORT)
-    try:
-        failed = bool(differing(group, **options))
-    except Exception:
-        failed = True
-    every = torch.tensor(int(failed))
-    distributed.all_reduce(every)
-    return bool(every)
+TRIED = [partial(differing, **CALLS[number]) for number in (2, 6)]
 
 
 def errors(group: Any) -> dict[str, str]:
@@ -226,7 +203,12 @@ def ranks(rank: int, world: int) -> dict[str, Any]:
     by_mesh = det_attention(**{**shard(call, pair), "process_group": mesh["cp"]})
     failed += [] if torch.equal(compiled, cut_context(det_attention(**call), whole)) else ["compiled"]
     failed += [] if torch.equal(by_mesh, cut_context(det_attention(**call), mesh["cp"])) else ["mesh"]
-    return {"failed": failed, "missed": missed(world), "errors": [errors(whole), errors(pair)], "ended": ended(short)}
+    return {
+        "failed": failed,
+        "missed": missed(BUGS, MODULES, TRIED, world),
+        "errors": [errors(whole), errors(pair)],
+        "ended": ended(short),
+    }
 
 
 def test_ranks_have_the_bits_of_one_process() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import random
 import sys
 from collections.abc import Callable
@@ -17,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rl_kernels.core.operator import Call
-from rl_kernels.core.testing.planted import Bug, planted
-from rl_kernels.core.testing.ranks import run_ranks
+from rl_kernels.core.testing.planted import Bug
+from rl_kernels.core.testing.ranks import PLANTED_TIMEOUT, missed, run_ranks
 from rl_kernels.linear_logp import (
     Memory,
     VocabCuts,
@@ -193,29 +192,12 @@ def dtensors(mesh: Any) -> list[str]:
     return failed if group.size() > 1 else []
 
 
-def missed(world: int) -> list[str]:
-    """Return the bugs that leave all bits as they are on all ranks."""
-    found = ["no bug"] if fails(world) else []
-    for bug in BUGS:
-        with planted(MODULES, bug):
-            found += [] if fails(world) else [bug.name]
-    return found
-
-
-def fails(world: int) -> bool:
-    """Say whether a bit differs on any rank, in a group of its own: one that raises leaves the others waiting."""
-    short = {"timeout": datetime.timedelta(seconds=3)}
-    group = distributed.new_group([*range(world)], **short)
-    pair = [distributed.new_group([one, one + 1], **short) for one in (0, 2)][group.rank() // 2]
+def noticed(group: Any) -> bool:
+    """Say whether a bit differs on this rank."""
+    pair = [distributed.new_group([one, one + 1], timeout=PLANTED_TIMEOUT) for one in (0, 2)][group.rank() // 2]
     call = drawn(9001, rows=70)
-    try:
-        failed = bool(differing(call, group, OF_FOUR, memory=Memory(saved_mib=1)) or differing(call, pair, OF_TWO))
-        failed = failed or bool(updates(group, UPDATED))
-    except Exception:
-        failed = True
-    every = torch.tensor(int(failed))
-    distributed.all_reduce(every)
-    return bool(every)
+    differ = differing(call, group, OF_FOUR, memory=Memory(saved_mib=1)) or differing(call, pair, OF_TWO)
+    return bool(differ or updates(group, UPDATED))
 
 
 def errors(group: Any, mesh: Any, other: Any) -> dict[str, str]:
@@ -303,7 +285,7 @@ def ranks(rank: int, world: int) -> dict[str, Any]:
     failed += [*dtensors(line), *dtensors(mesh["tp"])]
     return {
         "failed": failed,
-        "missed": missed(world),
+        "missed": missed(BUGS, MODULES, [noticed], world),
         "errors": [errors(whole, line, pair), errors(pair, mesh["tp"], whole)],
     }
 

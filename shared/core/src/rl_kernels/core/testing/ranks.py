@@ -1,4 +1,4 @@
-"""Run a function in several processes over gloo, one for each rank."""
+"""Run a function in several processes over gloo, one for each rank; plant bugs there."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import pickle
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_kernels.core.testing.planted import Bug, planted
+
 TIMEOUT = 240.0
+PLANTED_TIMEOUT = datetime.timedelta(seconds=3)
 PRELOADED = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "transformers.modeling_utils", "pytest")
 """Modules that take seconds to import; processes are forked from one that imports what the caller has of them."""
 
@@ -67,6 +70,38 @@ def run_ranks(
                 process.kill()
                 process.join()
         return _results(outputs)
+
+
+def missed(bugs: Sequence[Bug], modules: Sequence[str], tried: Sequence[Callable[..., Any]], world: int) -> list[str]:
+    """Return the names of planted bugs that no rank notices; each of the ``world`` ranks of the default group calls it.
+
+    Args:
+        bugs: planted one after the other in copies of ``modules`` (``planted``).
+        tried: called with ``group=``; a rank notices a bug if one of them returns something true, or raises.
+
+    Returns:
+        the names, and ``"no bug"`` if something is noticed without one.
+    """
+    found = ["no bug"] if any(_noticed(each, world) for each in tried) else []
+    for bug in bugs:
+        with planted(modules, bug):
+            found += [] if any(_noticed(each, world) for each in tried) else [bug.name]
+    return found
+
+
+def _noticed(tried: Callable[..., Any], world: int) -> bool:
+    import torch
+    from torch import distributed
+
+    # A rank that raises leaves the others waiting, so each attempt gets a group of its own.
+    group = distributed.new_group([*range(world)], timeout=PLANTED_TIMEOUT)
+    try:
+        noticed = bool(tried(group=group))
+    except Exception:
+        noticed = True
+    every = torch.tensor(int(noticed))
+    distributed.all_reduce(every)
+    return bool(every)
 
 
 def context() -> Any:
