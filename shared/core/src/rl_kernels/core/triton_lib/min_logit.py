@@ -71,6 +71,17 @@ def or_lowest(x, least, MIN_LOGIT: tl.constexpr):
 
 
 @triton.jit
+def _larger_or_nan(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_or_nan(x):
+    """Return the largest of the values ``x[n]``, NaN if one is: where it is below ``least``, nothing counts."""
+    return tl.reduce(x, 0, _larger_or_nan)
+
+
+@triton.jit
 def or_0(gradient, x, least, number, MIN_LOGIT: tl.constexpr):
     """Return the gradient of values x with 0 in place of those below ``least``; unchanged where ``number`` is NaN."""
     if MIN_LOGIT:
