@@ -27,12 +27,10 @@ __device__ State unit_state(const Row<Number>& row, const Steps& steps, int unit
     return over_warp<ENTROPY>(s, c);
 }
 
-// Writes the states of a row's units: of every unit that this warp has among those of the block.
+// Writes the states of those units of a row that this warp computes.
 template <class Counted>
 __device__ void unit_states(const Row<Number>& row, const Steps& steps, int units, float c, Counted counted,
                             State* states) {
-    if constexpr (Counted::COMPARES)
-        if (counted.is_every()) return unit_states(row, steps, units, c, Every(), states);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
     for (int unit = warp; unit < units; unit += warps) {
         const State s = unit_state(row, steps, unit, c, counted);
@@ -52,7 +50,16 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) forward_rows(F
     const float c = is_active ? p.scale(index) : 0.0f;
     if (is_active) {
         const Row<Number> row = p.row(index);
-        unit_states(row, Steps(p, row), units, c, p.counted(index), states);
+#if MIN_LOGIT
+        // Logits come while the threshold does.
+        const char* line = row.begin + static_cast<int>(threadIdx.x) * LINE;
+        if (row.contiguous() && line < row.at(row.size)) read_ahead(line);
+#endif
+        const Steps steps(p, row);
+        if (p.keeps_all(index))
+            unit_states(row, steps, units, c, Every(), states);
+        else
+            unit_states(row, steps, units, c, p.counted(index), states);
     }
     __syncthreads();
     if (warp) return;

@@ -39,13 +39,14 @@ def _segment(
         x = tl.load(base + start + columns).to(tl.float32)
         if MIN_LOGIT:
             most = largest_or_nan(x)
-            # A block of which nothing counts would add 0.
+            # A block of which nothing counts would add 0. Where all counts, nothing is compared: two branches, because
+            # the compiler would turn one into a choice for each value.
             if ~(most < least):
                 if least > float("-inf"):
                     x = or_lowest(x, least, MIN_LOGIT)
-                    top, total, weighted = softmax.add_block_below(x, most, c, top, total, weighted, ENTROPY)
+                    top, total, weighted = softmax.add_block_up_to(x, most, c, top, total, weighted, ENTROPY)
                 else:
-                    top, total, weighted = softmax.add_block_below(x, most, c, top, total, weighted, ENTROPY)
+                    top, total, weighted = softmax.add_block_up_to(x, most, c, top, total, weighted, ENTROPY)
         else:
             top, total, weighted = softmax.add_block(x, c, top, total, weighted, ENTROPY)
     if full < width:
@@ -291,7 +292,7 @@ def backward(
         x = tl.load(source, mask=here, other=0.0).to(tl.float32)
         least = tl.load(kept + 2 * row) if MIN_LOGIT else 0.0
         if HAS_ENTROPY:
-            # A power of 0 has a gradient of 0. Below, x would need registers up to there.
+            # A power of 0 has a gradient of 0. With a choice at the end, as below, x would be in registers up to there.
             x = or_lowest(x, least, MIN_LOGIT)
         zero_or_nan = softmax.zero_or_nan(id, V)
         dz = softmax.dlogits(

@@ -347,11 +347,11 @@ def dlogits(
         least = load_least(leasts, rows, here, MIN_LOGIT)
         rest = softmax.zero_or_nan(id, vocab)
         if MIN_LOGIT:
-            # A number less in registers.
+            # A largest value of NaN does the same, and takes a register less.
             top, rest = top + rest, tl.zeros_like(rest)
         z = x
         if HAS_ENTROPY:
-            # A power of 0 has a gradient of 0: fewer numbers are in registers than with or_0.
+            # A power of 0 has a gradient of 0, and or_0 would need more registers.
             z = or_lowest(x, least, MIN_LOGIT)
         selected = columns[None, :] == column[:, None]
         d = softmax.dlogits(

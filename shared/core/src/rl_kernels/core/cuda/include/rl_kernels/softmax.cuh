@@ -60,9 +60,8 @@ __device__ inline float shift_to(float to, float top, float c) {
 __device__ inline float pairs(const float (&x)[4]) { return __fadd_rn(__fadd_rn(x[0], x[1]), __fadd_rn(x[2], x[3])); }
 
 // Adds N words of numbers to a lane's state, in four partial sums. The words stay packed during the search for the
-// largest number, which halves the registers of BF16 and FP16. What does not count (min_logit.cuh) has a power of 0, but
-// may be the largest number: if none counts, the total is 0. Words of which nothing counts would add 0 and are passed
-// over.
+// largest number, which halves the registers of BF16 and FP16. What does not count (min_logit.cuh) is not added, but
+// may be the largest number. Words of which nothing counts are passed over.
 template <bool HasEntropy, class T, int N, class Counted>
 __device__ inline void add(State& s, const u32 (&words)[N], float c, Counted counted) {
     static_assert(N % 4 == 0, "two words, and so at least two numbers, to each of two maxima");
