@@ -45,6 +45,8 @@ def check(backend: str, rows: int, vocab: int, dtype: torch.dtype) -> None:
         )
         z = logits.to(wide) / column
         rank = draw.uniform(0, vocab, rows, dtype=torch.float64).long()
+        # In its block of columns the largest logit alone is kept, at the threshold.
+        rank[0] = 0
         least = z.sort(-1, descending=True).values.gather(1, rank[:, None])
         ids = torch.where(draw.mask(0.5, rows), z.argmax(-1), draw.ids(vocab, rows))
         kept = z.gather(1, ids[:, None]) >= least
@@ -65,6 +67,8 @@ def check(backend: str, rows: int, vocab: int, dtype: torch.dtype) -> None:
             temperature=column[1:2, 0],
         )
         assert all(torch.equal(one, other[1:2]) for one, other in zip(alone, result, strict=True))
+        spoiled = logits.index_fill(1, ids.new_zeros(1), torch.nan)
+        assert all(value.isnan().all() for value in run(spoiled, upstream, min_logit=least[:, 0], **call))
         none = run(logits, upstream, **call)
         every = run(logits, upstream, min_logit=torch.full_like(scales, -torch.inf), **call)
         assert all(torch.equal(bits_of(one), bits_of(other)) for one, other in zip(none, every, strict=True))

@@ -45,6 +45,15 @@ def least_kept(min_logit, temperature, rows, here, PER_ROW: tl.constexpr, MIN_LO
 
 
 @triton.jit
+def load_least(leasts, rows, here, MIN_LOGIT: tl.constexpr):
+    """Return what ``least_kept`` found for rows. Without MIN_LOGIT the result is not read."""
+    if MIN_LOGIT:
+        return tl.load(leasts + rows, mask=here, other=-INFINITY)
+    else:
+        return 0.0
+
+
+@triton.jit
 def _temperature(like, temperature, rows, here, PER_ROW: tl.constexpr):
     if PER_ROW:
         return tl.load(temperature + rows, mask=here, other=1.0)
@@ -71,9 +80,20 @@ def or_lowest(x, least, MIN_LOGIT: tl.constexpr):
 
 
 @triton.jit
-def or_0(gradient, x, least, number, MIN_LOGIT: tl.constexpr):
-    """Return the gradient of values x with 0 in place of those below ``least``; unchanged where ``number`` is NaN."""
+def _larger_or_nan(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_or_nan(x):
+    """Return the largest of the values ``x[n]``, NaN if one is: where it is below ``least``, nothing counts."""
+    return tl.reduce(x, 0, _larger_or_nan)
+
+
+@triton.jit
+def or_0(gradient, x, least, MIN_LOGIT: tl.constexpr):
+    """Return the gradient of values x with 0 in place of those below ``least``."""
     if MIN_LOGIT:
-        return tl.where(x < _beside(tl.where(number == number, least, -INFINITY), x), 0.0, gradient)
+        return tl.where(x < _beside(least, x), 0.0, gradient)
     else:
         return gradient

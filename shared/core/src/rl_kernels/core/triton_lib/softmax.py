@@ -56,7 +56,13 @@ def exponents_of(top, c):
 @triton.jit
 def add_block(x, c, top, total, weighted, ENTROPY: tl.constexpr):
     """Return a running state with a block of raw values added."""
-    new = tl.maximum(top, tl.max(x, 0))
+    return add_block_up_to(x, tl.max(x, 0), c, top, total, weighted, ENTROPY)
+
+
+@triton.jit
+def add_block_up_to(x, most, c, top, total, weighted, ENTROPY: tl.constexpr):
+    """Return what ``add_block`` returns, of a block whose largest value is ``most``; that may be NaN if one is."""
+    new = tl.maximum(top, most)
     factor, r = exponents_of(new, c)
     exponent = fma(x, factor, -r)
     power = tl.exp2(exponent)

@@ -52,8 +52,10 @@ struct Rows {
     __device__ float inverse(i64 index) const { return __frcp_rn(divisor(index)); }
     __device__ float scale(i64 index) const { return __fmul_rn(inverse(index), LOG2E); }
 #if MIN_LOGIT
+    __device__ bool keeps_all(i64 index) const { return min_logits[index] == -infinity(); }
     __device__ NotBelow counted(i64 index) const { return {least_kept(min_logits[index], divisor(index))}; }
 #else
+    __device__ bool keeps_all(i64) const { return false; }
     __device__ Every counted(i64) const { return {}; }
 #endif
 };

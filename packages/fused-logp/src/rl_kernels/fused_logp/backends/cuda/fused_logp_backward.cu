@@ -86,7 +86,10 @@ __device__ void stream(const char* from, i64 from_stride, char* to, i64 to_strid
             const int k = v + u * threads, column = head + k * PER;
             if (k >= vectors) break;
             Chunk gradients = {};
-            const bool none = reads && counted.template none_of<Number>(loaded[u].word);
+            const u32(&words)[4] = loaded[u].word;
+            const auto larger = Counted::template larger<Number>;
+            const u32 most = larger(larger(words[0], words[1]), larger(words[2], words[3]));
+            const bool none = reads && counted.template none_of<Number>(most);
 #pragma unroll
             for (int w = 0; w < 4 && !none; ++w) {
                 float x[2] = {};
@@ -127,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT / THREADS) backwa
     const i64 id = p.ids[row];
     const auto gradient = gradient_of(p, row, id);
     stream(from, p.column_stride, to, p.out_column_stride, first, last, true, counted,
-           [&](float x, int column) { return counted.or_0(x, gradient.at(x, column == id)); });
+           [&](float x, int column) { return gradient.at(x, column == id, counted); });
 }
 
 #if MIN_LOGIT

@@ -27,24 +27,39 @@ __device__ State unit_state(const Row<Number>& row, const Steps& steps, int unit
     return over_warp<ENTROPY>(s, c);
 }
 
+// Writes the states of those units of a row that this warp computes.
+template <class Counted>
+__device__ void unit_states(const Row<Number>& row, const Steps& steps, int units, float c, Counted counted,
+                            State* states) {
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
+    for (int unit = warp; unit < units; unit += warps) {
+        const State s = unit_state(row, steps, unit, c, counted);
+        if (lane == 0) states[unit] = s;
+    }
+}
+
 }  // namespace
 
 // One block per row: warp w computes units w, w + warps, ... Shared memory holds a state for each unit.
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, BLOCKS) forward_rows(Forward p) {
     extern __shared__ State states[];
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP, units = p.units();
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, units = p.units();
     const i64 index = blockIdx.x;
     const bool is_active = p.active(index);
     const i64 id = p.ids[index];
     const float c = is_active ? p.scale(index) : 0.0f;
     if (is_active) {
         const Row<Number> row = p.row(index);
+#if MIN_LOGIT
+        // Logits come while the threshold does.
+        const char* line = row.begin + static_cast<int>(threadIdx.x) * LINE;
+        if (row.contiguous() && line < row.at(row.size)) read_ahead(line);
+#endif
         const Steps steps(p, row);
-        const auto counted = p.counted(index);
-        for (int unit = warp; unit < units; unit += warps) {
-            const State s = unit_state(row, steps, unit, c, counted);
-            if (lane == 0) states[unit] = s;
-        }
+        if (p.keeps_all(index))
+            unit_states(row, steps, units, c, Every(), states);
+        else
+            unit_states(row, steps, units, c, p.counted(index), states);
     }
     __syncthreads();
     if (warp) return;

@@ -96,9 +96,7 @@ def _gradient(*inputs: Any, inplace: bool) -> Launches:
     out_strides = logits.stride() if inplace else (vocab, 1)
     width, unit = GRADIENT_WIDTHS[vocab % kernels.ALIGNED.value == 0], logits.stride(1) == out_strides[1] == 1
     numbers = (vocab, *logits.stride(), *out_strides, ignore_index or 0, *flags, unit, width)
-    # With thresholds, 4 warps of wide loads would take more registers, so that fewer programs run at once.
-    warps = 4 if min_logit is None or width == GRADIENT_WIDTHS[False] else 8
-    gradient = Launch(kernels.backward, (count, ceil_div(vocab, width)), numbers, num_warps=warps)
+    gradient = Launch(kernels.backward, (count, ceil_div(vocab, width)), numbers, num_warps=4)
     sizes = count, vocab, *logits.stride(), temperature.ndim > 0, grads[0] is not None
     find_kept = Launch(kernels.find_kept, (ceil_div(count, kernels.ROWS.value),), sizes, num_warps=1)
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from rl_kernels.core.triton_lib import softmax
-from rl_kernels.core.triton_lib.min_logit import least_kept, or_lowest
+from rl_kernels.core.triton_lib.min_logit import largest_or_nan, least_kept, or_lowest
 
 SEGMENT = tl.constexpr(8192)
 """Columns of a segment, which has a state of its own."""
@@ -38,10 +38,15 @@ def _segment(
     for start in range(0, full, BLOCK):
         x = tl.load(base + start + columns).to(tl.float32)
         if MIN_LOGIT:
-            # What is below adds 0; a NaN is not.
-            if tl.max((~(x < least)).to(tl.int32), 0) > 0:
-                x = or_lowest(x, least, MIN_LOGIT)
-                top, total, weighted = softmax.add_block(x, c, top, total, weighted, ENTROPY)
+            most = largest_or_nan(x)
+            # A block of which nothing counts would add 0. Where all counts, nothing is compared: two branches, because
+            # the compiler would turn one into a choice for each value.
+            if ~(most < least):
+                if least > float("-inf"):
+                    x = or_lowest(x, least, MIN_LOGIT)
+                    top, total, weighted = softmax.add_block_up_to(x, most, c, top, total, weighted, ENTROPY)
+                else:
+                    top, total, weighted = softmax.add_block_up_to(x, most, c, top, total, weighted, ENTROPY)
         else:
             top, total, weighted = softmax.add_block(x, c, top, total, weighted, ENTROPY)
     if full < width:
@@ -285,12 +290,16 @@ def backward(
             place, grad_logsumexp, grad_entropy, row, active, inv, HAS_LOGP, HAS_LSE, HAS_ENTROPY
         )
         x = tl.load(source, mask=here, other=0.0).to(tl.float32)
+        least = tl.load(kept + 2 * row) if MIN_LOGIT else 0.0
+        if HAS_ENTROPY:
+            # A power of 0 has a gradient of 0. With a choice at the end, as below, x would be in registers up to there.
+            x = or_lowest(x, least, MIN_LOGIT)
         zero_or_nan = softmax.zero_or_nan(id, V)
         dz = softmax.dlogits(
             x, columns == id, zero_or_nan, c, top, log_total, entropy, chosen, slope, curve, HAS_ENTROPY
         )
-        if MIN_LOGIT:
-            dz = tl.where(x < tl.load(kept + 2 * row), 0.0, dz)
+        if MIN_LOGIT and not HAS_ENTROPY:
+            dz = tl.where(x < least, 0.0, dz)
         tl.store(target, dz.to(dtype), mask=here)
     else:
         tl.store(target, tl.zeros((WIDTH,), tl.float32).to(dtype), mask=here)

@@ -73,7 +73,7 @@ struct Row {
     }
 
     // The gradient of the logit x, which is in column `at`.
-    __device__ float at(float x, int at) const { return counted.or_0(x, gradient.at(x, at == target)); }
+    __device__ float at(float x, int at) const { return gradient.at(x, at == target, counted); }
 };
 
 // Replaces the logits of one of a thread's two rows (HALF) by their gradient.

@@ -54,15 +54,22 @@ __device__ float over_lanes(float x) {
 }
 
 // The state of one of a thread's two rows (HALF) over 256 columns, returned in all four lanes that share the row.
-template <int HALF>
-__device__ State state_of(const Sums& d, float c) {
+template <int HALF, class Counted>
+__device__ State state_of(const Sums& d, float c, Counted counted) {
+    if constexpr (Counted::COMPARES)
+        if (counted.is_every()) return state_of<HALF>(d, c, Every());
     const auto at = [&](int j, int k) { return d[4 * j + 2 * HALF + k]; };
+    const auto larger = [](float a, float b) {
+        return __uint_as_float(Counted::template larger<FP32>(__float_as_uint(a), __float_as_uint(b)));
+    };
     float top = -infinity(), other = -infinity();
 #pragma unroll
-    for (int j = 0; j < TILE_N / 8; ++j) top = fmaxf(top, at(j, 0)), other = fmaxf(other, at(j, 1));
-    top = fmaxf(top, other);
-    top = fmaxf(top, __shfl_xor_sync(ALL, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(ALL, top, 2));
+    for (int j = 0; j < TILE_N / 8; ++j) top = larger(top, at(j, 0)), other = larger(other, at(j, 1));
+    top = larger(top, other);
+    top = larger(top, __shfl_xor_sync(ALL, top, 1));
+    top = larger(top, __shfl_xor_sync(ALL, top, 2));
+    const bool none = counted.template none_of<FP32>(__float_as_uint(top));
+    if (Counted::COMPARES && __all_sync(ALL, none)) return empty();
     const Exponents exponents(top, c);
     float sum[4] = {}, product[4] = {};
 #pragma unroll
@@ -71,11 +78,11 @@ __device__ State state_of(const Sums& d, float c) {
         for (int k = 0; k < 2; ++k) {
             const int lane = j % 2 * 2 + k;
             const float exponent = exponents.at(at(j, k)), power = exp2_fast(exponent);
-            sum[lane] = __fadd_rn(sum[lane], power);
-            if (ENTROPY) product[lane] = __fmaf_rn(power, fmaxf(exponent, LEAST), product[lane]);
+            counted.template add<ENTROPY>(sum[lane], product[lane], at(j, k), power, fmaxf(exponent, LEAST));
         }
     }
-    return {top, over_lanes(pairs(sum)), ENTROPY ? over_lanes(pairs(product)) : 0.0f};
+    const State s = {top, over_lanes(pairs(sum)), ENTROPY ? over_lanes(pairs(product)) : 0.0f};
+    return none ? empty() : s;
 }
 
 // The states of a row in a part: of blocks 0 and 1 merged, and of blocks 2 and 3 merged.
@@ -91,8 +98,8 @@ struct Pairs {
     __device__ State all(float c) const { return merged<ENTROPY>(low, high, c); }
 };
 
-// Sets logits that do not count to -inf, beyond the last column or below the threshold of their row, and stores the
-// logit that a row selects if this thread holds it.
+// Sets logits beyond the last column to -inf, and stores the logit that a row selects if this thread holds it: -inf if
+// it is below the threshold of the row.
 __device__ void finish_logits(const Args& p, const Mine& mine, int row, int column, const int (&target)[2],
                               const Counted (&counted)[2], Sums& d) {
     if (column + TILE_N > p.columns) {
@@ -101,14 +108,13 @@ __device__ void finish_logits(const Args& p, const Mine& mine, int row, int colu
         });
     }
 #pragma unroll
-    for (int i = 0; i < TILE_N / 2; ++i) d[i] = counted[i / 2 % 2].or_lowest(d[i]);
-#pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int wanted = target[half] - column;
         if (wanted < 0 || wanted >= TILE_N || wanted / 2 % 4 != mine.column / 2) continue;
 #pragma unroll
         for (int i = 2 * half; i < TILE_N / 2; i += i % 2 ? 3 : 1)
-            if (mine.column + i / 4 * 8 + i % 2 == wanted) p.chosen[row + 8 * half] = d[i];
+            if (mine.column + i / 4 * 8 + i % 2 == wanted)
+                p.chosen[row + 8 * half] = counted[half].or_lowest(d[i]);
     }
 }
 
@@ -152,8 +158,8 @@ __device__ void consume(const Args& p, const Ring& ring, const TensorMap* kept) 
                 Boxes::store(boxes, 1 + mine.group, *kept, tile.row + mine.group * MMA_M, column - p.first_kept, d);
 #endif
             finish_logits(p, mine, row, column, target, counted, d);
-            pairs[0].add(block, state_of<0>(d, c[0]), c[0]);
-            pairs[1].add(block, state_of<1>(d, c[1]), c[1]);
+            pairs[0].add(block, state_of<0>(d, c[0], counted[0]), c[0]);
+            pairs[1].add(block, state_of<1>(d, c[1], counted[1]), c[1]);
         }
         if (mine.column) continue;
 #pragma unroll
@@ -304,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(GIVEN_WARPS* WARP) given_states(Giv
                 two.x = *x;
             d[4 * j] = two.x, d[4 * j + 1] = two.y;
         }
-        const State state = state_of<0>(d, c);
+        const State state = state_of<0>(d, c, Every());
         all.add(block, state, c);
         if (!__any_sync(ALL, state.top >= smallest)) {
             kept.add(block, empty(), c);
@@ -316,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(GIVEN_WARPS* WARP) given_states(Giv
             for (int k = 0; k < 2; ++k)
                 if (!(d[4 * j + k] >= smallest)) d[4 * j + k] = -infinity();
         }
-        kept.add(block, state_of<0>(d, c), c);
+        kept.add(block, state_of<0>(d, c, Every()), c);
     }
     if (lane % 4 || row >= p.rows) return;
     store(p.states(0), unit, p.rows, row, all.all(c));

@@ -24,7 +24,7 @@ from rl_kernels.core.triton_lib.launch import INTERPRETED, Launch, ceil_div
 from rl_kernels.core.triton_lib.schedule import processors
 from rl_kernels.linear_logp import inputs, listed
 from rl_kernels.linear_logp.backends.triton import given, kernels
-from rl_kernels.linear_logp.backends.triton.backward import NO_CAP, Steps, schedule_of
+from rl_kernels.linear_logp.backends.triton.backward import NO_CAP, Steps, leasts_of, schedule_of
 from rl_kernels.linear_logp.backward import Backward
 from rl_kernels.linear_logp.inputs import first_kept, number_or_rows
 
@@ -82,7 +82,7 @@ class _Forward:
         self._blocks, self._units = ceil_div(vocab, width), units
         self._hidden, self._weight = gemm.operand(hidden, cut.rows, cut.inner), gemm.operand(weight, block, cut.inner)
         has_bias, per_row, bias_stride = bias is not None, temperature.ndim > 0, 0 if bias is None else bias.stride(0)
-        has_least = least is not None
+        has_least, self._least = least is not None, leasts_of(count, vocab, per_row=per_row, has_norm=False)
         self._states = Launch(
             kernels.states,
             (row_tiles * self._blocks,),
@@ -122,12 +122,12 @@ class _Forward:
         parts = chosen = hidden
         if not self._is_empty:
             ids, scale = target_ids.contiguous(), number_or_rows(temperature)
-            least = ids if min_logit is None else min_logit.contiguous()
             numbers, added = NO_CAP if cap is None else cap.tolist(), hidden if bias is None else bias
             chosen = hidden.new_empty(count, dtype=torch.float32)
             parts = hidden.new_empty(self._blocks, 3, count, dtype=torch.float32)
             operands = self._hidden.of(hidden), self._weight.of(weight)
             with device_of(hidden):
+                least = ids if min_logit is None else self._least(min_logit.contiguous(), scale, ids, scale)
                 self._states(*operands, added, *numbers, scale, least, parts, logits if self._width else parts)
                 self._selected(hidden, weight, added, *numbers, ids, scale, least, chosen)
                 if self._blocks > self._units:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -38,6 +40,19 @@ def schedule_of(name: str, hidden: torch.Tensor) -> Schedule:
     return _tuned(name)
 
 
+def leasts_of(count: int, vocab: int, *, per_row: bool, has_norm: bool) -> Callable[..., torch.Tensor]:
+    """Return ``(min_logit, temperature, ids, norm) -> leasts`` of ``count`` rows (``kernels.find_least``)."""
+    tiles = ceil_div(count, kernels.ROWS.value)
+    find = Launch(kernels.find_least, (tiles,), (count, vocab, per_row, has_norm), num_warps=1)
+
+    def launch(min_logit: torch.Tensor, *rest: Any) -> torch.Tensor:
+        leasts = torch.empty_like(min_logit)
+        find(min_logit, *rest, leasts)
+        return leasts
+
+    return launch
+
+
 @functools.cache
 def _tuned(name: str) -> Schedule:
     return entry("rl_kernels.linear_logp.backends.triton", name, kind=Schedule)
@@ -63,6 +78,7 @@ class Steps(backward.Steps):
         tiles, is_kept, sums_bias = row_tiles * ceil_div(width, BLOCK), kept is not None, dbias is not None
         first, second = gemm.operand(hidden, cut.rows, cut.inner), gemm.operand(weight, BLOCK, cut.inner)
         box = gemm.box_of(dz, cut.rows, BLOCK) if gemm.described(dz) else None
+        per_row = isinstance(block.temperature, torch.Tensor)
         place = slice(columns.start - block.first_kept, columns.stop - block.first_kept)
         form = Launch(
             kernels.dlogits,
@@ -75,7 +91,7 @@ class Steps(backward.Steps):
                     box is not None,
                     bias is not None,
                     block.cap is not None,
-                    isinstance(block.temperature, torch.Tensor),
+                    per_row,
                     block.min_logit is not None,
                 ),
                 *(block.ignore_index is not None, *[grad is not None for grad in block[11:14]], sums_bias, is_kept),
@@ -84,14 +100,17 @@ class Steps(backward.Steps):
             num_warps=cut.warps,
             num_stages=cut.stages,
         )
+        find_least = leasts_of(count, block.vocab, per_row=per_row, has_norm=True)
         add = Launch(kernels.add_tiles, (ceil_div(width, BLOCK),), (row_tiles, width), num_warps=4)
 
         def step(block: Inputs, dbias: torch.Tensor | None, dz: torch.Tensor) -> None:
             hidden, norm = block.hidden, block.norm
             saved = [norm if value is None else value for value in (block.entropy, *block[11:14])]
-            least = block.target_ids if block.min_logit is None else block.min_logit
             partial = hidden.new_empty(row_tiles, width, dtype=torch.float32) if sums_bias else hidden
             with device_of(hidden):
+                least = block.target_ids
+                if block.min_logit is not None:
+                    least = find_least(block.min_logit, block.temperature, block.target_ids, norm)
                 form(
                     *(first.of(hidden), second.of(block.weight), hidden if block.bias is None else block.bias),
                     *(*(block.cap or NO_CAP), block.target_ids, block.temperature, least, norm, *saved),

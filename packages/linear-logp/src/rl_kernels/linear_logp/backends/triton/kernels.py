@@ -13,7 +13,7 @@ import triton.language as tl
 
 from rl_kernels.core import constants
 from rl_kernels.core.triton_lib import gemm_kernels, softcap, softmax
-from rl_kernels.core.triton_lib.min_logit import least_kept, or_0, or_lowest
+from rl_kernels.core.triton_lib.min_logit import least_kept, load_least, or_0, or_lowest
 from rl_kernels.linear_logp import vocabulary
 
 UNIT = tl.constexpr(constants.UNIT)
@@ -83,6 +83,32 @@ def _column(id, start, V):
     return tl.where((id >= start) & (id < start + V), id - start, -1).to(tl.int32)
 
 
+@triton.jit(do_not_specialize=["count", "vocab"])
+def find_least(
+    min_logit,
+    temperature,
+    ids,
+    norm,
+    leasts,
+    count,
+    vocab,
+    PER_ROW: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Write the smallest logit of each row that counts, before the temperature. Grid: tiles of rows.
+
+    With HAS_NORM -inf, if the row is NaN as a whole: it has no distribution, or its id is not a column.
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here = rows < count
+    least = least_kept(min_logit, temperature, rows, here, PER_ROW, True)
+    if HAS_NORM:
+        _, log_total = softmax.load_norm(norm, rows, here)
+        number = log_total + softmax.zero_or_nan(tl.load(ids + rows, mask=here, other=0), vocab)
+        least = tl.where(number == number, least, float("-inf"))
+    tl.store(leasts + rows, least, mask=here)
+
+
 @triton.jit(do_not_specialize=["first_kept", "N", "V", "width"])
 def states(
     hidden,
@@ -91,7 +117,7 @@ def states(
     cap,
     rate,
     temperature,
-    min_logit,
+    leasts,
     parts,
     kept,
     hidden_row,
@@ -127,7 +153,7 @@ def states(
     rows = row + tl.arange(0, BLOCK_M)
     here = rows < N
     c = softmax.inverse(temperature, rows, here, PER_ROW) * softmax.LOG2E
-    least = least_kept(min_logit, temperature, rows, here, PER_ROW, MIN_LOGIT)
+    least = load_least(leasts, rows, here, MIN_LOGIT)
     operands = (hidden, hidden_row, hidden_k, weight, weight_row, weight_k, bias, bias_stride, cap, rate)
     total, weighted = tl.zeros_like(c), tl.zeros_like(c)
     top = total + float("-inf")
@@ -154,7 +180,7 @@ def selected(
     rate,
     ids,
     temperature,
-    min_logit,
+    leasts,
     chosen,
     hidden_row,
     hidden_k,
@@ -193,7 +219,7 @@ def selected(
         value += tl.load(bias + column.to(tl.int64) * bias_stride, mask=column >= 0, other=0.0).to(tl.float32)
     if CAPPED:
         value = softcap.capped(value, cap, rate)
-    least = least_kept(min_logit, temperature, rows, rows < N, PER_ROW, MIN_LOGIT)
+    least = load_least(leasts, rows, rows < N, MIN_LOGIT)
     tl.store(chosen + rows, or_lowest(value, least, MIN_LOGIT), mask=rows < N)
 
 
@@ -248,7 +274,7 @@ def dlogits(
     rate,
     ids,
     temperature,
-    min_logit,
+    leasts,
     norm,
     entropies,
     grad_logp,
@@ -318,14 +344,22 @@ def dlogits(
         chosen, slope, curve = softmax.upstream_of(
             grad_logp, grad_logsumexp, grad_entropy, rows, active, inv, HAS_LOGP, HAS_LSE, HAS_ENTROPY
         )
+        least = load_least(leasts, rows, here, MIN_LOGIT)
         rest = softmax.zero_or_nan(id, vocab)
+        if MIN_LOGIT:
+            # A largest value of NaN does the same, and takes a register less.
+            top, rest = top + rest, tl.zeros_like(rest)
+        z = x
+        if HAS_ENTROPY:
+            # A power of 0 has a gradient of 0, and or_0 would need more registers.
+            z = or_lowest(x, least, MIN_LOGIT)
         selected = columns[None, :] == column[:, None]
         d = softmax.dlogits(
-            *(x, selected, rest[:, None], c[:, None], top[:, None], log_total[:, None], entropy[:, None]),
-            *(chosen[:, None], slope[:, None], curve[:, None], HAS_ENTROPY),
+            *(z, selected, rest[:, None], c[:, None], top[:, None], log_total[:, None]),
+            *(entropy[:, None], chosen[:, None], slope[:, None], curve[:, None], HAS_ENTROPY),
         )
-        least = least_kept(min_logit, temperature, rows, here, PER_ROW, MIN_LOGIT)
-        d = or_0(d, x, least, log_total + rest, MIN_LOGIT)
+        if not HAS_ENTROPY:
+            d = or_0(d, x, least, MIN_LOGIT)
         if CAPPED:
             d = d * softcap.slope(x, cap, rate)
         if HAS_IGNORED or DBIAS:

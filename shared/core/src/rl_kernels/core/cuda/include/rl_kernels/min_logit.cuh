@@ -24,33 +24,69 @@ __device__ inline float least_kept(float m, float t) {
     return isnan(m) ? infinity() : m == -infinity() ? m : found;
 }
 
-// Which values of a row count: all of them. If x does not count, `or_lowest` returns -inf for x, and `or_0` returns 0
-// for what belongs to x. `none_of` says whether none of the numbers T in some words counts.
+// Which values of a row count: all of them.
+//   larger       the maximum of two words of numbers T, by which `none_of` says whether none of the numbers counts
+//   is_below     whether x does not count
+//   or_lowest    x, or -inf if x does not count
+//   add          adds a power of x to a sum, and its product with an exponent to another; nothing if x does not count
+//   fma          a b + c for x, or c
 struct Every {
-    template <class T, int N>
-    __device__ bool none_of(const u32 (&)[N]) const {
+    static constexpr bool COMPARES = false;
+    template <class T>
+    __device__ static u32 larger(u32 a, u32 b) {
+        return T::larger(a, b);
+    }
+    template <class T>
+    __device__ bool none_of(u32) const {
         return false;
     }
+    __device__ bool is_below(float) const { return false; }
     __device__ float or_lowest(float x) const { return x; }
-    __device__ float or_0(float, float of_x) const { return of_x; }
+    template <bool HasProduct>
+    __device__ void add(float& sum, float& product, float, float power, float exponent) const {
+        sum = __fadd_rn(sum, power);
+        if (HasProduct) product = __fmaf_rn(power, exponent, product);
+    }
+    __device__ float fma(float, float a, float b, float c) const { return __fmaf_rn(a, b, c); }
 };
 
 // Those that are not below `least`; a NaN counts.
 struct NotBelow {
+    static constexpr bool COMPARES = true;
     float least;
-    template <class T, int N>
-    __device__ bool none_of(const u32 (&words)[N]) const {
-        u32 most = words[0];
-#pragma unroll
-        for (int i = 1; i < N; ++i) most = T::larger_or_nan(most, words[i]);
-        float x[2];
-        T::unpack(most, x);
-        bool is_below = x[0] < least;
-        if (T::SIZE == 2) is_below = is_below && x[1] < least;
-        return is_below;
+    // Whether `Every` does for all rows of a warp.
+    __device__ bool is_every() const { return __all_sync(ALL, least == -infinity()); }
+    template <class T>
+    __device__ static u32 larger(u32 a, u32 b) {
+        return T::larger_or_nan(a, b);
     }
+    template <class T>
+    __device__ bool none_of(u32 largest) const {
+        float x[2];
+        T::unpack(largest, x);
+        return x[0] < least && (T::SIZE == 4 || x[1] < least);
+    }
+    __device__ bool is_below(float x) const { return x < least; }
     __device__ float or_lowest(float x) const { return x < least ? -infinity() : x; }
-    __device__ float or_0(float x, float of_x) const { return x < least ? 0.0f : of_x; }
+    // One comparison, and no selection.
+    template <bool HasProduct>
+    __device__ void add(float& sum, float& product, float x, float power, float exponent) const {
+        if (HasProduct)
+            asm("{\n.reg .pred kept;\nsetp.geu.f32 kept, %2, %3;\n@kept add.rn.f32 %0, %0, %4;\n"
+                "@kept fma.rn.f32 %1, %4, %5, %1;\n}"
+                : "+f"(sum), "+f"(product)
+                : "f"(x), "f"(least), "f"(power), "f"(exponent));
+        else
+            asm("{\n.reg .pred kept;\nsetp.geu.f32 kept, %1, %2;\n@kept add.rn.f32 %0, %0, %3;\n}"
+                : "+f"(sum)
+                : "f"(x), "f"(least), "f"(power));
+    }
+    __device__ float fma(float x, float a, float b, float c) const {
+        asm("{\n.reg .pred kept;\nsetp.geu.f32 kept, %1, %2;\n@kept fma.rn.f32 %0, %3, %4, %0;\n}"
+            : "+f"(c)
+            : "f"(x), "f"(least), "f"(a), "f"(b));
+        return c;
+    }
 };
 
 }  // namespace rlk

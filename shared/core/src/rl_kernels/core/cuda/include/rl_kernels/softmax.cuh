@@ -60,19 +60,19 @@ __device__ inline float shift_to(float to, float top, float c) {
 __device__ inline float pairs(const float (&x)[4]) { return __fadd_rn(__fadd_rn(x[0], x[1]), __fadd_rn(x[2], x[3])); }
 
 // Adds N words of numbers to a lane's state, in four partial sums. The words stay packed during the search for the
-// largest number, which halves the registers of BF16 and FP16. What does not count (min_logit.cuh) has a power of 0, but
-// may be the largest number: if none counts, the total is 0. Words of which nothing counts would add 0 and are passed
-// over.
+// largest number, which halves the registers of BF16 and FP16. What does not count (min_logit.cuh) is not added, but
+// may be the largest number. Words of which nothing counts are passed over.
 template <bool HasEntropy, class T, int N, class Counted>
 __device__ inline void add(State& s, const u32 (&words)[N], float c, Counted counted) {
     static_assert(N % 4 == 0, "two words, and so at least two numbers, to each of two maxima");
-    if (counted.template none_of<T>(words)) return;
     constexpr int PER = PER_WORD<T>;
     u32 most[2] = {words[0], words[1]};
 #pragma unroll
-    for (int i = 2; i < N; ++i) most[i % 2] = T::larger(most[i % 2], words[i]);
+    for (int i = 2; i < N; ++i) most[i % 2] = Counted::template larger<T>(most[i % 2], words[i]);
+    const u32 of_all = Counted::template larger<T>(most[0], most[1]);
+    if (counted.template none_of<T>(of_all)) return;
     float top = s.top, largest[PER];
-    T::unpack(T::larger(most[0], most[1]), largest);
+    T::unpack(of_all, largest);
 #pragma unroll
     for (int k = 0; k < PER; ++k) top = fmaxf(top, largest[k]);
     const Exponents exponents(top, c);
@@ -85,9 +85,7 @@ __device__ inline void add(State& s, const u32 (&words)[N], float c, Counted cou
         for (int k = 0; k < PER; ++k) {
             const int lane = (i * PER + k) % 4;
             const float exponent = exponents.at(x[k]);
-            const float power = counted.or_0(x[k], exp2_fast(exponent));
-            sum[lane] = __fadd_rn(sum[lane], power);
-            if (HasEntropy) product[lane] = __fmaf_rn(power, exponent, product[lane]);
+            counted.template add<HasEntropy>(sum[lane], product[lane], x[k], exp2_fast(exponent), exponent);
         }
     }
     const float shift = shift_to(top, s.top, c), scale = exp2_fast(shift);
@@ -108,8 +106,7 @@ __device__ inline void add(State& s, const u32 (&words)[N], float c, Counted cou
                 for (int k = 0; k < PER; ++k) {
                     const float exponent = exponents.at(x[k]);
                     float& lane = again[(i * PER + k) % 4];
-                    const float power = counted.or_0(x[k], exp2_fast(exponent));
-                    lane = __fmaf_rn(power, fmaxf(exponent, LEAST), lane);
+                    if (!counted.is_below(x[k])) lane = __fmaf_rn(exp2_fast(exponent), fmaxf(exponent, LEAST), lane);
                 }
             }
             block = pairs(again);
@@ -206,13 +203,15 @@ struct Gradient {
           rest(valid ? 0.0f : not_a_number()) {
         if (!HasEntropy) slope = __fadd_rn(slope, rest);
     }
-    __device__ float at(float x, bool selected) const {
+    // What belongs to an x that does not count is 0, if `chosen` is 0 where the selected one does not.
+    template <class Counted = Every>
+    __device__ float at(float x, bool selected, Counted counted = {}) const {
         // x - top is exact for the values that count, however large they are.
         const float log_p = __fmaf_rn(__fsub_rn(x, top), c, -log_total), power = exp2_fast(log_p);
-        if (!HasEntropy) return __fmaf_rn(power, slope, selected ? chosen : 0.0f);
+        if (!HasEntropy) return counted.fma(x, power, slope, selected ? chosen : 0.0f);
         // Where p is 0 its factor may be infinite, and the product NaN.
         const float target = selected ? chosen : rest;
-        if (power == 0.0f) return target;
+        if (power == 0.0f || counted.is_below(x)) return target;
         return __fmaf_rn(power, __fmaf_rn(__fadd_rn(log_p, entropy), -curve, slope), target);
     }
 };
