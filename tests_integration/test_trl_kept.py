@@ -45,6 +45,8 @@ CASES: dict[str, dict[str, Any]] = {
     # Batches are used after an update, with the ids that were kept.
     "again": {"num_iterations": 2, "learning_rate": 0.05},
     "again, top_k 4": {"num_iterations": 2, "learning_rate": 0.05, "top_p": 1.0, "top_k": 4, "beta": 0.05},
+    "again, top_p": {"num_iterations": 2, "learning_rate": 0.05, "top_k": 0},
+    "again, min_p": {"num_iterations": 2, "learning_rate": 0.05, "top_k": 0, "top_p": 1.0, "min_p": 0.05},
     "again, steps": {"steps_per_generation": 4, "learning_rate": 0.05, "min_p": 0.05},
 }
 
@@ -77,7 +79,7 @@ def trained(trainer: Any) -> dict[str, Any]:
     """Train; compare each micro-batch of the weights that sampled with its rollout and with the whole vocabulary."""
     ours, produce, steps = trainer._compute_loss, trainer._generate_and_score_completions, [0]
     counts: dict[str, Any] = {"tokens": 0, "differ": 0, "kept": 0, "ratios": [], "full": [], "reference": []}
-    counts |= {"later": 0, "moved": 0, "furthest": 0.0}
+    counts |= {"later": 0, "moved": 0, "furthest": 0.0, "sets": []}
 
     def produced(*args: Any, **options: Any) -> Any:
         steps[0] = trainer.state.global_step
@@ -104,21 +106,24 @@ def trained(trainer: Any) -> dict[str, Any]:
         sampler = {name: getattr(trainer, name) or 0 for name in ("top_k", "top_p", "min_p")}
         expected = kept_of(z, **sampler)
         if IDS_IN_BATCH in inputs:
-            ids = among[mask].masked_fill(among[mask] < 0, z.shape[-1])
+            ids = among[mask].masked_fill(among[mask] < 0, z.shape[-1]).long()
             found = torch.zeros(len(z), z.shape[-1] + 1, dtype=torch.bool).scatter(-1, ids, True)[:, :-1]
         else:
             found = z >= among[mask][:, None] - 1e-5
-        dense = z.masked_fill(~found, -torch.inf).log_softmax(-1)
+        dense = z.double().masked_fill(~found, -torch.inf).log_softmax(-1)
         close = dense.gather(-1, inputs["completion_ids"][mask][:, None])[:, 0]
         counts["furthest"] = max(counts["furthest"], float((close - logps[mask]).abs().max()))
+        assert bool(logps[mask].isfinite().all())
         if trainer.state.global_step != steps[0]:
+            assert trainer.num_iterations == 1 or any(torch.equal(among, each) for each in counts["sets"])
             counts["later"] += int(mask.sum())
             counts["moved"] += int((logps != recorded)[mask].sum())
             assert torch.equal(inputs["old_per_token_logps"][mask], recorded[mask])
             return ours(model, inputs)
         counts["tokens"] += int(mask.sum())
         counts["differ"] += int((logps != recorded)[mask].sum())
-        counts["kept"] += int((found.sum(-1) == expected.sum(-1)).sum())
+        counts["sets"].append(among)
+        counts["kept"] += int((found == expected).all(-1).sum())
         counts["ratios"] += (logps - recorded)[mask].exp().tolist()
         counts["full"] += (full - recorded)[mask].exp().tolist()
         if "ref_per_token_logps" in inputs and not trainer.state.global_step:
@@ -172,7 +177,7 @@ def test_ties_are_kept_whole_and_nothing_dropped_is_not_recorded() -> None:
 
 def test_other_processors_and_other_logits_are_refused(made: Made) -> None:
     cases: list[tuple[dict[str, Any], bool, str]] = [
-        ({"num_iterations": 2, "top_k": 0}, True, "top_k, top_p, min_p: expected none of them with num_iterations 2"),
+        (BATCHES | {"num_iterations": 2}, True, "top_k, top_p, min_p: expected none of them with num_iterations 2"),
         (BATCHES | {"steps_per_generation": 4}, True, "top_k, .* with num_iterations 1 and steps_per_generation 4 ov"),
         ({"repetition_penalty": 1.1}, True, r"repetition_penalty: expected .*; RepetitionPenaltyLogitsProcessor"),
         ({"generation_kwargs": {"min_new_tokens": 2}}, True, "generation_kwargs: .*; MinNewTokensLength"),
@@ -204,22 +209,18 @@ def test_log_probs_are_copied_with_what_was_kept(tokens: Any) -> None:
     assert [(type(each), float(each), each.kept) for each in copies] == [(KeptLogp, -1.0, tokens)] * 8
 
 
-def test_at_most_top_k_ids_are_kept_and_sampled_from() -> None:
-    """Of equal logits at the last place transformers keeps all: what is recorded is what is left to sample from."""
+def test_ids_are_those_that_are_sampled_from() -> None:
+    """As many as the processors keep, with what they keep of equal logits; -1 after fewer."""
     transformers, ids = pytest.importorskip("transformers"), []
     scores = torch.tensor([[3.0, 1.0, 1.0, 1.0, -2.0], [0.0, 1.0, 2.0, -torch.inf, 9.0]])
-    cuts = [transformers.TopKLogitsWarper(3), transformers.MinPLogitsWarper(0.01)]
-    result = scores
-    for each in kept.watched(cuts, ids, by_ids=True):
-        result = each(None, result)
-    assert [sorted(row) for row in ids[0].tolist()][1] == [-1, -1, 4]
-    kept_ids = [[place for place in row if place >= 0] for row in ids[0].tolist()]
-    assert [len(row) for row in kept_ids] == [3, 1]
-    for row, places, before in zip(result, kept_ids, scores, strict=True):
-        assert torch.equal(row[places], before[places])
-        assert int((row > -torch.inf).sum()) == len(places)
-    with pytest.raises(ValueError, match=r"^top_k: expected one, to record the ids"):
-        kept.watched(cuts[1:], ids, by_ids=True)
+    cuts = transformers.TopKLogitsWarper(3), transformers.TopPLogitsWarper(0.85), transformers.MinPLogitsWarper(0.1)
+    for cut in cuts:
+        result = scores
+        for each in kept.watched([cut], ids, by_ids=True):
+            result = each(None, result)
+        assert torch.equal(result, cut(None, scores))
+        places = [[place for place in row if place >= 0] for row in ids.pop().tolist()]
+        assert [sorted(row) for row in places] == [(row > -torch.inf).nonzero()[:, 0].tolist() for row in result]
 
 
 def test_tokens_of_tools_keep_all() -> None:
@@ -235,9 +236,9 @@ def test_tokens_of_tools_keep_all() -> None:
     low = -torch.inf
     expected = torch.tensor([[0.5, low, 1.5, low], [2.5, low, low, low]])
     assert torch.equal(trainer._generate_and_score_completions()[IN_BATCH], expected)
-    rows[:] = [[KeptLogp(-1.0, [3, 2]), 0.0], [KeptLogp(-3.0, [7, -1])]]
+    rows[:] = [[KeptLogp(-1.0, [3, 2]), 0.0], [KeptLogp(-3.0, [7])]]
     none = [-1, -1]
-    kept_ids = torch.tensor([[[3, 2], none, none, none], [[7, -1], none, none, none]])
+    kept_ids = torch.tensor([[[3, 2], none, none, none], [[7, -1], none, none, none]], dtype=torch.int32)
     assert torch.equal(trainer._generate_and_score_completions()[IDS_IN_BATCH], kept_ids)
     rows[:] = [[-1.0], [-2.0]]
     assert trainer._generate_and_score_completions() is batches[0]

@@ -18,7 +18,7 @@ from rl_kernels.linear_logp.op import OPERATOR
 from rl_kernels.linear_logp.reference import linear_logp as defined
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MODULES = tuple(f"rl_kernels.linear_logp.{name}" for name in ("inputs", "listed", "backward", "backends.native"))
+MODULES = tuple(f"rl_kernels.linear_logp.{name}" for name in ("inputs", "kept_columns", "backward", "backends.native"))
 BUGS = (
     Bug("a target that is not kept counts", ".masked_fill_(place < 0, -torch.inf)", ""),
     Bug("gradient of a target that is not kept", "inputs.grad_logp.masked_fill(place < 0, 0.0)", "inputs.grad_logp"),
@@ -35,7 +35,7 @@ BUGS = (
     Bug("columns of the first rows", "*over_columns)", "*self[16:])"),
     Bug("dz of an ignored row", "if ignore_index is not None:\n        ids = ids", "if False:\n        ids = ids"),
 )
-LISTED = "rl_kernels.linear_logp.listed"
+MODULE = "rl_kernels.linear_logp.kept_columns"
 NAMES = ("hidden", "lm_head_weight", "bias")
 OF_ROWS = ("hidden", "target_ids", "kept_ids", "temperature")
 
@@ -129,7 +129,7 @@ def check_step() -> None:
     dense = torch.zeros(rows, 3001).scatter_(1, columns, values)[:, 700 : 700 + width]
     for dbias in (None, total.clone()):
         dz = torch.full((rows, width), torch.nan)
-        sys.modules[LISTED].scattered(block, slice(700, 700 + width), dbias, dz)(block, dbias, dz)
+        sys.modules[MODULE].scattered(block, slice(700, 700 + width), dbias, dz)(block, dbias, dz)
         assert torch.equal(dz, dense)
         assert dbias is None or torch.equal(dbias, sum_over_rows(dense, total))
 
@@ -174,7 +174,7 @@ def test_planted_bug_in_kept_ids_shows(bug: Bug, monkeypatch: pytest.MonkeyPatch
 
     with planted(MODULES, bug):
         # The operator is not planted, and calls this module.
-        monkeypatch.setattr(arguments, "listed", sys.modules[LISTED])
+        monkeypatch.setattr(arguments, "kept_columns", sys.modules[MODULE])
         with pytest.raises((AssertionError, RuntimeError)):
             checks()
 

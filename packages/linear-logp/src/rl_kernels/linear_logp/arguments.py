@@ -15,7 +15,7 @@ from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.torchlib.autocast import autocast_linear
 from rl_kernels.core.torchlib.derivatives import no_lost_derivatives
 from rl_kernels.core.torchlib.scalars import scalar, scalar_or_rows, scalars
-from rl_kernels.linear_logp import kept_ids, listed
+from rl_kernels.linear_logp import kept_columns, kept_ids
 from rl_kernels.linear_logp.inputs import flat, rows_of
 from rl_kernels.linear_logp.known import Known
 from rl_kernels.linear_logp.op import OPERATOR, describe, ops
@@ -100,7 +100,7 @@ class Call(NamedTuple):
         needs_gradient: whether autograd records the call.
         is_checked: whether targets are compared with ``min_logit``.
         halo: rows of other ranks, if the shards are not those of ``vocab_shards``.
-        columns: ``[N, K]``, the columns that count in each row (``listed.columns_of``), or None for all.
+        columns: ``[N, K]``, the columns that count in each row (``kept_columns.columns_of``), or None for all.
     """
 
     target_ids: torch.Tensor
@@ -167,7 +167,7 @@ def call_of(
         check.ids_in_range("target_ids", target_ids, shard.size, options.ignore_index)
         thresholds.check_numbers(options.min_logit, target_ids, options.ignore_index)
         if options.kept_ids is not None:
-            check.ids_in_range("kept_ids", options.kept_ids, shard.size, listed.FILLING)
+            check.ids_in_range("kept_ids", options.kept_ids, shard.size, kept_columns.FILLING)
     main_grad = getattr(lm_head_weight, "main_grad", None) if lm_head_weight.requires_grad else None
     if main_grad is not None:
         check.main_grad("lm_head_weight.main_grad", main_grad, weight)
@@ -176,7 +176,7 @@ def call_of(
         raise ValueError("linear_logp_known: expected no gradients, call it under torch.no_grad()")
     ids, memory, columns = flat(target_ids), limits_of(options), None
     if options.kept_ids is not None:
-        columns = listed.columns_of(options.kept_ids, ids, options.ignore_index, shard.size)
+        columns = kept_columns.columns_of(options.kept_ids, ids, options.ignore_index, shard.size)
         if options.validate:
             kept_ids.check_targets(columns, ids, options.ignore_index)
     call = Call(

@@ -31,7 +31,7 @@ import torch
 from rl_kernels.core.constants import BIAS_STEP
 from rl_kernels.core.gpu import processors
 from rl_kernels.core.rowwise.operands import compute_dtype
-from rl_kernels.linear_logp import listed
+from rl_kernels.linear_logp import kept_columns
 from rl_kernels.linear_logp.inputs import Inputs, cap_of, inputs_of, number_or_rows, part_of
 from rl_kernels.linear_logp.vocabulary import BLOCK, has_empty_segments, pieces_of, segments_of
 
@@ -122,7 +122,7 @@ class Backward:
             inputs = inputs._replace(kept=None)
         (count, size), columns, dtype = inputs.hidden.shape, inputs.weight.shape[0], inputs.hidden.dtype
         self._steps, self._needed, self._wide = steps, needed, compute_dtype(dtype)
-        self._prepare_dlogits = steps.dlogits if given is None else listed.scattered
+        self._prepare_dlogits = steps.dlogits if given is None else kept_columns.scattered
         self._has_totals, self._has_bias_total = len(args) > 23, bias_total is not None
         self._dlogits: dict[tuple[int, int, int], Dlogits] = {}
         self._products: dict[tuple[bool, int, int, bool], Product] = {}
@@ -165,7 +165,7 @@ class Backward:
         dlogits, products = self._dlogits, self._products
         inputs, given = steps.begin(args), args[18]
         if given is not None:
-            dz = listed.gradient(inputs_of(args[:16]), given)
+            dz = kept_columns.gradient(inputs_of(args[:16]), given)
             if args[22]:
                 _free(inputs.kept)
             inputs = inputs._replace(kept=None, columns=given, dz=dz)

@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
         kept: logits of the last columns (``kept_room``), or None.
         start: the shard's first column in the vocabulary; ids count from the first column of the vocabulary.
         vocab: columns of the vocabulary.
-        columns: ``[N, K]``: the columns of each row that count (``listed.py``), or None for all.
+        columns: ``[N, K]``: the columns of each row that count (``kept_columns.py``), or None for all.
         dz: ``[N, K]``, that of the columns.
     """
 

@@ -1,4 +1,4 @@
-"""Checks of the argument ``kept_ids``; ``listed.py`` computes with it."""
+"""Checks of the argument ``kept_ids``; ``kept_columns.py`` computes with it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from rl_kernels.core import validate as check
 from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.core.torchlib.ops import define_check
-from rl_kernels.linear_logp.listed import place_of
+from rl_kernels.linear_logp.kept_columns import place_of
 
 
 def validate(value: object, leading: Sequence[int], device: torch.device) -> None:

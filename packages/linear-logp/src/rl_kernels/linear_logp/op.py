@@ -17,7 +17,8 @@ others. Those of ignored rows, and of columns beyond the weight's, are not defin
 them later: backward frees their memory, and leaves ``kept`` an empty tensor.
 
 ``forward_columns`` is the forward pass over the columns of each row that ``columns[N, K]``, int64, lists
-(``listed.py``): statistics of these alone, and their logits ``[N, K]``. Backward takes both: the latter as ``kept``.
+(``kept_columns.py``): statistics of these alone, and their logits ``[N, K]``. Backward takes both: the latter as
+``kept``.
 
 ``states`` and ``finish`` are the forward pass in two parts, between which ranks exchange states: weight and bias are a
 shard that begins at column ``vocab_start`` of ``vocab_size``; ids are those of the whole vocabulary. ``states`` returns

@@ -22,7 +22,7 @@ from rl_kernels.attention import det_attention
 from rl_kernels.core.torchlib.autocast import autocast_dtype
 from rl_kernels.core.torchlib.observed import values_hidden
 from rl_kernels.models import paged
-from rl_kernels.models.context import CONTEXT
+from rl_kernels.models.context_ranks import CONTEXT
 
 MaskFunction = Callable[..., torch.Tensor]
 """Takes broadcast indices (sequence, head, query, key); returns whether the query sees the key."""

@@ -24,7 +24,7 @@ from rl_kernels.core.rowwise.operands import compute_dtype
 from rl_kernels.core.rowwise.softmax import SoftmaxState, below, merge, per_row, softmax_state
 from rl_kernels.core.scratch import Scratch
 from rl_kernels.linear_logp import backward as loop
-from rl_kernels.linear_logp import listed
+from rl_kernels.linear_logp import kept_columns
 from rl_kernels.linear_logp.backward import Backward, Dlogits, Product
 from rl_kernels.linear_logp.drawing import Request, draw
 from rl_kernels.linear_logp.inputs import Inputs, inputs_of, kept_room, packed_room, slices, unpacked
@@ -51,7 +51,7 @@ def forward_stats(*arguments: Any) -> tuple[torch.Tensor, ...]:
     return logp, lse, entropy, norm, logits
 
 
-forward_columns = functools.partial(listed.statistics, forward)
+forward_columns = functools.partial(kept_columns.statistics, forward)
 
 
 def states(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:

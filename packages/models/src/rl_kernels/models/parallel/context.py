@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rl_kernels.core.distributed import group_of
 from rl_kernels.models import pretrained
-from rl_kernels.models.context import CONTEXT, CheckedCall, ContextRanks
+from rl_kernels.models.context_ranks import CONTEXT, CheckedCall, ContextRanks
 
 SEEING = {"full_attention", "sliding_attention"}
 """Types of layers in which tokens meet through ``det_attention`` alone."""

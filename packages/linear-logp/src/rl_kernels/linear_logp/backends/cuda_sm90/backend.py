@@ -17,7 +17,7 @@ from rl_kernels.core.cuda.gemm.ahead import programs_of
 from rl_kernels.core.cuda.launch import Kernel, kernel
 from rl_kernels.core.cuda.program import Program
 from rl_kernels.core.outputs import statistics_room
-from rl_kernels.linear_logp import inputs, listed
+from rl_kernels.linear_logp import inputs, kept_columns
 from rl_kernels.linear_logp.backends.cuda_sm90 import given, sampling
 from rl_kernels.linear_logp.backends.cuda_sm90.backward import Steps
 from rl_kernels.linear_logp.backends.cuda_sm90.tiles import (
@@ -197,6 +197,6 @@ class _Forward:
 
 
 forward, forward_stats = prepared(partial(_Forward, False)), prepared(partial(_Forward, True))
-forward_columns = partial(listed.statistics, forward)
+forward_columns = partial(kept_columns.statistics, forward)
 backward = backward_main_grad = prepared(partial(Backward, Steps()))
 sample = given.sample

@@ -22,7 +22,7 @@ from rl_kernels.core.outputs import statistics_room
 from rl_kernels.core.triton_lib import gemm
 from rl_kernels.core.triton_lib.launch import INTERPRETED, Launch, ceil_div
 from rl_kernels.core.triton_lib.schedule import processors
-from rl_kernels.linear_logp import inputs, listed
+from rl_kernels.linear_logp import inputs, kept_columns
 from rl_kernels.linear_logp.backends.triton import given, kernels
 from rl_kernels.linear_logp.backends.triton.backward import NO_CAP, Steps, leasts_of, schedule_of
 from rl_kernels.linear_logp.backward import Backward
@@ -147,6 +147,6 @@ class _Forward:
 
 
 forward, forward_stats = prepared(partial(_Forward, False)), prepared(partial(_Forward, True))
-forward_columns = partial(listed.statistics, forward)
+forward_columns = partial(kept_columns.statistics, forward)
 backward = backward_main_grad = prepared(partial(Backward, Steps()))
 sample = given.sample

@@ -7,7 +7,7 @@ model are of the whole vocabulary, as its logits are others: the gradient of TRL
 the kept tokens, times the probability that the reference gives to them.
 
 After an update other logits reach that number. Where a batch is used again, the ids of the kept tokens are recorded
-instead, at most top_k of them: the ``kept_ids`` of ``linear_logp``, in rollout and training alike.
+instead: the ``kept_ids`` of ``linear_logp``, in rollout and training alike.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from rl_kernels.models.swap import replaced
 IN_BATCH = "sampling_per_token_min_logit"
 """Key of TRL's batches: ``[B, T]``, FP32, beside the log-probabilities of the rollout; -inf keeps all tokens."""
 IDS_IN_BATCH = "sampling_per_token_kept_ids"
-"""In its place where a batch is used again: ``[B, T, top_k]``, int64; -1 for none, and alone for a token of a tool."""
+"""In its place where a batch is used again: ``[B, T, n]``, int32, for the token that kept most, n of them; -1 fills the
+others' places, and all of a token of a tool."""
 TEMPERATURE, SUPPRESSED = "TemperatureLogitsWarper", "SuppressTokensLogitsProcessor"
-TOP_K, *_ = CUTS = tuple(f"{name}LogitsWarper" for name in ("TopK", "TopP", "MinP", "TopH", "Epsilon", "Eta"))
+CUTS = tuple(f"{name}LogitsWarper" for name in ("TopK", "TopP", "MinP", "TopH", "Epsilon", "Eta"))
 """Processors of transformers that keep the tokens with the largest logits."""
 
 
@@ -36,7 +37,7 @@ class KeptLogp(float):
     """A log-probability over kept tokens: TRL moves it through lists, turn by turn.
 
     Attributes:
-        kept: the smallest z of these tokens, or their ids, a list that is padded with -1.
+        kept: the smallest z of these tokens, or the list of their ids.
     """
 
     kept: float | list[int]
@@ -82,21 +83,23 @@ class _Keep:
 
 
 class _KeepIds:
-    """Keeps at most top_k of what the processors before it kept, and appends their ids ``[B, top_k]`` to a list.
-
-    Of equal logits at the last place some are dropped: what is recorded is what is sampled from.
-    """
+    """Keeps what the processors before it kept, and appends the ids to a list: ``[B, n]``, -1 after fewer than n."""
 
     supports_continuous_batching = False
 
-    def __init__(self, divided: _Divide, ids: list[torch.Tensor], top_k: int) -> None:
-        self._divided, self._ids, self._top_k = divided, ids, top_k
+    def __init__(self, divided: _Divide, ids: list[torch.Tensor]) -> None:
+        self._divided, self._ids = divided, ids
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         z = self._divided.z.masked_fill(scores == -torch.inf, -torch.inf)
-        largest = z.topk(min(self._top_k, z.shape[-1]))
-        self._ids.append(largest.indices.masked_fill(largest.values == -torch.inf, -1))
-        return torch.full_like(z, -torch.inf).scatter(-1, largest.indices, largest.values)
+        largest = z.topk(longest(z > -torch.inf))
+        self._ids.append(largest.indices.masked_fill(largest.values == -torch.inf, -1).int())
+        return z
+
+
+def longest(is_kept: torch.Tensor) -> int:
+    """Return how many tokens the row keeps that keeps most. Costs a sync on a GPU, as each pass of generate does."""
+    return int(is_kept.sum(-1).max())
 
 
 def reuses_batches(trainer: Any) -> bool:
@@ -114,12 +117,13 @@ def refusal_of(trainer: Any, model: Any, *, invariant: bool) -> str | None:
             "call use_in(trainer, invariant=True)"
         )
     is_generate = not (trainer.use_vllm or trainer.use_transformers_continuous_batching)
-    if reuses_batches(trainer) and not (is_generate and trainer.top_k):
+    if reuses_batches(trainer) and not is_generate:
         return (
             f"{names} with num_iterations {trainer.num_iterations} and steps_per_generation "
             f"{trainer.args.steps_per_generation} over gradient_accumulation_steps "
             f"{trainer.args.gradient_accumulation_steps}: after an update other logits reach the smallest that was "
-            "kept; with a top_k, and generate, the ids that were kept are recorded instead"
+            "kept; generate records the ids that were kept instead, continuous batching and vLLM return one number a "
+            "token: leave use_vllm and use_transformers_continuous_batching off"
         )
     if model.dtype == torch.float64:
         return f"{names} for a model in FP64: the smallest kept logit is recorded in FP32"
@@ -137,7 +141,7 @@ def watched(processors: Any, kept: list[torch.Tensor], refusal: str | None = Non
         processors: those that a model's ``generate`` has made.
         kept: gets the smallest kept ``z[B]`` of each pass.
         refusal: why no tokens may be dropped, or None.
-        by_ids: record the kept ids, ``[B, top_k]``, instead.
+        by_ids: record the kept ids, ``[B, n]``, instead.
 
     Raises:
         ValueError: a processor changes logits in another way, or tokens are dropped and may not be.
@@ -158,12 +162,8 @@ def watched(processors: Any, kept: list[torch.Tensor], refusal: str | None = Non
         raise ValueError(refusal)
     divided = _Divide(next((each.temperature for each in processors if type(each).__name__ == TEMPERATURE), 1.0))
     masks = [each for each, name in zip(processors, names, strict=True) if name == SUPPRESSED]
-    if not by_ids:
-        return type(processors)([*masks, divided, *cuts, _Keep(divided, kept)])
-    top_k = next((each.top_k for each in cuts if type(each).__name__ == TOP_K), None)
-    if top_k is None:
-        raise ValueError("top_k: expected one, to record the ids that are kept where a batch is used again")
-    return type(processors)([*masks, divided, *cuts, _KeepIds(divided, kept, top_k)])
+    keep = (_KeepIds if by_ids else _Keep)(divided, kept)
+    return type(processors)([*masks, divided, *cuts, keep])
 
 
 @contextmanager
@@ -201,6 +201,8 @@ def with_kept(model: Callable[..., Any], kept: torch.Tensor | None) -> Callable[
         nonlocal start
         piece = values[start : start + len(inputs["input_ids"])]
         start += len(piece)
+        if name == KEPT_IDS:
+            piece = piece[..., : max(longest(piece >= 0), 1)]
         return model(**inputs, **{name: piece})
 
     return call
@@ -242,11 +244,11 @@ class Carried:
         if not lists:
             numbers: Any = [[-math.inf if kept is None else kept for kept in row] for row in self._rows]
             return padded(numbers, ids, -math.inf)
-        result = torch.full((*ids.shape, len(lists[0])), -1, dtype=torch.int64, device="cpu")
+        result = torch.full((*ids.shape, max(map(len, lists))), -1, dtype=torch.int32, device="cpu")
         for place, row in zip(result, self._rows, strict=True):
             for number, kept in enumerate(row):
                 if isinstance(kept, list):
-                    place[number] = torch.tensor(kept, device="cpu")
+                    place[number, : len(kept)] = torch.tensor(kept, dtype=torch.int32, device="cpu")
         return result.to(ids.device)
 
 

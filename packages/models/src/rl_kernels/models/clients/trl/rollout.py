@@ -11,8 +11,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from rl_kernels.models.clients.trl.head import KEPT_IDS, MIN_LOGIT, Head
+from rl_kernels.models.clients.trl.head import MIN_LOGIT, Head
 from rl_kernels.models.clients.trl.kept import KeptLogp, record_kept, watched
 from rl_kernels.models.head import inputs_of, unrounded
 from rl_kernels.models.swap import replaced
@@ -118,11 +119,21 @@ def _logps(
     if len(rows) < count:
         raise RuntimeError(f"rollout: expected a pass for each of {count} tokens, saw {len(rows)}")
     hidden = torch.stack(list(rows[:count]), 1)
-    options: dict[str, torch.Tensor] = {}
-    if kept:
-        each = torch.stack(list(kept[:count]), 1)
-        options[MIN_LOGIT if each.is_floating_point() else KEPT_IDS] = each.flatten(0, 1)
+    if kept and not kept[0].is_floating_point():
+        return [_over_ids(head, *row) for row in zip(hidden, ids, zip(*kept[:count], strict=True), strict=True)]
+    smallest = torch.stack(list(kept[:count]), 1) if kept else None
+    options = {} if smallest is None else {MIN_LOGIT: smallest.flatten()}
     scored: list[list[float]] = head.logps(hidden.flatten(0, 1), ids.flatten(), **options).view(ids.shape).tolist()
-    if not kept:
+    if smallest is None:
         return scored
-    return [list(map(KeptLogp, *pair)) for pair in zip(scored, each.tolist(), strict=True)]
+    return [list(map(KeptLogp, *pair)) for pair in zip(scored, smallest.tolist(), strict=True)]
+
+
+def _over_ids(head: Head, hidden: torch.Tensor, ids: torch.Tensor, kept: Sequence[torch.Tensor]) -> list[float]:
+    """Score one completion ``[T]``, since a token may keep much of the vocabulary; ``kept`` has the ids of each."""
+    kept_ids = pad_sequence(list(kept), batch_first=True, padding_value=-1)
+    lengths = (kept_ids >= 0).sum(-1).tolist()
+    kept_ids = kept_ids[:, : max(lengths)]
+    logps = head.logps(hidden, ids, kept_ids=kept_ids).tolist()
+    rows = zip(logps, kept_ids.cpu(), lengths, strict=True)
+    return [KeptLogp(logp, row[:length].tolist()) for logp, row, length in rows]
