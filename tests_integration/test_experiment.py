@@ -14,7 +14,17 @@ from forked import imported
 pytest.importorskip("transformers")
 
 tool, policy, tasks = (imported(name) for name in ("experiment", "experiment_policy", "experiment_tasks"))
-SMALL = "--device=cpu --prompts=4 --samples=4 --tokens=12 --rows=8 --warm-up=8 --rate=0.05 --stale=2".split()
+table = imported("sections.experiment")
+SMALL = [
+    "--device=cpu",
+    "--prompts=4",
+    "--samples=4",
+    "--tokens=12",
+    "--rows=8",
+    "--warm-up=8",
+    "--rate=0.05",
+    "--stale=2",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -53,10 +63,13 @@ def test_only_the_aligned_sampler_has_no_mismatch(tmp_path: Path) -> None:
         steps, _ = trained(tmp_path / f"{arm}.jsonl", "--model=tiny-mixture", f"--arm={arm}", "--steps=4")
         for step in steps:
             sampler, update = step["sampler"], step["update"]
-            found = [sampler[name] for name in ("differ", "outside", "clipped", "largest", "k1", "k3", "rerouted")]
+            found = [sampler[name] for name in ("differ", "outside", "clipped", "largest", "k3", "rerouted")]
             assert any(found) == (arm != "aligned"), found
             # The first rollouts of a stale run are trained on by other weights but for the first.
             assert (step["step"] == 1) == (update["largest"] == sampler["largest"]), (arm, step["step"])
+    rows = dict.fromkeys(table.section(table.read(tmp_path)).splitlines())
+    zeros = [row.split(" | ")[6:11] == ["0"] * 5 for row in rows if row.startswith("| tiny")]
+    assert zeros == [True, False, False]  # by name: aligned, fp8, stock
 
 
 @torch.no_grad()

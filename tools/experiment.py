@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 
 import torch
 from experiment_policy import ARMS, MODELS, Factors, computing, load, rollout, round_weights, score, scored
-from experiment_tasks import Characters, Task, draw, reward
+from experiment_tasks import Task, draw, reward
 
 from rl_kernels.core.command import Parser, count, number, writable
 from rl_kernels.grpo_loss import Extras, Normalizer, Objective, group_advantages, grpo_loss_from_advantages
@@ -120,7 +120,7 @@ class Run:
         rewards = torch.tensor([reward(task, self.tokenizer.decode(ids[:stop])) for task, ids, stop in rows])
         computed, experts = scored(self.model, self.arm, found.ids, args.tokens, args.rows)
         both = None if experts is None or found.experts is None else (found.experts[mask], experts[mask])
-        counts = asdict(mismatch(found.logps[mask], computed[mask], both))
+        counts = counted(found.logps[mask], computed[mask], both)
         kept = (found.ids, found.logps, computed, mask, rewards)
         return Batch(*(value.cpu() for value in kept), counts)
 
@@ -143,7 +143,7 @@ class Run:
         norm = torch.nn.utils.clip_grad_norm_(self.factors.factors, 1.0)
         self.optimizer.step()
         self.factors.merge()
-        return float(norm), asdict(mismatch(batch.recorded[batch.mask], torch.cat(logps)))
+        return float(norm), counted(batch.recorded[batch.mask], torch.cat(logps))
 
     def save(self, path: Path) -> None:
         """Write all that the next step depends on, at once."""
@@ -179,7 +179,9 @@ class Run:
             for _ in range(args.warm_up):
                 tasks = self._tasks(source, args.prompts * 4)
                 answers = [[*map(ord, " ".join(map(str, task.answer))), FILL][: args.tokens] for task in tasks]
-                rows = [self._filled(t) + a + [-1] * (args.tokens - len(a)) for t, a in zip(tasks, answers, strict=True)]
+                rows = [
+                    self._filled(t) + a + [-1] * (args.tokens - len(a)) for t, a in zip(tasks, answers, strict=True)
+                ]
                 ids = torch.tensor(rows, device=self.device)
                 mask = ids[:, self.length :] >= 0
                 logps = score(self.model, aligned, ids.clamp(min=FILL), args.tokens)
@@ -201,6 +203,11 @@ class Run:
     def _filled(self, task: Task) -> list[int]:
         ids = self._prompt(task)
         return [FILL] * (self.length - len(ids)) + ids
+
+
+def counted(*tensors: Any) -> dict[str, Any]:
+    """Return what ``mismatch`` counts, without the distances that a log of each step has no room for."""
+    return {name: value for name, value in asdict(mismatch(*tensors)).items() if name not in ("beyond", "k1")}
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:

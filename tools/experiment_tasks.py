@@ -17,7 +17,9 @@ class Task(NamedTuple):
 
 def chain(source: random.Random) -> Task:
     """Return a sum of two to four terms."""
-    terms = [source.randint(1, 20)] + [source.choice((-1, 1)) * source.randint(1, 20) for _ in range(source.randint(1, 3))]
+    terms = [source.randint(1, 9)] + [
+        source.choice((-1, 1)) * source.randint(1, 9) for _ in range(source.randint(1, 3))
+    ]
     text = "".join(f" {'+' if term > 0 else '-'} {abs(term)}" for term in terms).removeprefix(" + ")
     return Task(f"Compute {text}", (sum(terms),))
 
