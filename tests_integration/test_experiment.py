@@ -15,16 +15,8 @@ pytest.importorskip("transformers")
 
 tool, policy, tasks = (imported(name) for name in ("experiment", "experiment_policy", "experiment_tasks"))
 table = imported("sections.experiment")
-SMALL = [
-    "--device=cpu",
-    "--prompts=4",
-    "--samples=4",
-    "--tokens=12",
-    "--rows=8",
-    "--warm-up=8",
-    "--rate=0.05",
-    "--stale=2",
-]
+SIZES = {"prompts": 4, "samples": 4, "tokens": 12, "rows": 8, "warm-up": 8, "rate": 0.05, "stale": 2}
+SMALL = ["--device=cpu", *(f"--{name}={size}" for name, size in SIZES.items())]
 
 
 @pytest.fixture(autouse=True)

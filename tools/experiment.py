@@ -249,16 +249,15 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--arm", choices=ARMS, default="stock", help="(%(default)s)")
     parser.add_argument("--loss", choices=LOSSES, default="clip", help="(%(default)s)")
     parser.add_argument("--stale", type=count(0), default=0, help="updates between sampling and training (%(default)s)")
-    sizes = {"steps": 100, "prompts": 64, "samples": 8, "tokens": 64, "rank": 2, "rows": 64, "warm-up": 300}
+    sizes = {"steps": 100, "prompts": 64, "tokens": 64, "rank": 2, "rows": 64, "warm-up": 300}
     for name, size in {**sizes, "save-every": 20}.items():
         parser.add_argument(f"--{name}", type=count(1), default=size, help="(%(default)s)")
+    parser.add_argument("--samples", type=count(2), default=8, help="of each prompt (%(default)s)")
     parser.add_argument("--rate", type=number(above=0), default=1e-3, help="learning rate of the factors (%(default)s)")
     parser.add_argument("--seed", type=count(0), default=0, help="(%(default)s)")
     parser.add_argument("--seconds", type=count(0), default=0, help="stop and save after so long; 0: no limit")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)")
     args = parser.parse_args(argv)
-    if args.samples < 2:
-        parser.error("--samples: expected at least 2, which are compared with each other")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: this PyTorch sees no GPU")
     return args
