@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from sections import (
     delta,
     demo,
+    experiment,
     front,
     hardware,
     mismatch,
@@ -84,6 +85,7 @@ SECTIONS = (
     Section("docs/sampling.md", "samplers", "sampler-bias.json", training.samplers),
     Section("docs/mismatch.md", "rollout", "*-rollout.json", rollouts.section, picture=ROLLOUT),
     Section("docs/mismatch.md", "mismatch", "mismatch.json", mismatch.section),
+    Section("docs/experiment.md", "experiment", "experiment", experiment.section, experiment.read),
     Section("docs/benchmarks/grpo-step.md", "grpo step", "*-grpo-step*.json", training.grpo),
     Section("docs/benchmarks/host-time.md", "host time", "*-host.json", operators.host, read),
     Section("docs/call.md", "call path", "call-path.json", operators.call_paths),
