@@ -31,7 +31,7 @@ extern "C" int run(int collects, int rows, int parts, int threads, int listed, c
 }
 """
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-SMALL = {"LISTED = 4096": "LISTED = 16", "FEW = 1024": "FEW = 4"}
+SMALL = {"LISTED = 4096": "LISTED = 16"}
 
 
 def built(folder: Path, changes: dict[str, str]) -> Any:
