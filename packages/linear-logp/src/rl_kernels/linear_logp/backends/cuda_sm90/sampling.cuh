@@ -217,8 +217,8 @@ __device__ inline u64 over_block(Block& block, u64 x) {
     return x;
 }
 
-// The sum over the threads before this one; block.totals has those of the warps.
-__device__ inline u64 before_thread(Block& block, u64 mine) {
+// The sum over the threads before this one, and over all.
+__device__ inline u64 before_thread(Block& block, u64 mine, u64& total) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     u64 sum = mine;
 #pragma unroll
@@ -229,8 +229,12 @@ __device__ inline u64 before_thread(Block& block, u64 mine) {
     __syncthreads();
     if (lane == WARP - 1) block.totals[warp] = sum;
     __syncthreads();
-    sum -= mine;
-    for (int i = 0; i < warp; ++i) sum += block.totals[i];
+    sum -= mine, total = 0;
+#pragma unroll 4
+    for (int i = 0; i < WARPS; ++i) {
+        if (i == warp) sum += total;
+        total += block.totals[i];
+    }
     return sum;
 }
 
@@ -240,11 +244,11 @@ __device__ inline Reached reach(Block& block, const Sums& sums, u64 target) {
     constexpr int MINE = PLACES / BLOCK;
     const int first = MINE * static_cast<int>(threadIdx.x);
     __syncthreads();
-    u64 own[MINE], before = 0;
+    u64 own[MINE], before = 0, total;
 #pragma unroll
     for (int i = 0; i < MINE; ++i) before += own[i] = sums[first + i];
     if (threadIdx.x == 0) block.reached = {PLACES - 1, 0, 0};
-    before = before_thread(block, before);
+    before = before_thread(block, before, total);
 #pragma unroll
     for (int i = 0; i < MINE; ++i) {
         if (before < target && target <= before + own[i]) block.reached = {first + i, before, own[i]};

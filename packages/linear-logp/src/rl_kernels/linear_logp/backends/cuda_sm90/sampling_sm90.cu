@@ -50,11 +50,9 @@ __device__ void find_range(const Args& a, Block& block, const Row& row, Shared& 
     u64 at_begin = mass_from(begin);
 #pragma unroll 1
     for (int i = 0; i < MINE; ++i) add(begin + i, at_begin);
-    const u64 my_high = high, my_low = low;
-    high = before_thread(block, my_high);
-    const u64 total_high = over_block(block, my_high);
-    low = before_thread(block, my_low);
-    const u64 total_low = over_block(block, my_low);
+    u64 total_high, total_low;
+    high = before_thread(block, high, total_high);
+    low = before_thread(block, low, total_low);
     const u64 units = fraction(row.p);
     // Whether the threshold may lie, and does lie, in the buckets so far.
     const auto may = [&] {
@@ -100,7 +98,7 @@ struct Candidates {
     // Calls f(entry, bucket, column, whether it is one) in all lanes of a warp at once.
     template <class F>
     __device__ void each(F f) const {
-        constexpr int AT_ONCE = 4;
+        constexpr int AT_ONCE = 2;
         for (int start = threadIdx.x / WARP * WARP; start < count; start += AT_ONCE * BLOCK) {
             float values[AT_ONCE];
             int places[AT_ONCE];
@@ -266,10 +264,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK) collect(Args a) {
     const Range range = only_limit ? Range{BUCKETS, -1, -1} : static_cast<const Range&>(shared);
     const int segments = (a.columns + SEGMENT - 1) / SEGMENT, begin = blockIdx.y * a.each;
     const int from = only_limit ? 0 : shared.from;
-    u64 base = 0, mass_before = 0;
     u32 high = 0, low = 0, least = 0;
     for (int segment = begin + threadIdx.x / WARP; segment < min(begin + a.each, segments); segment += WARPS) {
-        u64 above = 0;
+        u64 above = 0, base = 0;
         constexpr int QUADS = 4;
 #pragma unroll 1
         for (int first = segment * SEGMENT; first < segment * SEGMENT + SEGMENT; first += QUADS * 4 * WARP) {
@@ -324,8 +321,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK) collect(Args a) {
             }
         }
         above = over_warp(above);
-        mass_before += above;
-        if (lane == 0) a.sums[static_cast<i64>(index) * segments + segment] = above;
+        if (from) base = over_warp(base);
+        if (lane) continue;
+        a.sums[static_cast<i64>(index) * segments + segment] = above;
+        if (!from) continue;
+        if (above) atomicAdd(&shared.mass_before, above);
+        if (base) atomicAdd(&shared.base, base);
     }
 #pragma unroll
     for (int apart = WARP / 2; apart; apart /= 2) {
@@ -333,10 +334,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK) collect(Args a) {
         low = max(low, __shfl_xor_sync(ALL, low, apart));
         least = max(least, __shfl_xor_sync(ALL, least, apart));
     }
-    base = over_warp(base);
+    __syncwarp();
     if (lane == 0) {
-        if (base) atomicAdd(&shared.base, base);
-        if (mass_before) atomicAdd(&shared.mass_before, mass_before);
         if (high) atomicMax(&shared.high, high);
         if (low) atomicMax(&shared.low, low);
         if (least) atomicMax(&shared.least, least);
