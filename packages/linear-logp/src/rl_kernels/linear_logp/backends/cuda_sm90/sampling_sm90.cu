@@ -334,7 +334,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK) collect(Args a) {
         low = max(low, __shfl_xor_sync(ALL, low, apart));
         least = max(least, __shfl_xor_sync(ALL, least, apart));
     }
-    __syncwarp();
     if (lane == 0) {
         if (high) atomicMax(&shared.high, high);
         if (low) atomicMax(&shared.low, low);
