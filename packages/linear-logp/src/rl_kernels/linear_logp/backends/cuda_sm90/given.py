@@ -19,7 +19,7 @@ GIVEN = "(PPPPPPqii)"
 """Layout of ``struct Given``."""
 ROWS, THREADS = 8, 128
 """Rows and threads of a block of ``given_states``."""
-FINISHED, FINISH_THREADS = 8, 256
+FINISHED, FINISH_THREADS = 4, 256
 """Rows and threads of a block of ``given_logp``."""
 
 

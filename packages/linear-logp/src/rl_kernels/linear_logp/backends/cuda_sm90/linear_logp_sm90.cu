@@ -329,21 +329,20 @@ extern "C" __global__ void __launch_bounds__(GIVEN_WARPS* WARP) given_states(Giv
     store(p.states(1), unit, p.rows, row, of_kept);
 }
 
-// One warp per row.
+// A warp for each of a row's two.
 extern "C" __global__ void __launch_bounds__(256) given_logp(Given p) {
     wait_for_prerequisites();
-    const int row = static_cast<int>((static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / WARP);
+    const i64 warp = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / WARP;
+    const int row = static_cast<int>(warp / 2), set = static_cast<int>(warp % 2);
     if (row >= p.rows) return;
     const float inverse = __frcp_rn(p.temperatures[row]), c = __fmul_rn(inverse, LOG2E);
     const float x = p.logits[row * p.stride + p.ids[row]];
-    for (int set = 0; set < 2; ++set) {
-        const State s = over_states<false>(p.units(), c, [&](int unit) -> State {
-            const float* from = p.states(set) + static_cast<i64>(unit) * 3 * p.rows + row;
-            return {from[0], from[p.rows], 0.0f};
-        });
-        const float logp = finished<false>(s, x, inverse, c).logp;
-        if (threadIdx.x % WARP == 0) p.logp[static_cast<i64>(set) * p.rows + row] = logp;
-    }
+    const State s = over_states<false>(p.units(), c, [&](int unit) -> State {
+        const float* from = p.states(set) + static_cast<i64>(unit) * 3 * p.rows + row;
+        return {from[0], from[p.rows], 0.0f};
+    });
+    const float logp = finished<false>(s, x, inverse, c).logp;
+    if (threadIdx.x % WARP == 0) p.logp[static_cast<i64>(set) * p.rows + row] = logp;
 }
 
 #endif

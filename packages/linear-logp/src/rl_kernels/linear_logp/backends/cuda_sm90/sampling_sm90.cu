@@ -67,7 +67,7 @@ __device__ void find_range(const Args& a, Block& block, const Row& row, Shared& 
     at_begin = mass_from(begin);
     __syncthreads();
 #pragma unroll 1
-    for (int i = 0; i < MINE && begin + i < end; ++i) {
+    for (int i = 0; i < MINE && begin + i < end && !does_before; ++i) {
         add(begin + i, at_begin);
         const bool may_now = may(), does_now = does();
         if (may_now && !may_before) found.first = begin + i;
