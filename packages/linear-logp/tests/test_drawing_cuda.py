@@ -31,7 +31,7 @@ extern "C" int run(int collects, int rows, int parts, int threads, int listed, c
 }
 """
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-SMALL = {"LISTED = 4096": "LISTED = 16", "FEW = 1024": "FEW = 4"}
+SMALL = {"LISTED = 4096": "LISTED = 16"}
 
 
 def built(folder: Path, changes: dict[str, str]) -> Any:
@@ -104,3 +104,24 @@ def test_rows_without_a_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found, smallest = sampling.launches_of(logits.logits, asked)(logits.logits, logits.norm, asked)
     assert found.ids[:3].tolist() == [0, 0, 0]
     assert all(x[:3].isnan().all() and x[3].isfinite() for x in (found.min_logit, smallest))
+
+
+def test_extreme_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of few columns, with one finite entry, or equal across the threshold; the least and largest uniform."""
+    draws(built(tmp_path, {}), monkeypatch, 1)
+    for vocab in (1, 2, 3, 5, 1025):
+        logits = torch.full((4, -(-vocab // 4) * 4), torch.nan)[:, :vocab]
+        logits[0] = 0.5
+        logits[1] = -torch.inf
+        logits[1, -1] = -3e38
+        logits[2:] = torch.randn(2, vocab, generator=torch.Generator().manual_seed(vocab)).round()
+        logits[3, 0] = 3e38
+        top = logits.amax(1)
+        norm = torch.stack((top, (logits - top[:, None]).exp().sum(1).log()), 1)
+        for u in (0.0, 1 - 2.0**-53):
+            for filters in (1.0, 0, 5e-10, 0.0), (1.0, 0, 1 - 2.0**-24, 0.3), (2.0, 2, 0.7, 0.0), (1.0, 9, 0.999, 0.0):
+                asked = request_of(logits, norm, *filters, torch.full((4,), u, dtype=torch.float64), None, True)
+                found, _ = sampling.launches_of(logits, asked)(logits, norm, asked)
+                expected = drawing.draw(logits, norm, asked)
+                assert torch.equal(found.ids, expected.ids)
+                assert torch.equal(found.min_logit, expected.min_logit)

@@ -31,6 +31,8 @@ constexpr int WARP = 32;
 constexpr u32 ALL = 0xffffffffu;
 inline float infinity() { return INFINITY; }
 inline float not_a_number() { return NAN; }
+inline void wait_for_prerequisites() {}
+inline void launch_dependents() {}
 
 // What lanes of a warp exchange, by turns in one of two rooms: a lane is at most one exchange ahead.
 struct Warp {

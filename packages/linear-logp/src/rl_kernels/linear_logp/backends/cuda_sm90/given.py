@@ -17,9 +17,9 @@ from rl_kernels.linear_logp.vocabulary import units
 
 GIVEN = "(PPPPPPqii)"
 """Layout of ``struct Given``."""
-ROWS, THREADS = 32, 128
+ROWS, THREADS = 8, 128
 """Rows and threads of a block of ``given_states``."""
-FINISHED, FINISH_THREADS = 8, 256
+FINISHED, FINISH_THREADS = 4, 256
 """Rows and threads of a block of ``given_logp``."""
 
 
@@ -46,8 +46,8 @@ def sample(logits: torch.Tensor, norm: torch.Tensor, *rest: Any) -> Launches:
         if count:
             inputs = logits, drawn.temperature, smallest, drawn.ids, parts, logp
             numbers = *[x.data_ptr() for x in inputs], logits.stride(0), count, vocab
-            states.start((-(-count // ROWS), units(vocab), 1), THREADS, 0, False, numbers)
-            finish.start((-(-count // FINISHED), 1, 1), FINISH_THREADS, 0, False, numbers)
+            states.start((-(-count // ROWS), units(vocab), 1), THREADS, 0, True, numbers)
+            finish.start((-(-count // FINISHED), 1, 1), FINISH_THREADS, 0, True, numbers)
         return drawn.ids, logp[1], logp[0], drawn.min_logit
 
     return launch

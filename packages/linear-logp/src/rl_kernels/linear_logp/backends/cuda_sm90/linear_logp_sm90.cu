@@ -286,63 +286,69 @@ struct Given {
 
 constexpr int GIVEN_ROWS = 8, GIVEN_WARPS = 4;
 
-// Four lanes share a row, as in a tile; a warp has 8 rows and one unit. blockIdx: 32 rows, unit.
-extern "C" __global__ void __launch_bounds__(GIVEN_WARPS* WARP) given_states(Given p) {
-    const int lane = threadIdx.x % WARP, first = (blockIdx.x * GIVEN_WARPS + threadIdx.x / WARP) * GIVEN_ROWS;
-    if (first >= p.rows) return;
-    const int row = first + lane / 4, safe = min(row, p.rows - 1), unit = static_cast<int>(blockIdx.y);
-    const float c = __fmul_rn(__frcp_rn(p.temperatures[safe]), LOG2E), smallest = p.smallest[safe];
-    const float* from = p.logits + safe * p.stride + lane % 4 * 2;
-    Pairs all, kept;
-    for (int block = 0; block < UNIT; ++block) {
-        const int column = (unit * UNIT + block) * TILE_N, left = p.columns - column;
-        if (left <= 0) break;
-        // The sums of the second of two rows that a thread has in a tile; state_of<0> does not read them.
-        Sums d = {};
+// The state of a row in a unit from those of its blocks, which lanes 4 apart hold; returned in all of them.
+__device__ State over_blocks(State s, float c) {
 #pragma unroll
-        for (int j = 0; j < TILE_N / 8; ++j) {
-            const int at = 8 * j + lane % 4 * 2;
-            const float* x = from + column + 8 * j;
-            float2 two = {-infinity(), -infinity()};
-            if (at + 1 < left)
-                two = *reinterpret_cast<const float2*>(x);
-            else if (at < left)
-                two.x = *x;
-            d[4 * j] = two.x, d[4 * j + 1] = two.y;
-        }
-        const State state = state_of<0>(d, c, Every());
-        all.add(block, state, c);
-        if (!__any_sync(ALL, state.top >= smallest)) {
-            kept.add(block, empty(), c);
-            continue;
-        }
+    for (int apart = 4; apart < 16; apart *= 2) {
+        const State other = {__shfl_xor_sync(ALL, s.top, apart), __shfl_xor_sync(ALL, s.total, apart), 0.0f};
+        s = threadIdx.x & apart ? merged<false>(other, s, c) : merged<false>(s, other, c);
+    }
+    return s;
+}
+
+// Four lanes share a block of a row, as in a tile; a warp has 2 rows and one unit. blockIdx: 8 rows, unit.
+extern "C" __global__ void __launch_bounds__(GIVEN_WARPS* WARP) given_states(Given p) {
+    wait_for_prerequisites();
+    launch_dependents();
+    const int lane = threadIdx.x % WARP, first = blockIdx.x * GIVEN_ROWS + threadIdx.x / WARP * 2;
+    if (first >= p.rows) return;
+    const int row = first + lane / 16, safe = min(row, p.rows - 1), unit = static_cast<int>(blockIdx.y);
+    const float c = __fmul_rn(__frcp_rn(p.temperatures[safe]), LOG2E), smallest = p.smallest[safe];
+    const int column = (unit * UNIT + lane / 4 % UNIT) * TILE_N, left = p.columns - column;
+    const float* from = p.logits + safe * p.stride + column + lane % 4 * 2;
+    // The sums of the second of two rows that a thread has in a tile; state_of<0> does not read them.
+    Sums d = {};
+#pragma unroll
+    for (int j = 0; j < TILE_N / 8; ++j) {
+        const int at = 8 * j + lane % 4 * 2;
+        float2 two = {-infinity(), -infinity()};
+        if (at + 1 < left)
+            two = *reinterpret_cast<const float2*>(from + 8 * j);
+        else if (at < left)
+            two.x = from[8 * j];
+        d[4 * j] = two.x, d[4 * j + 1] = two.y;
+    }
+    const State all = state_of<0>(d, c, Every());
+    State kept = empty();
+    if (__any_sync(ALL, all.top >= smallest)) {
 #pragma unroll
         for (int j = 0; j < TILE_N / 8; ++j) {
 #pragma unroll
             for (int k = 0; k < 2; ++k)
                 if (!(d[4 * j + k] >= smallest)) d[4 * j + k] = -infinity();
         }
-        kept.add(block, state_of<0>(d, c, Every()), c);
+        kept = state_of<0>(d, c, Every());
     }
-    if (lane % 4 || row >= p.rows) return;
-    store(p.states(0), unit, p.rows, row, all.all(c));
-    store(p.states(1), unit, p.rows, row, kept.all(c));
+    const State of_all = over_blocks(all, c), of_kept = over_blocks(kept, c);
+    if (lane % 16 || row >= p.rows) return;
+    store(p.states(0), unit, p.rows, row, of_all);
+    store(p.states(1), unit, p.rows, row, of_kept);
 }
 
-// One warp per row.
+// A warp for each of a row's two.
 extern "C" __global__ void __launch_bounds__(256) given_logp(Given p) {
-    const int row = static_cast<int>((static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / WARP);
+    wait_for_prerequisites();
+    const i64 warp = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) / WARP;
+    const int row = static_cast<int>(warp / 2), set = static_cast<int>(warp % 2);
     if (row >= p.rows) return;
     const float inverse = __frcp_rn(p.temperatures[row]), c = __fmul_rn(inverse, LOG2E);
     const float x = p.logits[row * p.stride + p.ids[row]];
-    for (int set = 0; set < 2; ++set) {
-        const State s = over_states<false>(p.units(), c, [&](int unit) -> State {
-            const float* from = p.states(set) + static_cast<i64>(unit) * 3 * p.rows + row;
-            return {from[0], from[p.rows], 0.0f};
-        });
-        const float logp = finished<false>(s, x, inverse, c).logp;
-        if (threadIdx.x % WARP == 0) p.logp[static_cast<i64>(set) * p.rows + row] = logp;
-    }
+    const State s = over_states<false>(p.units(), c, [&](int unit) -> State {
+        const float* from = p.states(set) + static_cast<i64>(unit) * 3 * p.rows + row;
+        return {from[0], from[p.rows], 0.0f};
+    });
+    const float logp = finished<false>(s, x, inverse, c).logp;
+    if (threadIdx.x % WARP == 0) p.logp[static_cast<i64>(set) * p.rows + row] = logp;
 }
 
 #endif

@@ -22,9 +22,9 @@ struct Range {
 
 // What blocks of a row share; all 0 before the first kernel.
 struct Shared : Range {
-    // Top-p takes its share of `base` and of what top-k keeps from bucket `from` on.
+    // Top-p takes its share of `base`, the mass before bucket `from`, and of what top-k keeps from there on.
     int from;
-    u64 base, mass_before;
+    u64 base, mass_before;  // mass_before, count_before: before `first` and `of_k`
     u32 count_before;
     u32 narrowed, collected;  // blocks that are done
     u32 listed;
@@ -35,16 +35,14 @@ struct Shared : Range {
 
 static_assert(sizeof(Shared) == 64, "what the host made room for");
 
-constexpr int BUCKETS = 2048, WARPS = 16, BLOCK = WARPS * WARP, SEGMENT = 1024, LISTED = 4096;
-// Up to this k what top-k keeps is listed, so its mass needs no histogram.
-constexpr int FEW = 1024;
+constexpr int BUCKETS = 4096, WARPS = 16, BLOCK = WARPS * WARP, SEGMENT = 1024, LISTED = 4096;
 
 struct Args {
     const float* logits;  // [rows, columns]; rows begin at multiples of 16 bytes
     const float* norm;    // [rows, 2]
     const void* uniform;
     Shared* shared;
-    u64* histograms;  // [rows, 2, BUCKETS] of 0, if a row has several blocks: counts, masses
+    u32* counts;  // [rows, BUCKETS] of 0, if a row has several blocks
     float* listed_x;  // [rows, LISTED]
     int* listed_columns;
     u64* sums;  // [rows, segments]
@@ -87,10 +85,22 @@ __device__ inline u64 share(u64 mass, u64 units) {
     return (mass >> FRACTION_BITS) * units + (low * units >> FRACTION_BITS);
 }
 
-// 256 buckets for each octave of 0.25 + d, up to d = 63.75; all farther entries are in the last one.
+// 512 buckets for each octave of 0.25 + d, up to d = 63.75; all farther entries are in the last one.
+constexpr u32 FIRST_BITS = 0x3e800000u, BUCKET_BITS = 14;
 __device__ inline int bucket_of(float d) {
-    constexpr u32 FIRST = 0x3e800000u >> 15;
-    return static_cast<int>(min((__float_as_uint(__fadd_rn(d, 0.25f)) >> 15) - FIRST, BUCKETS - 1u));
+    const u32 bits = __float_as_uint(__fadd_rn(d, 0.25f));
+    return static_cast<int>(min((bits >> BUCKET_BITS) - (FIRST_BITS >> BUCKET_BITS), BUCKETS - 1u));
+}
+// The mass of an entry where a bucket begins, up to what `most` and `least` allow for.
+__device__ inline u64 mass_from(int bucket) {
+    return mass_of(__uint_as_float(FIRST_BITS + (static_cast<u32>(bucket) << BUCKET_BITS)) - 0.25f);
+}
+// Bounds of a sum of masses that were taken from the ends of their buckets: roundings of d and of mass_of are below
+// 2^-17 of a mass, and each entry's is rounded down.
+__device__ inline u64 most(u64 mass, int entries) { return mass + (mass >> 15) + entries; }
+__device__ inline u64 least(u64 mass, int entries) {
+    const u64 less = (mass >> 15) + entries;
+    return mass - min(mass, less);
 }
 
 // Integers in the order of floats; 0 and -0 have one.
@@ -128,7 +138,6 @@ struct Row {
         return {x, z, __fsub_rn(top, z), z > -infinity()};
     }
     __device__ bool filters() const { return k > 0.0f || p < 1.0f; }
-    __device__ bool has_few() const { return k > 0.0f && k <= FEW; }
 };
 
 // Four columns from `column` on; -inf beyond the last.
@@ -150,10 +159,11 @@ __device__ inline u64 over_warp(u64 x) {
 
 // Sums of 64 bits, from atomics of 32.
 struct alignas(16) Histogram {
-    u32 low[BUCKETS], high[BUCKETS];
+    static constexpr int PLACES = 2048;
+    u32 low[PLACES], high[PLACES];
 
     __device__ void clear() {
-        for (int i = threadIdx.x; i < BUCKETS; i += BLOCK) low[i] = high[i] = 0;
+        for (int i = threadIdx.x; i < PLACES; i += BLOCK) low[i] = high[i] = 0;
     }
     __device__ void set(int at, u64 value) {
         low[at] = static_cast<u32>(value);
@@ -186,7 +196,10 @@ struct Reached {
 };
 
 struct Block {
-    Histogram one, other;
+    union {
+        Histogram sums;
+        u32 counts[BUCKETS];
+    };
     u64 totals[WARPS];
     Reached reached;
     Shared range;
@@ -204,28 +217,41 @@ __device__ inline u64 over_block(Block& block, u64 x) {
     return x;
 }
 
-// The first place up to which the sum is at least `target`, which is not 0; none with own = 0.
-__device__ inline Reached reach(Block& block, const Histogram& sums, u64 target) {
-    constexpr int MINE = BUCKETS / BLOCK;
-    const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
-    __syncthreads();
-    u64 own[MINE], before = 0;
-#pragma unroll
-    for (int i = 0; i < MINE; ++i) before += own[i] = sums[MINE * thread + i];
-    const u64 mine = before;
+// The sum over the threads before this one, and over all.
+__device__ inline u64 before_thread(Block& block, u64 mine, u64& total) {
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    u64 sum = mine;
 #pragma unroll
     for (int apart = 1; apart < WARP; apart *= 2) {
-        const u64 left = __shfl_up_sync(ALL, before, apart);
-        if (lane >= apart) before += left;
+        const u64 left = __shfl_up_sync(ALL, sum, apart);
+        if (lane >= apart) sum += left;
     }
-    if (lane == WARP - 1) block.totals[warp] = before;
-    if (thread == 0) block.reached = {BUCKETS - 1, 0, 0};
     __syncthreads();
-    before -= mine;
-    for (int i = 0; i < warp; ++i) before += block.totals[i];
+    if (lane == WARP - 1) block.totals[warp] = sum;
+    __syncthreads();
+    sum -= mine, total = 0;
+#pragma unroll 4
+    for (int i = 0; i < WARPS; ++i) {
+        if (i == warp) sum += total;
+        total += block.totals[i];
+    }
+    return sum;
+}
+
+// The first of PLACES up to which the sum is at least `target`, which is not 0; none with own = 0.
+template <int PLACES = Histogram::PLACES, class Sums>
+__device__ inline Reached reach(Block& block, const Sums& sums, u64 target) {
+    constexpr int MINE = PLACES / BLOCK;
+    const int first = MINE * static_cast<int>(threadIdx.x);
+    __syncthreads();
+    u64 own[MINE], before = 0, total;
+#pragma unroll
+    for (int i = 0; i < MINE; ++i) before += own[i] = sums[first + i];
+    if (threadIdx.x == 0) block.reached = {PLACES - 1, 0, 0};
+    before = before_thread(block, before, total);
 #pragma unroll
     for (int i = 0; i < MINE; ++i) {
-        if (before < target && target <= before + own[i]) block.reached = {MINE * thread + i, before, own[i]};
+        if (before < target && target <= before + own[i]) block.reached = {first + i, before, own[i]};
         before += own[i];
     }
     __syncthreads();
@@ -244,18 +270,6 @@ __device__ inline bool is_last(Block& block, u32& done) {
     __syncthreads();
     __threadfence();
     return block.ticket == gridDim.y - 1;
-}
-
-// Adds a block's sums to those of its row.
-__device__ inline void flush(const Histogram& from, u64* to) {
-    for (int i = threadIdx.x; i < BUCKETS; i += BLOCK) {
-        const u64 sum = from[i];
-        if (sum) atomicAdd(to + i, sum);
-    }
-}
-
-__device__ inline void fetch(Histogram& to, const u64* from) {
-    for (int i = threadIdx.x; i < BUCKETS; i += BLOCK) to.set(i, __ldcg(from + i));
 }
 
 }  // namespace rlk

@@ -16,9 +16,9 @@ from rl_kernels.linear_logp.inputs import number_or_rows
 PROGRAM = Program(PACKAGE, "sampling_sm90.cu", "sm_90a")
 ARGS = f"({'P' * 12}qiiii{'Pfi' * 4})"
 """Layout of ``struct Args``."""
-THREADS, WARPS, PER_PROCESSOR = 512, 16, 4
+THREADS, WARPS, PER_PROCESSOR, FEWEST = 512, 16, 4, 4
 """Threads and warps of a block; blocks that a multiprocessor holds."""
-SEGMENT, BUCKETS, LISTED = 1024, 2048, 4096
+SEGMENT, BUCKETS, LISTED = 1024, 4096, 4096
 SHARED = 16
 """Words of 4 bytes of ``struct Shared``."""
 
@@ -36,8 +36,8 @@ def launches_of(
     each = _segments_of_block(count, segments, logits.get_device())
     parts = -(-segments // each)
     has_filters = request.top_k is not None or request.top_p is not None
-    # Sums of several blocks, of 64 bits.
-    histograms = 4 * BUCKETS if has_filters and parts > 1 else 0
+    # Counts of several blocks.
+    counts = BUCKETS if has_filters and parts > 1 else 0
 
     def launch(logits: torch.Tensor, norm: torch.Tensor, request: Request) -> tuple[Drawn, torch.Tensor]:
         new = logits.new_empty
@@ -45,7 +45,7 @@ def launches_of(
         if not count:
             return drawn, smallest
         uniform, norm = request.uniform.contiguous(), norm.contiguous()
-        zeros = logits.new_zeros(count * (SHARED + histograms), dtype=torch.int32)
+        zeros = logits.new_zeros(count * (SHARED + counts), dtype=torch.int32)
         listed = new(2, count, LISTED if has_filters else 0)
         sums = new(count, segments, dtype=torch.int64)
         parameters = [
@@ -58,7 +58,7 @@ def launches_of(
         numbers = *[x.data_ptr() for x in tensors], *sizes, *[number for pair in pairs for number in pair]
         if has_filters:
             narrow.start((count, parts, 1), THREADS, 0, False, numbers)
-        collect.start((count, parts, 1), THREADS, 0, False, numbers)
+        collect.start((count, parts, 1), THREADS, 0, has_filters, numbers)
         return drawn, smallest
 
     return launch
@@ -67,4 +67,6 @@ def launches_of(
 def _segments_of_block(count: int, segments: int, device: int) -> int:
     """Return how many segments of a row a block takes: so few that many blocks share few rows. It changes no bit."""
     parts = max(PER_PROCESSOR * processors(device) // max(count, 1), 1)
-    return -(-segments // (parts * WARPS)) * WARPS
+    each = -(-segments // parts)
+    step = FEWEST if each < WARPS else WARPS
+    return -(-each // step) * step

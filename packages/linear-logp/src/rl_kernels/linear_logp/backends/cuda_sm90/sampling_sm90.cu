@@ -1,11 +1,11 @@
 // Draws a token from each row of logits. drawing.py defines what top-k, top-p and min-p keep, and which token is drawn:
 // by sums of integer masses, which are exact in any order, so no cut into blocks and no order of atomics changes a bit.
 //
-//   narrow    adds up masses and counts by distance d from the largest z, in a histogram of BUCKETS; in it lie the
-//             thresholds of top-k and top-p
-//   collect   lists the entries of the buckets with a threshold, in any order, and sums the masses of those above for
-//             each segment of SEGMENT columns. Then the last block of a row draws: it finds the thresholds among the
-//             listed entries by their bits, 11 at a time, then the segment and the column of the token
+//   narrow    counts entries by distance d from the largest z, in BUCKETS. The counts tell the bucket of top-k's
+//             threshold, and bounds of masses that tell the few buckets in which top-p's lies
+//   collect   lists the entries of these buckets, in any order, and sums the masses of those above for each segment of
+//             SEGMENT columns. Then the last block of a row draws: it finds the thresholds among the listed entries by
+//             their bits, 11 at a time, then the segment and the column of the token
 //
 // Where more than LISTED entries are in these buckets, as with many equal ones, that block reads them from the row
 // instead: three times for a threshold at most. blockIdx: row, part of its columns.
@@ -20,38 +20,60 @@ __device__ u64 target_of(const Row& row, u64 mass) {
     return target ? target : 1;
 }
 
-// Finds the buckets with a row's thresholds in its histograms.
-__device__ void find_range(Block& block, const Row& row, Shared& found) {
-    const Histogram &counts = block.one, &masses = block.other;
-    Reached of_k = {-1, 0, 0}, first = {BUCKETS, 0, 0};
-    int last = -1, from = BUCKETS;
-    u64 base = 0;
+// Finds the buckets with a row's thresholds from its counts.
+__device__ void find_range(const Args& a, Block& block, const Row& row, Shared& found) {
+    constexpr int MINE = BUCKETS / BLOCK;
+    const int begin = MINE * static_cast<int>(threadIdx.x);
+    int of_k = -1;
     if (row.k > 0.0f) {
-        of_k = reach(block, counts, static_cast<u64>(row.k));
-        if (!of_k.own) of_k = {-1, 0, 0};
-        // At once: a register less until the end, where one would spill.
-        if (!threadIdx.x) found.count_before = static_cast<u32>(of_k.before);
+        const Reached reached = reach<BUCKETS>(block, block.counts, static_cast<u64>(row.k));
+        if (reached.own) of_k = reached.at;
+        if (!threadIdx.x) found.count_before = static_cast<u32>(reached.before);
     }
-    if (row.p < 1.0f && row.has_few()) {
-        first.at = from = 0;
-        last = of_k.at < 0 ? BUCKETS - 1 : of_k.at;
-    } else if (row.p < 1.0f) {
-        u64 up_to = 0, mine = 0;
-        for (int i = threadIdx.x; i < BUCKETS; i += BLOCK) {
-            if (of_k.at < 0 || i < of_k.at) mine += masses[i];
-            if (of_k.at == i) up_to = masses[i];
-        }
-        base = over_block(block, mine);
-        up_to = base + over_block(block, up_to);
-        first = reach(block, masses, target_of(row, base));
-        last = reach(block, masses, target_of(row, up_to)).at;
-        if (of_k.at >= 0) from = of_k.at;
-    } else if (of_k.at >= 0) {
-        first.at = last = of_k.at;
+    const int end = of_k < 0 ? BUCKETS - 1 : of_k, from = of_k < 0 ? BUCKETS : of_k;
+    if (!threadIdx.x) {
+        found.of_k = of_k;
+        found.from = row.p < 1.0f ? from : 0;
+        found.first = of_k < 0 && !(row.p < 1.0f) ? BUCKETS : end;
+        found.last = end;
     }
-    if (threadIdx.x) return;
-    found.first = first.at, found.last = last, found.of_k = of_k.at, found.from = from;
-    found.base = base, found.mass_before = first.before;
+    if (!(row.p < 1.0f)) return;
+    // Masses of the entries as if all lay where their bucket begins (high) or ends (low).
+    u64 high = 0, low = 0;
+    const auto add = [&](int bucket, u64& at_begin) {
+        const u32 count = block.counts[bucket];
+        const u64 at_end = mass_from(bucket + 1);
+        if (bucket <= end) high += count * at_begin;
+        if (bucket < from) low += count * at_end;
+        at_begin = at_end;
+    };
+    u64 at_begin = mass_from(begin);
+#pragma unroll 1
+    for (int i = 0; i < MINE; ++i) add(begin + i, at_begin);
+    u64 total_high, total_low;
+    high = before_thread(block, high, total_high);
+    low = before_thread(block, low, total_low);
+    const u64 units = fraction(row.p);
+    // Whether the threshold may lie, and does lie, in the buckets so far.
+    const auto may = [&] {
+        const u64 mass = most(high, a.columns);
+        return mass >= max(share(mass + least(total_low - low, a.columns), units), 1ull);
+    };
+    const auto does = [&] {
+        const u64 mass = least(low, a.columns);
+        return mass >= max(share(mass + most(total_high - high, a.columns), units), 1ull);
+    };
+    bool may_before = begin && may(), does_before = begin && does();
+    at_begin = mass_from(begin);
+    __syncthreads();
+#pragma unroll 1
+    for (int i = 0; i < MINE && begin + i < end && !does_before; ++i) {
+        add(begin + i, at_begin);
+        const bool may_now = may(), does_now = does();
+        if (may_now && !may_before) found.first = begin + i;
+        if (does_now && !does_before) found.last = begin + i;
+        may_before = may_now, does_before = does_now;
+    }
 }
 
 // Whether a threshold may be equal to an entry.
@@ -76,7 +98,7 @@ struct Candidates {
     // Calls f(entry, bucket, column, whether it is one) in all lanes of a warp at once.
     template <class F>
     __device__ void each(F f) const {
-        constexpr int AT_ONCE = 4;
+        constexpr int AT_ONCE = 2;
         for (int start = threadIdx.x / WARP * WARP; start < count; start += AT_ONCE * BLOCK) {
             float values[AT_ONCE];
             int places[AT_ONCE];
@@ -102,14 +124,14 @@ __device__ float threshold(Block& block, const Candidates& candidates, int first
     while (low < high) {
         const int shift = max(32 - __clz(high - low) - 11, 0);
         __syncthreads();
-        block.one.clear();
+        block.sums.clear();
         __syncthreads();
         candidates.each([&](const Entry& e, int bucket, int, bool is_one) {
             const u32 key = key_of(e.z);
             const bool counts = is_one && bucket >= first && bucket <= last && key >= low && key <= high;
-            block.one.add(static_cast<int>((high - key) >> shift), weighed ? mass_of(e.d) : 1, counts);
+            block.sums.add(static_cast<int>((high - key) >> shift), weighed ? mass_of(e.d) : 1, counts);
         });
-        const Reached found = reach(block, block.one, target);
+        const Reached found = reach(block, block.sums, target);
         if (!found.own) break;
         target -= found.before;
         high -= static_cast<u32>(found.at) << shift;
@@ -122,31 +144,31 @@ __device__ float threshold(Block& block, const Candidates& candidates, int first
 __device__ void draw(const Args& a, Block& block, const Row& row, int index) {
     const Shared& range = block.range;
     const Candidates candidates(a, row, range, index);
-    float least = -infinity();
+    float lowest = -infinity();
     if (range.of_k >= 0) {
         const u64 target = static_cast<u64>(row.k) - range.count_before;
-        least = threshold(block, candidates, range.of_k, range.of_k, false, target);
+        lowest = threshold(block, candidates, range.of_k, range.of_k, false, target);
     }
     if (range.first < BUCKETS && row.p < 1.0f) {
         u64 mass = 0;
         if (range.from < BUCKETS) {
             candidates.each([&](const Entry& e, int bucket, int, bool is_one) {
-                if (is_one && bucket >= range.from && e.z >= least) mass += mass_of(e.d);
+                if (is_one && bucket >= range.from && e.z >= lowest) mass += mass_of(e.d);
             });
             mass = over_block(block, mass);
         }
         const u64 target = target_of(row, range.base + mass) - range.mass_before;
-        least = fmaxf(least, threshold(block, candidates, range.first, range.last, true, target));
+        lowest = fmaxf(lowest, threshold(block, candidates, range.first, range.last, true, target));
     }
     // Masses of segments.
-    Histogram& masses = block.one;
+    Histogram& masses = block.sums;
     const int segments = (a.columns + SEGMENT - 1) / SEGMENT;
     __syncthreads();
-    for (int i = threadIdx.x; i < BUCKETS; i += BLOCK)
+    for (int i = threadIdx.x; i < Histogram::PLACES; i += BLOCK)
         masses.set(i, i < segments ? __ldcg(a.sums + static_cast<i64>(index) * segments + i) : 0);
     __syncthreads();
     u32 smallest = range.least;
-    const auto is_kept = [&](const Entry& e) { return e.valid && e.z >= least && e.d <= row.far; };
+    const auto is_kept = [&](const Entry& e) { return e.valid && e.z >= lowest && e.d <= row.far; };
     candidates.each([&](const Entry& e, int bucket, int column, bool is_one) {
         const bool kept = is_one && is_kept(e);
         if (kept) smallest = max(smallest, ~key_of(e.x));
@@ -165,7 +187,7 @@ __device__ void draw(const Args& a, Block& block, const Row& row, int index) {
     const u64 units = row.greedy ? 0 : min(fraction(u), (1ull << FRACTION_BITS) - 1), wanted = share(total, units) + 1;
     const Reached segment = reach(block, masses, wanted);
     // Masses of its columns.
-    for (int i = threadIdx.x; i < BUCKETS; i += BLOCK) {
+    for (int i = threadIdx.x; i < Histogram::PLACES; i += BLOCK) {
         const int column = segment.at * SEGMENT + i;
         const bool is_in = i < SEGMENT && column < a.columns;
         const Entry e = row.entry(is_in ? row.logits[column] : -infinity());
@@ -173,7 +195,7 @@ __device__ void draw(const Args& a, Block& block, const Row& row, int index) {
     }
     const Reached token = reach(block, masses, wanted - segment.before);
     if (threadIdx.x) return;
-    const bool keeps_all = row.greedy || (least == -infinity() && row.far == infinity());
+    const bool keeps_all = row.greedy || (lowest == -infinity() && row.far == infinity());
     // Nothing is kept where parameters are out of range.
     const float kept = block.ticket ? of_key(~block.ticket) : infinity(), low = keeps_all ? -infinity() : kept;
     a.ids[index] = total ? segment.at * SEGMENT + token.at : 0;
@@ -184,18 +206,17 @@ __device__ void draw(const Args& a, Block& block, const Row& row, int index) {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(BLOCK) narrow(Args a) {
+extern "C" __global__ void __launch_bounds__(BLOCK, 4) narrow(Args a) {
     __shared__ Block block;
+    launch_dependents();
     const int index = static_cast<int>(blockIdx.x), begin = blockIdx.y * a.each * SEGMENT;
     const Row row(a, index);
     Shared& shared = a.shared[index];
     if (row.undefined || !row.filters()) return;
-    const bool counts = row.k > 0.0f, weighs = row.p < 1.0f && !row.has_few();
-    block.one.clear();
-    block.other.clear();
+    for (int i = threadIdx.x; i < BUCKETS; i += BLOCK) block.counts[i] = 0;
     __syncthreads();
     const int end = min(begin + a.each * SEGMENT, a.columns);
-    constexpr int AT_ONCE = 4;
+    constexpr int AT_ONCE = 2;
     for (int start = begin; start < end; start += AT_ONCE * 4 * BLOCK) {
         float x[AT_ONCE][4];
 #pragma unroll
@@ -208,30 +229,26 @@ extern "C" __global__ void __launch_bounds__(BLOCK) narrow(Args a) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const Entry e = row.entry(x[j][i]);
-                const int bucket = bucket_of(e.d);
-                if (counts) block.one.add(bucket, 1, e.valid);
-                if (weighs) {
-                    const u64 mass = mass_of(e.d);
-                    block.other.add(bucket, mass, e.valid && mass);
-                }
+                if (e.valid) atomicAdd(&block.counts[bucket_of(e.d)], 1u);
             }
         }
     }
     __syncthreads();
     if (gridDim.y > 1) {
-        u64* sums = a.histograms + static_cast<i64>(index) * 2 * BUCKETS;
-        if (counts) flush(block.one, sums);
-        if (weighs) flush(block.other, sums + BUCKETS);
+        u32* counts = a.counts + static_cast<i64>(index) * BUCKETS;
+        for (int i = threadIdx.x; i < BUCKETS; i += BLOCK)
+            if (block.counts[i]) atomicAdd(counts + i, block.counts[i]);
         if (!is_last(block, shared.narrowed)) return;
-        if (counts) fetch(block.one, sums);
-        if (weighs) fetch(block.other, sums + BUCKETS);
+        for (int i = threadIdx.x; i < BUCKETS; i += BLOCK) block.counts[i] = __ldcg(counts + i);
         __syncthreads();
     }
-    find_range(block, row, shared);
+    find_range(a, block, row, shared);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK) collect(Args a) {
     __shared__ Block block;
+    wait_for_prerequisites();
+    launch_dependents();
     const int index = static_cast<int>(blockIdx.x), lane = threadIdx.x % WARP;
     const Row row(a, index);
     if (row.undefined) {
@@ -246,9 +263,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK) collect(Args a) {
     const bool only_limit = !row.filters() || bucket_of(row.far) < shared.first;
     const Range range = only_limit ? Range{BUCKETS, -1, -1} : static_cast<const Range&>(shared);
     const int segments = (a.columns + SEGMENT - 1) / SEGMENT, begin = blockIdx.y * a.each;
+    const int from = only_limit ? 0 : shared.from;
     u32 high = 0, low = 0, least = 0;
     for (int segment = begin + threadIdx.x / WARP; segment < min(begin + a.each, segments); segment += WARPS) {
-        u64 above = 0;
+        u64 above = 0, base = 0;
         constexpr int QUADS = 4;
 #pragma unroll 1
         for (int first = segment * SEGMENT; first < segment * SEGMENT + SEGMENT; first += QUADS * 4 * WARP) {
@@ -262,8 +280,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK) collect(Args a) {
                 for (int i = 0; i < 4; ++i) {
                     const Entry e = row.entry(x[j][i]);
                     const int bucket = bucket_of(e.d);
-                    if (e.valid && bucket < range.first && e.d <= row.far) {
-                        above += mass_of(e.d);
+                    const bool is_above = e.valid && bucket < range.first && e.d <= row.far;
+                    if (is_above || (e.valid && bucket < from)) {
+                        const u64 mass = mass_of(e.d);
+                        if (bucket < from) base += mass;
+                        if (is_above) above += mass;
+                    }
+                    if (is_above) {
                         least = max(least, ~key_of(e.x));
                     } else if (is_among(range, e, bucket)) {
                         in |= 1u << (4 * j + i);
@@ -298,7 +321,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK) collect(Args a) {
             }
         }
         above = over_warp(above);
-        if (lane == 0) a.sums[static_cast<i64>(index) * segments + segment] = above;
+        if (from) base = over_warp(base);
+        if (lane) continue;
+        a.sums[static_cast<i64>(index) * segments + segment] = above;
+        if (!from) continue;
+        if (above) atomicAdd(&shared.mass_before, above);
+        if (base) atomicAdd(&shared.base, base);
     }
 #pragma unroll
     for (int apart = WARP / 2; apart; apart /= 2) {
