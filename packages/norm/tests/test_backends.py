@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 
+from rl_kernels.core import calls
 from rl_kernels.core.testing import Case, Draw
 from rl_kernels.core.testing.planted import Bug, Mutants, planted
 from rl_kernels.lab.check.conformance import Conformance
@@ -145,6 +146,35 @@ def test_planted_bug_in_a_step_shows(backend):
         assert not few_rows_equal_many(backend, 600, 600)
 
 
+def one_warp_equals_several(monkeypatch, dtype, width, centered):
+    """Compare programs of one warp with those of several; in the interpreter, which adds otherwise, sums are exact."""
+    module, draw = OPERATOR.backend("triton").load(), Draw(dtype, DEVICE)
+    rows = [draw.normal(150, width) for _ in range(3)]
+    grad, grad_sum, x = rows if DEVICE == "cuda" else [value.mul(2).round() for value in rows]
+    stats, weight = torch.full((2, 150), 0.5, device=DEVICE), draw.normal(width).round()
+    monkeypatch.setattr(module, "FEW_STEPS", 0)
+    found = []
+    for most in (1 << 30, 1):
+        calls.forget()
+        monkeypatch.setattr(module, "MANY_STEPS", most)
+        found.append(module.backward(grad, grad_sum, x, weight, stats, centered, 0.0, True, centered))
+    return all(map(torch.equal, *found))
+
+
+ONE_WARP = (
+    *((torch.float16, 128, False), (torch.float32, 128, True)),
+    *((torch.float16, 64, True), (torch.float32, 40, False)),
+)
+
+
+@pytest.mark.parametrize("backend", [param for param in BACKENDS if "triton" in param.values])
+def test_one_warp_takes_the_rows_of_several(backend, monkeypatch):
+    assert all(one_warp_equals_several(monkeypatch, *one) for one in ONE_WARP)
+    bug = Bug("rows of another warp", "TURN * ALIKE +", "TURN +")
+    with planted(PLANTED[1].modules, bug):
+        assert not all(one_warp_equals_several(monkeypatch, *one) for one in ONE_WARP)
+
+
 def test_residual_is_added_and_rounded_as_a_step_of_its_own():
     for dtype in (torch.float32, torch.bfloat16):
         x, weight, residual = drawn(35, 96, dtype)
@@ -168,14 +198,18 @@ def test_results_may_be_changed_in_place():
             assert result.shape == x.shape
 
 
-def test_gradients_of_x_and_residual_share_no_storage():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_leaves_share_no_gradient(compiled):
     x, weight, upstream = drawn(3, 8)
     leaves = leaves_of(x, x)
-    results = rms_norm(leaves[0], weight, residual=leaves[1])
-    dx, dresidual = torch.autograd.grad(results, leaves, (upstream, upstream))
-    assert torch.equal(dx, dresidual)
-    dx.zero_()
-    assert dresidual.any()
+    call = torch.compile(rms_norm, fullgraph=True, backend="aot_eager") if compiled else rms_norm
+    for count in (1, 2):
+        torch.autograd.backward(call(leaves[0], weight, residual=leaves[1]), (upstream, upstream))
+        if count == 1:
+            first = leaves[0].grad.clone()
+        assert all(torch.equal(leaf.grad, count * first) for leaf in leaves)
+    leaves[0].grad.zero_()
+    assert leaves[1].grad.any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -341,14 +341,6 @@ class _Norm(torch.autograd.Function):
             dweight = dweight.to(ctx.dtypes[0]) if needed[3] else None
         dbias = dbias.to(ctx.dtypes[1]) if needed[4] else None
         dx = dx.view(total.shape)
-        # Otherwise two leaves would share this tensor as their gradient, and add to each other's.
-        dresidual = dx.clone() if needed[0] and needed[1] and _reaches_a_leaf(ctx) else dx
         of_gate = dgate[0].view(total.shape) if needed[2] else None
-        return dx if needed[0] else None, dresidual if needed[1] else None, of_gate, dweight, dbias, None
-
-
-def _reaches_a_leaf(ctx: Any) -> bool:
-    """Say whether the gradient of x or of the residual goes to a leaf, which keeps it, and not to another op."""
-    if torch.compiler.is_compiling():
-        return True
-    return any(hasattr(node, "variable") for node, _ in ctx.next_functions[:2])
+        # The same tensor twice, as of an addition: of two leaves that keep it, autograd gives one a copy.
+        return dx if needed[0] else None, dx if needed[1] else None, of_gate, dweight, dbias, None

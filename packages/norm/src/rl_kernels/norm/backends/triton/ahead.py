@@ -14,6 +14,8 @@ from rl_kernels.norm.op import WIDEST
 ROWS = 100
 SIZES = (64, 4096, WIDEST)
 """Columns for which a tile has several rows, one row, and the most numbers per thread."""
+HEADS = 128
+"""Columns of which so many rows are read by programs of one warp."""
 FEW, MANY = (1e-6, False, 0.0, False), (1e-6, True, 1.0, True)
 GATED = (1e-6, False, 0.0, True)
 """eps, centered, offset and cast_first: RMSNorm, LayerNorm with all options, and the gated norm of Qwen3-Next."""
@@ -21,6 +23,9 @@ GATED = (1e-6, False, 0.0, True)
 
 def calls(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
     """Yield the calls for operands of a dtype."""
+    many = backend.MANY_STEPS * backend.LONGEST_STEP
+    x, stats = empty(many, HEADS, dtype=dtype), empty(2, many)
+    yield partial(backend.backward, x, x, x, x[0], stats, *MANY[1:3], True, True)
     for size in SIZES:
         x, weight, stats = empty(ROWS, size, dtype=dtype), empty(size, dtype=dtype), empty(2, ROWS)
         if size == SIZES[1]:

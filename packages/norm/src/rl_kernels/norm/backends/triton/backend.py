@@ -32,10 +32,16 @@ MOST_ROWS = 16
 PER_WARP = 512
 """Numbers of a tile for each warp of its program."""
 MOST_WARPS = 16
+THREADS = 32
+"""Threads of a warp."""
 GATED_FEWER = 2
 """Backward with a gate takes one of so many warps for tiles of several rows: the fastest of a few on an H200."""
 FEW_STEPS = 32
 """Largest number of steps that does not fill a GPU: each program then takes one tile, and the chain adds tiles."""
+MANY_STEPS = 1024
+"""Smallest number of steps for which programs of one warp fill a GPU."""
+STAGES_OF_WARP = 2
+"""Tiles in flight of a program of one warp, of which a multiprocessor has many."""
 STAGES = 3
 """Tiles of a step that are in flight at once, if all but the first fit in STAGE_BYTES."""
 STAGE_BYTES = 1 << 16
@@ -138,7 +144,12 @@ def _backward(
         warps = max(warps // GATED_FEWER, 1)
     per_program = rows if ceil_div(count, step) <= FEW_STEPS else step
     programs, stages = ceil_div(count, per_program), _stages(width * rows, x, grad, grad_sum, gate)
-    numbers = (count, offset, size, width, rows, per_program, centered, stages)
+    turns, alike = 1, rows
+    if programs >= MANY_STEPS and gate is None and warps > 1:
+        alike = _rows_of_warp(size, width, x, grad, grad_sum)
+        if alike:
+            turns, warps, stages = warps, 1, STAGES_OF_WARP
+    numbers = (count, offset, size, width, rows, per_program, centered, stages, turns, alike or rows)
     gradients = Launch(kernels.backward, (programs,), numbers, num_warps=warps)
     is_continued = main_grad is not None
 
@@ -187,6 +198,13 @@ def tile(size: int) -> tuple[int, int, int, int]:
 def _stages(numbers: int, *read: torch.Tensor | None) -> int:
     size = sum(numbers * value.element_size() for value in read if value is not None)
     return STAGES if (STAGES - 1) * size <= STAGE_BYTES else 1
+
+
+def _rows_of_warp(size: int, width: int, *read: torch.Tensor | None) -> int:
+    """Return the rows that a warp holds at once if Triton gives each thread 16 bytes of a row; 0 if it gives fewer."""
+    sizes = {x.element_size() for x in read if x is not None}
+    per = ALIGNED // max(sizes)
+    return THREADS * per // width if len(sizes) == 1 and not size % per else 0
 
 
 def _copied(*operands: torch.Tensor | None) -> list[int]:

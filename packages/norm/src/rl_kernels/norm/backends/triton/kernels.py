@@ -32,7 +32,11 @@ def columns(POINTER, d, inside, like):
 @triton.jit
 def mean_of(x, D: tl.constexpr):
     """Return the mean of each row over its D columns; the padding must hold zeros."""
-    return tl.div_rn(tl.sum(x, 1), tl.full([x.shape[0]], D, tl.float32))
+    if D & (D - 1) == 0:
+        # Exact, so the same bits as a division, which takes many instructions.
+        return tl.sum(x, 1) * (1.0 / D)
+    else:
+        return tl.div_rn(tl.sum(x, 1), tl.full([x.shape[0]], D, tl.float32))
 
 
 @triton.jit
@@ -102,22 +106,26 @@ def forward(
     tl.store(Y + place, x.to(Y.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=("count",))
-def backward(
-    GRAD, GRAD_SUM, X, WEIGHT, STATS, GATE, DX, DGATE, PARTS_WEIGHT, PARTS_BIAS, count, offset,
-    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PER: tl.constexpr, CENTERED: tl.constexpr,
-    STAGES: tl.constexpr,
+@triton.jit
+def _of_tile(
+    GRAD, GRAD_SUM, X, WEIGHT, STATS, GATE, DX, DGATE, PARTS_WEIGHT, PARTS_BIAS, count, offset, first,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CENTERED: tl.constexpr, TURNS: tl.constexpr,
+    ALIKE: tl.constexpr, TURN: tl.constexpr = 0, APART: tl.constexpr = 1,
 ):  # fmt: skip
-    """Write dx of PER rows, and the sums of their terms of dweight and dbias. Grid: parts of PER rows.
+    """Write dx of the rows of turns TURN, TURN + APART, ... of a tile; return the sums of their terms.
 
-    The terms of a tile of ROWS rows are added to each other, then the tiles in ascending order.
+    The sums of turns are added as Triton adds those of warps: first those that are farthest apart.
     """
-    part = tl.program_id(0)
-    d = tl.arange(0, WIDTH)
-    inside = d < D
-    of_weight, of_bias = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
-    for first in tl.range(0, PER, ROWS, num_stages=STAGES):
-        rows = part * PER + first + tl.arange(0, ROWS)
+    if APART < TURNS:
+        operands = (GRAD, GRAD_SUM, X, WEIGHT, STATS, GATE, DX, DGATE, PARTS_WEIGHT, PARTS_BIAS, count, offset, first)
+        low, low_bias = _of_tile(*operands, D, WIDTH, ROWS, CENTERED, TURNS, ALIKE, TURN, 2 * APART)
+        high, high_bias = _of_tile(*operands, D, WIDTH, ROWS, CENTERED, TURNS, ALIKE, TURN + APART, 2 * APART)
+        of_weight, of_bias = low + high, low_bias + high_bias
+    else:
+        d = tl.arange(0, WIDTH)
+        inside = d < D
+        row = tl.arange(0, ROWS // TURNS)
+        rows = first + row % ALIKE + TURN * ALIKE + row // ALIKE * (ALIKE * TURNS)
         there = rows < count
         place = rows.to(tl.int64)[:, None] * D + d[None, :]
         mask = there[:, None] & inside[None, :]
@@ -142,10 +150,36 @@ def backward(
         if GRAD_SUM is not None:
             dx = dx + of_sum
         tl.store(DX + place, dx.to(DX.dtype.element_ty), mask=mask)
+        of_weight, of_bias = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
         if PARTS_WEIGHT is not None:
-            of_weight += tl.sum(product(grad, x), 0)
+            of_weight = tl.sum(product(grad, x), 0)
         if PARTS_BIAS is not None:
-            of_bias += tl.sum(grad, 0)
+            of_bias = tl.sum(grad, 0)
+    return of_weight, of_bias
+
+
+@triton.jit(do_not_specialize=("count",))
+def backward(
+    GRAD, GRAD_SUM, X, WEIGHT, STATS, GATE, DX, DGATE, PARTS_WEIGHT, PARTS_BIAS, count, offset,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PER: tl.constexpr, CENTERED: tl.constexpr,
+    STAGES: tl.constexpr, TURNS: tl.constexpr, ALIKE: tl.constexpr,
+):  # fmt: skip
+    """Write dx of PER rows, and the sums of their terms of dweight and dbias. Grid: parts of PER rows.
+
+    The terms of a tile of ROWS rows are added to each other, then the tiles in ascending order. TURNS > 1: one warp
+    takes in turn what TURNS warps of a tile would, ALIKE neighboring rows at once, and adds as they would.
+    """
+    part = tl.program_id(0)
+    d = tl.arange(0, WIDTH)
+    inside = d < D
+    of_weight, of_bias = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
+    for first in tl.range(0, PER, ROWS, num_stages=STAGES):
+        of_tile, of_tile_bias = _of_tile(
+            GRAD, GRAD_SUM, X, WEIGHT, STATS, GATE, DX, DGATE, PARTS_WEIGHT, PARTS_BIAS, count, offset,
+            part * PER + first, D, WIDTH, ROWS, CENTERED, TURNS, ALIKE,
+        )  # fmt: skip
+        of_weight += of_tile
+        of_bias += of_tile_bias
     place = part.to(tl.int64) * D + d
     if PARTS_WEIGHT is not None:
         tl.store(PARTS_WEIGHT + place, of_weight, mask=inside)

@@ -2,8 +2,8 @@
 
 All schedules give the same bits, so the choice may depend on all sizes: it takes the least expected time.
 ``tuned/h200.json`` holds the speed of each. ``tools/tune_matmul.py`` measured most of them; schedules for 33 to 64
-rows were measured before their launches were dependent. Schedules of 64 x 64 and 64 x 128 tiles, and for up to 32 rows,
-were fitted to products of models' layers, timed alternately as with ``--beside``.
+rows were measured before their launches were dependent. Schedules of 64 x 32, 64 x 64, 64 x 128 and 128 x 80 tiles,
+and for up to 32 rows, were fitted to products of models' layers, timed alternately as with ``--beside``.
 """
 
 from __future__ import annotations
@@ -73,6 +73,11 @@ class Schedule:
         return self.rows >= ROWS and self.columns % 16 == 0 and self.cluster == 1
 
     @property
+    def narrow(self) -> bool:
+        """Say whether so few columns are no whole boxes that padding them would be much of what is loaded."""
+        return self.columns < PLAIN_COLUMNS and self.columns % BOX > 0 and not self.swapped
+
+    @property
     def early(self) -> bool:
         """Say whether blocks may start while the kernel before still runs; as measured, not in other clusters."""
         return self.swapped or (self.cluster > 1 and self.columns > PLAIN_COLUMNS)
@@ -135,6 +140,8 @@ class Schedule:
         if left == MN_MAJOR and cut.rows < ROWS:
             cut = replace(cut, rows=ROWS)
         # Boxes have 64 columns: tiles of other widths pad the last one, which leaves no room for long stages.
+        if right == MN_MAJOR and cut.narrow:
+            cut = replace(cut, columns=-(-cut.columns // BOX) * BOX)
         return replace(cut, inner=BOX) if right == MN_MAJOR and cut.columns % BOX else cut
 
 

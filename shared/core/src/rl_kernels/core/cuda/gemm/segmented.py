@@ -88,6 +88,9 @@ def in_segments(segments: int) -> tuple[Candidate, ...]:
 
 
 def _with_segments(candidate: Candidate, segments: int) -> Iterator[Candidate]:
+    # Narrow tiles fill the processors with one chain; with segments they were not measured.
+    if candidate.schedule.narrow:
+        return
     turns = candidate.schedule.turns
     for cluster in CLUSTERS:
         # Products of few rows are bound by loads, and gain nothing from more blocks.
