@@ -41,7 +41,7 @@ def dot(a, b, acc):
 
 @triton.jit
 def dot_rest(a, b, acc):
-    """Return ``acc`` plus ``a`` times what rounding FP32 ``b`` to the dtype of ``a`` takes from it: nothing for FP32."""
+    """Return ``acc`` plus ``a`` times what FP32 ``b`` loses when it is rounded to the dtype of ``a``."""
     if a.dtype != tl.float32:
         acc = dot(a, (b - b.to(a.dtype).to(tl.float32)).to(a.dtype), acc)
     return acc
