@@ -65,8 +65,8 @@ GRADIENT_BUGS = (
         REVERSE,
         Bug(
             "a gradient through residuals added",
-            "decayed(c, x, decay, -1.0f, grad)",
-            "decayed(c, x, decay, 1.0f, grad)",
+            "{-d.x * pair[0], -d.y * pair[1]}",
+            "{d.x * pair[0], d.y * pair[1]}",
         ),
     ),
     (REVERSE, Bug("scale left out", "fmaf(a.scale, z[2 * i], y", "fmaf(1.0f, z[2 * i], y")),

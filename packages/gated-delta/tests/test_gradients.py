@@ -57,6 +57,23 @@ def test_gradients_of_packed_sequences(backend: str) -> None:
 
 
 @each_backend
+def test_errors_in_fp16(backend: str) -> None:
+    torch.manual_seed(0)
+    q, k = (torch.randn(1, 192, 1, 32).half() for _ in range(2))
+    v, upstream = (torch.randn(1, 192, 2, 32).half() for _ in range(2))
+    call = [x.to(DEVICE) for x in (q, k, v, -0.02 * torch.rand(1, 192, 2), torch.rand(1, 192, 2))]
+
+    def of_beta(function, rows: Sequence[torch.Tensor], **options) -> torch.Tensor:
+        leaves = [x.clone().requires_grad_() for x in rows]
+        out = function(*leaves, **options)
+        return torch.autograd.grad(out, leaves, upstream.to(out))[4].double()
+
+    gold = of_beta(reference.gated_delta_rule, [x.double() for x in call])
+    # 6.4e-4 where the gradient of the inverse is rounded to one factor.
+    assert (of_beta(gated_delta_rule, call, backend=backend) - gold).norm() < 6e-4 * gold.norm()
+
+
+@each_backend
 def test_padding_has_no_gradient(backend: str) -> None:
     call = operands(20)
     expected = gradients(gated_delta_rule, call, backend=backend)

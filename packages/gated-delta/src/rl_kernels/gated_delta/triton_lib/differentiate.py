@@ -18,6 +18,7 @@ from rl_kernels.gated_delta.triton_lib.tiles import (
     SIZES,
     between,
     dot,
+    dot_rest,
     faded_inverse,
     minus,
     row_sum,
@@ -83,11 +84,11 @@ def systems(
     scores = tl.where(row >= c, scores, 0.0).to(dtype)
     dmixing = tl.where(row >= c, scaled(dmixing, scale), 0.0).to(dtype)
     dinverse = dot(tl.trans(scores), dmixing, times(dot(k, tl.trans(dweights), zeros), fading[:, None]))
-    dinverse = tl.where(row >= c, dinverse, 0.0).to(dtype)
+    dinverse = tl.where(row >= c, dinverse, 0.0)
     square = (item * CHUNK + row) * CHUNK + c
     dscores = tl.where(row >= c, dot(dmixing, tl.trans(inverse), zeros), 0.0)
     tl.store(DQK + square, times(dscores, decays).to(dtype))
-    pulled = dot(tl.trans(unit_inverse), dinverse, zeros)
+    pulled = dot_rest(tl.trans(unit_inverse), dinverse, dot(tl.trans(unit_inverse), dinverse.to(dtype), zeros))
     dsystem = tl.where(row > c, times(dot(pulled.to(dtype), tl.trans(inverse), zeros), -decays), 0.0)
     tl.store(DKK + square, times(dsystem, beta[:, None]).to(dtype))
     products = dot(k, tl.trans(k), zeros)
@@ -115,14 +116,13 @@ def through_state(
     ROWS, STATES, factor, token, head, item, is_token,
     HV: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Return rows at tokens, times their factors, times the transposed state: ``[64, D]``."""
+    """Return rows at tokens times the transposed state, then times their factors: ``[64, D]``."""
     total = tl.zeros([CHUNK, D], tl.float32)
     for part in range(0, DV // WIDTH):
         columns = part * WIDTH + tl.arange(0, WIDTH)
         x = dense_at(ROWS, token, head, is_token, columns, HV, DV)
-        left = times(x.to(tl.float32), factor[:, None]).to(x.dtype)
-        total = dot(left, tl.trans(tile_at(STATES, item, columns, D, DV)), total)
-    return total
+        total = dot(x, tl.trans(tile_at(STATES, item, columns, D, DV)), total)
+    return times(total, factor[:, None])
 
 
 @triton.jit

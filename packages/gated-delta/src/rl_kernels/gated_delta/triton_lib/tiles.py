@@ -40,6 +40,14 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def dot_rest(a, b, acc):
+    """Return ``acc`` plus ``a`` times what FP32 ``b`` loses when it is rounded to the dtype of ``a``."""
+    if a.dtype != tl.float32:
+        acc = dot(a, (b - b.to(a.dtype).to(tl.float32)).to(a.dtype), acc)
+    return acc
+
+
+@triton.jit
 def times(x, factor):
     """Return ``x`` times ``factor``, which is broadcast, rounded before anything is added to it."""
     return product(x, tl.broadcast_to(factor, x.shape))

@@ -55,12 +55,15 @@ struct Token {
     float d[TILES][4] = {};
 };
 
-// Starts all loads, and normalizes the key and the query.
+// Waits for the kernel before, starts all loads, and normalizes the key and the query.
 __device__ __forceinline__ void begin(const Args& p, const Place& at, Shared& s, State& held, Token& token) {
     const u32 b = blockIdx.z;
+    // Addresses are formed while the kernel before still runs.
+    const Tensors tensors(p);
+    wait_for_prerequisites();
+    launch_dependents();
     // Other blocks may have counted themselves in it.
     const u32 length = *reinterpret_cast<const volatile u32*>(p.lengths + b);
-    const Tensors tensors(p);
     const int type = at.lane ? p.beta_type : p.g_type;
     Chunk row;
     u32 gate = 0;
@@ -143,8 +146,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) decode(const __gri
     const Place at;
     State held;
     Token token;
-    wait_for_prerequisites();
-    launch_dependents();
     begin(p, at, s, held, token);
     if (!SPREAD) {
         __syncthreads();

@@ -2,15 +2,15 @@
 // value columns of the gradient of the state of one head, dS^T [64 x 128], as FP32 accumulators; products are transposed
 // as in scan_sm90.cu. For each chunk, with dS' the gradient of the state after it, do that of the output, rows t:
 //
-//   Y^T = round(dS')^T W^T      Z^T = do^T M      dx^T = round(Y^T + scale Z^T)             one fused multiply-add
-//   dS^T = exp(G_63) dS'^T + round(scale exp(G_t) do)^T q - round(exp(G_t) dx)^T k
+//   Y^T = round(dS')^T W^T      Z^T = do^T M      dx^T = Y^T + scale Z^T                    one fused multiply-add
+//   dS^T = exp(G_63) dS'^T + (scale exp(G_t) do)^T q - round(exp(G_t) dx)^T k
 //
-// dx is the gradient of v. Also written are round(dS'), and for each warp, which has 16 value columns, the sum of
-// round(S) round(dS') with S the state at the start of the chunk. TMA copies round(S) to the stage, and round(dS') from
-// its place.
+// dx, rounded, is the gradient of v. scale exp(G_t) do is two factors: itself rounded, then what that took, rounded.
+// Also written are round(dS'), and for each warp, which has 16 value columns, the sum of round(S) round(dS') with S the
+// state at the start of the chunk. TMA copies round(S) to the stage, and round(dS') from its place.
 //
-// Order of the sums: 16 terms a step, ascending, dS on top of exp(G_63) dS', first q, then k. Of S dS' a thread adds its
-// numbers (n, i, e) for each i, then these four in pairs; then lanes 16, 8, 4, 2 and 1 apart.
+// Order of the sums: 16 terms a step, ascending, dS on top of exp(G_63) dS', first q with either factor, then k. Of S dS'
+// a thread adds its numbers (n, i, e) for each i, then these four in pairs; then lanes 16, 8, 4, 2 and 1 apart.
 #include "columns.cuh"
 
 using namespace rlk;
@@ -51,17 +51,21 @@ __device__ inline void load_grad(const Columns& c, char* box, int to, Rows& grad
     }
 }
 
-// Rows times factor exp(G_t), rounded.
-__device__ inline void decayed(const Columns& c, const Rows& rows, const float* decay, float factor, Rows& out) {
+// Rows times scale exp(G_t): rounded, and what rounding takes from it.
+__device__ inline void decayed(const Columns& c, const Rows& rows, const float* decay, float scale, Rows& out,
+                               Rows& rest) {
 #pragma unroll
     for (int n = 0; n < ROWS / 16; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float2 a = *reinterpret_cast<const float2*>(decay + c.row_of(n, i));
-            float pair[2];
+            float pair[2], near[2];
             T::unpack(rows[n][i], pair);
-            pair[0] *= a.x * factor, pair[1] *= a.y * factor;
+            pair[0] *= a.x * scale, pair[1] *= a.y * scale;
             out[n][i] = T::pack(pair);
+            T::unpack(out[n][i], near);
+            pair[0] -= near[0], pair[1] -= near[1];
+            rest[n][i] = T::pack(pair);
         }
 }
 
@@ -102,17 +106,23 @@ __device__ inline void consume(const Args& a, const TensorMap& dstates, const Jo
         job.ring.full[at.stage].wait(at.parity);
         float y[ROWS / 2], z[ROWS / 2] = {};
         issue_words_rows<T, ROWS, false>(factor, stage + AT_ITEM + AT_W, y);
-        Rows grad, left, x;
+        Rows grad, left, rest, x;
         load_grad(c, box, used, grad);
         keep(grad);
         issue_words<T, ROWS>(grad, stage + AT_ITEM, z);
-        decayed(c, grad, decay, a.scale, left);
+        decayed(c, grad, decay, a.scale, left, rest);
         c.scale(decay[ROWS - 1]);
-        keep(left);
+        keep(left), keep(rest);
         issue_words<T, SIZE>(left, stage, c.state);
+        issue_words<T, SIZE>(rest, stage, c.state);
 
         const float kept = times_state(c, state, factor);
         c.put(state, factor);
+        // Not later: the barrier comes between these reads and the stage's release.
+        float2 decays[ROWS / 16][2];
+#pragma unroll
+        for (int n = 0; n < ROWS / 8; ++n)
+            decays[n / 2][n % 2] = *reinterpret_cast<const float2*>(decay + c.row_of(n / 2, n % 2 * 2));
         fence_copies();
         sync_threads(1 + group, WARPGROUP);
         if (stores) {
@@ -120,14 +130,15 @@ __device__ inline void consume(const Args& a, const TensorMap& dstates, const Jo
             store_box(dstates, static_cast<int>(item) * SIZE + ROWS, c.part * WIDTH, state + BOX);
             commit_stores();
         }
-        products_done<1>();
+        products_done<2>();
         hold(y), hold(z), keep(factor), keep(grad);
 #pragma unroll
         for (int i = 0; i < ROWS / 4; ++i) {
             const float pair[2] = {fmaf(a.scale, z[2 * i], y[2 * i]), fmaf(a.scale, z[2 * i + 1], y[2 * i + 1])};
-            x[i / 4][i % 4] = T::pack(pair);
+            const float2 d = decays[i / 4][i % 4 / 2];
+            const float of_state[2] = {-d.x * pair[0], -d.y * pair[1]};
+            x[i / 4][i % 4] = T::pack(pair), grad[i / 4][i % 4] = T::pack(of_state);
         }
-        decayed(c, x, decay, -1.0f, grad);
         keep(grad);
         issue_words<T, SIZE>(grad, stage + AT_K, c.state);
 
@@ -136,7 +147,7 @@ __device__ inline void consume(const Args& a, const TensorMap& dstates, const Jo
         // Here and not later: it waits, as the products do.
         fence_copies();
         products_done<0>();
-        hold(c.state), keep(left), keep(grad);
+        hold(c.state), keep(left), keep(rest), keep(grad);
         if (stores) stores_read<0>();
         c.arrive(job.ring.empty[at.stage]);
         c.round<T>(factor);

@@ -15,6 +15,7 @@ from rl_kernels.gated_delta.backends.triton.scan import next_state, residuals_of
 from rl_kernels.gated_delta.triton_lib.tiles import (
     CHUNK,
     dot,
+    dot_rest,
     row_sum,
     scaled,
     sequence_at,
@@ -89,11 +90,13 @@ def reverse(
         grad = tl.load(GRAD + token_place, mask=(j < count)[:, None], other=0.0)
         grown, last = tl.exp(tl.load(SUMS + item * CHUNK + r)), tl.exp(tl.load(SUMS + item * CHUNK + CHUNK - 1))
         dx = scaled(dot(tl.trans(whole_tile(MIXING, item, CHUNK, CHUNK)), grad, zeros), scale)
-        dqueries = times(grad.to(tl.float32), scaled(grown, scale)[:, None]).to(grad.dtype)
-        dstate = dot(tl.trans(whole_tile(UNIT_Q, key_item, CHUNK, D)), dqueries, scaled(dstate, last))
-        dx = dot(whole_tile(WEIGHTS, item, CHUNK, D), factor, dx).to(factor.dtype)
-        tl.store(DVALUES + token_place, dx, mask=(j < count)[:, None])
-        dkeys = times(dx.to(tl.float32), -grown[:, None]).to(dx.dtype)
+        dqueries = times(grad.to(tl.float32), scaled(grown, scale)[:, None])
+        q = tl.trans(whole_tile(UNIT_Q, key_item, CHUNK, D))
+        dstate = dot(q, dqueries.to(factor.dtype), scaled(dstate, last))
+        dstate = dot_rest(q, dqueries, dstate)
+        dx = dot(whole_tile(WEIGHTS, item, CHUNK, D), factor, dx)
+        tl.store(DVALUES + token_place, dx.to(factor.dtype), mask=(j < count)[:, None])
+        dkeys = times(dx, -grown[:, None]).to(factor.dtype)
         dstate = dot(tl.trans(whole_tile(UNIT_K, key_item, CHUNK, D)), dkeys, dstate)
     if DINITIAL is not None:
         tl.store(DINITIAL + state_place, dstate)
