@@ -13,10 +13,13 @@ PACKAGE = "rl_kernels.attention.backends.cuda_sm90"
 FORWARD, BACKWARD = "attention_sm90.cu", "attention_backward_sm90.cu"
 CODES = {torch.bfloat16: 1, torch.float16: 2}
 """Values of the kernels' DTYPE macro."""
-WIDTHS = (64, 128)
-"""Columns of a tile: the smallest of these that is at least the head size."""
-HEIGHT, BLOCK = 64, 128
-"""Rows of a consumer, and keys of a block, in the forward pass."""
+WIDTHS = ((64, 64), (64, 128), (128, 64), (128, 128), (192, 128), (256, 256))
+"""Columns of a tile of k and of v: the first of these that are at least the head sizes."""
+WIDEST_KEPT = 128
+"""Widest tile of k whose consumers keep their sums of segments in shared memory; wider ones have global memory for them.
+Widest tile of v that leaves registers for blocks of 128 keys. Widest tiles of the backward pass."""
+HEIGHT, AT_ONCE = 64, 32
+"""Rows of a consumer, and columns of its output that it writes at once if tiles are wide, in the forward pass."""
 PART, TILE = 64, 128
 """Keys or rows of a block, and rows or keys of a tile, in the backward pass."""
 SHARED = 227 * 1024
@@ -31,9 +34,19 @@ MOST_GROUPS = {(64, 64): 3}
 """Consumers of a tile with many rows, by its widths; other widths have 2: their sums leave too few registers for 3."""
 
 
-def width_of(size: int) -> int:
-    """Return the columns of a tile for heads of ``size``."""
-    return next(width for width in WIDTHS if size <= width)
+def widths_of(size: int, size_v: int) -> tuple[int, int]:
+    """Return the columns of a tile of k and of v for heads of these sizes."""
+    return next((width, width_v) for width, width_v in WIDTHS if size <= width and size_v <= width_v)
+
+
+def block_of(widths: tuple[int, int]) -> int:
+    """Return the number of keys of a block of the forward pass."""
+    return 64 if widths[1] > WIDEST_KEPT else 128
+
+
+def is_wide(widths: tuple[int, int]) -> bool:
+    """Say whether tiles are wider than those of the backward pass, and their sums of segments in global memory."""
+    return max(widths) > WIDEST_KEPT
 
 
 class Tile(NamedTuple):
@@ -64,13 +77,16 @@ class Tile(NamedTuple):
 
     @property
     def _stage(self) -> int:
-        return 2 * BLOCK * sum(self.widths)
+        return 2 * block_of(self.widths) * sum(self.widths)
 
     @property
     def _fixed(self) -> int:
         """Bytes of the rows of q, and of each consumer's output, or with several consumers its sums of segments."""
         width, width_v = self.widths
-        row_bytes = 4 * width_v if self.groups > 1 else 2 * width_v + CHUNK
+        if is_wide(self.widths):
+            row_bytes = 2 * AT_ONCE + CHUNK
+        else:
+            row_bytes = 4 * width_v if self.groups > 1 else 2 * width_v + CHUNK
         return ALIGNMENT + self.rows * (2 * width + row_bytes)
 
 
