@@ -71,6 +71,8 @@ LARGE = (
     case("last-key-of-a-block", (2, 70, 127, 2, 4, 64)),
     case("first-query-of-a-block", (1, 300, 300, 2, 4, 64), window=(65, 0)),
     case("window", (2, 300, 1500, 2, 3, 80), window=(1100, 0), softcap=3.0, sinks=True),
+    case("wide-joined", (1, 300, 2500, 24, 4, 256), rising=True),
+    case("wide-keys-joined", (1, 200, 2500, 80, 1, 192), value_head=128),
 )
 
 
