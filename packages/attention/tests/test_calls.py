@@ -64,9 +64,6 @@ def test_limits_of_kernels_are_of_the_widest_head_and_the_largest_group(monkeypa
         assert takers(130, *sizes) == takers(128, *sizes, torch.float32) == ["triton", "native"]
     for sizes in ((8, 264), (264, 8)):
         assert takers(4, *sizes) == ["native"]
-    # Gradients of wider heads are those of triton.
-    monkeypatch.setattr("rl_kernels.core.triton_lib.launch.INSTALLED", False)
-    assert [takers(4, *sizes) for sizes in ((128, 128), (136, 8), (8, 136))] == [["cuda-sm90", "native"], *[["native"]] * 2]
     assert OPERATOR.describe(torch.empty(3, 4, 8)).traits == {"H": 4, "Hkv": 4, "D": 8}
 
 

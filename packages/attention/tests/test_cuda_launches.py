@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -233,17 +231,25 @@ class Kernels:
         assert all(launch[name] == rows[name] for name in ("g_batch", "g_row", "g_head"))
         have = launch.constants
         sizes = have["K_WIDTH"] + have["V_WIDTH"]
-        fixed = 1024 + 256 * sizes + 128 * (2 * max(have["K_WIDTH"], have["V_WIDTH"]) + 16)
+        # Wide tiles have half of the rows, and two blocks of weights of 64 x 64.
+        wide = have["K_WIDTH"] > 128
+        columns, given = (32, 2 * 64 * 64 * 2) if wide else (max(have["K_WIDTH"], have["V_WIDTH"]), 0)
+        fixed = 1024 + (128 if wide else 256) * sizes + 128 * (2 * columns + 16) + given
         assert launch.shared == have["SHARED_BYTES"] == fixed + have["STAGES"] * 128 * sizes
         assert launch.shared + 256 + have["STAGES"] * 512 <= 227 << 10
-        assert have["STAGES"] >= 3
+        assert have["STAGES"] >= 3 - wide
         assert launch.block == 384
         found = self.seen(launch, box)
         assert launch["scale"] == pytest.approx(found.scale)
         return native.backward(*found, out, rows["lse"], grad, True, True)
 
+    @staticmethod
+    def height(launch: Launch) -> int:
+        """Return the rows or keys of a tile."""
+        return 64 if launch.constants["K_WIDTH"] > 128 else 128
+
     def of_queries(self, launch: Launch) -> None:
-        tiles = -(-self.given.max_seqlen_q * self.given.group // 128)
+        tiles = -(-self.given.max_seqlen_q * self.given.group // self.height(launch))
         assert launch["tiles"] == tiles
         assert launch.grid == (min(tiles * self.given.batch * launch["kv_heads"], PROCESSORS), 1, 1)
         assert launch["section"] == self.section(self.given.max_seqlen_k)
@@ -252,7 +258,7 @@ class Kernels:
     def of_keys(self, launch: Launch) -> None:
         given = self.given
         reach = given.max_seqlen_k + (SEGMENT - 1) * (given.k_start is not None and given.left != UNLIMITED)
-        tiles = max(-(-reach // 128), 1)
+        tiles = max(-(-reach // self.height(launch)), 1)
         assert launch["tiles"] == tiles
         assert launch.grid == (min(tiles * given.batch * launch["kv_heads"], PROCESSORS), 1, 1)
         assert launch["section"] == self.section(given.max_seqlen_q * given.group)
@@ -312,7 +318,7 @@ class TestLaunches(CudaHost):
         out, lse = native.forward(*given)
         close(backend.forward(*given), (out, lse))
         close((backend.output(*given),), (out,))
-        if given.seqused_k is not None or max(given.q.shape[-1], given.v.shape[-1]) > 128:
+        if given.seqused_k is not None:
             return
         wide = torch.randn(*out.shape[:-1], 2 * out.shape[-1]).to(out.dtype)
         grad = wide[..., : out.shape[-1]]
@@ -360,16 +366,8 @@ class TestLaunches(CudaHost):
         assert not dk.any()
         assert not dv.any()
 
-    @pytest.mark.parametrize("sizes", [(136, 8), (8, 136)])
-    def test_gradients_of_wide_heads_are_those_of_triton(self, monkeypatch, sizes):
-        name = "rl_kernels.attention.backends.triton.backend"
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(backward=lambda *args: args))
-        given = (*dense(1, 5, 5, 1, 2, sizes[0], size_v=sizes[1]), *native.forward(*dense(1, 5, 5, 1, 2, 8)))
-        found = backend.backward(*given, given[0], True, False)
-        assert all(one is other for one, other in zip(found, (*given, given[0], True, False), strict=True))
-
     def test_every_program_has_room_for_two_stages(self):
         programs = backend.programs("sm_90a")
-        assert len(programs) == len(set(programs)) == 64
+        assert len(programs) == len(set(programs)) == 72
         assert all(dict(one.defines)["STAGES"] >= 2 for one in programs)
         assert backend.programs("sm_80") == []

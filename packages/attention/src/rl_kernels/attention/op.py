@@ -17,12 +17,12 @@ from rl_kernels.core.constants import STEP
 from rl_kernels.core.cuda.where import cuda_backend
 from rl_kernels.core.operator import INVARIANT, REPEATABLE, Backend, Call, Operator
 from rl_kernels.core.torchlib.ops import define
-from rl_kernels.core.triton_lib import launch
+from rl_kernels.core.triton_lib.launch import triton_backend
 
 WIDEST = 256
 """The largest head size of the GPU's kernels: two accumulators this wide fill the registers of a multiprocessor."""
-WIDEST_GRADIENT, LARGEST_GROUP = 128, 64
-"""The largest head size of the CUDA C++ kernels of the gradients, and the most query heads that share a KV head."""
+LARGEST_GROUP = 64
+"""The most query heads that share a KV head in the CUDA C++ kernels."""
 BLOCK = 64
 """Rows and keys of the CPU products that ``explain`` describes."""
 _INPUTS = (
@@ -79,11 +79,9 @@ def _limits(call: Call) -> str | None:
 def _cuda_limits(call: Call) -> str | None:
     if call.dtype == torch.float32:
         return "multiplies BF16 and FP16; IEEE products of FP32 are for triton"
-    size, heads, kv_heads = (call.traits.get(name, 0) for name in ("D", "H", "Hkv"))
+    heads, kv_heads = (call.traits.get(name, 0) for name in ("H", "Hkv"))
     if heads > LARGEST_GROUP * kv_heads:
         return f"takes up to {LARGEST_GROUP} query heads for each KV head, and there are {heads} for {kv_heads}"
-    if size > WIDEST_GRADIENT and not launch.INSTALLED:
-        return f"leaves gradients of head sizes over {WIDEST_GRADIENT} to triton, which is not installed, and D is {size}"
     return _limits(call)
 
 
@@ -107,7 +105,7 @@ OPERATOR = Operator(
         cuda_backend(
             "cuda-sm90", "rl_kernels.attention.backends.cuda_sm90.backend", archs="sm_90", limits=_cuda_limits
         ),
-        launch.triton_backend("rl_kernels.attention.backends.triton.backend", _limits),
+        triton_backend("rl_kernels.attention.backends.triton.backend", _limits),
         Backend(
             "native",
             "rl_kernels.attention.backends.native.backend",

@@ -249,7 +249,7 @@ struct Copier {
 template <int BOXES, int KEYS, int CONSUMERS>
 __device__ inline void clear(char* block, int known) {
     constexpr int CHUNKS = SWIZZLE / CHUNK;
-    const int thread = static_cast<int>(threadIdx.x) - WARPGROUP;
+    const int thread = (static_cast<int>(threadIdx.x) - WARPGROUP) % (CONSUMERS * WARPGROUP);
     for (int i = known * CHUNKS + thread; i < KEYS * CHUNKS; i += CONSUMERS * WARPGROUP)
 #pragma unroll
         for (int box = 0; box < BOXES; ++box)
@@ -268,19 +268,23 @@ constexpr int ROOM_ROW = WIDTH * Number::SIZE + CHUNK;
 template <int WIDTH>
 constexpr int ROOM = MMA_M * ROOM_ROW<WIDTH>;
 
+// Columns of a result of WIDTH columns that a consumer writes at once.
+template <int WIDTH>
+constexpr int AT_ONCE = WIDE ? 32 : WIDTH;
+
 // Rounds a consumer's sums and writes them: row `ahead` to at(ahead), the first `size` columns, or nowhere if that is
-// null; through a buffer for AT_ONCE columns. `id`: its named barrier.
-template <int WIDTH, int AT_ONCE = WIDTH, class F>
+// null; through a buffer for as many columns as it writes at once. `id`: its named barrier.
+template <int WIDTH, class F>
 __device__ inline void store_rows(char* room, int id, const float (&d)[WIDTH / 2], int size, F at) {
+    constexpr int COLUMNS = AT_ONCE<WIDTH>, CHUNKS = COLUMNS * Number::SIZE / CHUNK, STEP = WARPGROUP / CHUNKS;
     const int thread = threadIdx.x % WARPGROUP, lane = thread % WARP;
-    char* to = room + (thread / WARP * 16 + lane % 16) * ROOM_ROW<AT_ONCE> + lane / 16 * CHUNK;
-    constexpr int CHUNKS = AT_ONCE * Number::SIZE / CHUNK, STEP = WARPGROUP / CHUNKS;
+    char* to = room + (thread / WARP * 16 + lane % 16) * ROOM_ROW<COLUMNS> + lane / 16 * CHUNK;
 #pragma unroll
-    for (int first = 0; first < WIDTH; first += AT_ONCE) {
+    for (int first = 0; first < WIDTH; first += COLUMNS) {
         // Other threads may still read the previous content.
         sync_threads(id, WARPGROUP);
 #pragma unroll
-        for (int j = 0; j < AT_ONCE / 16; ++j) {
+        for (int j = 0; j < COLUMNS / 16; ++j) {
             u32 word[4];
 #pragma unroll
             for (int n = 0; n < 4; ++n) word[n] = Number::pack(d + first / 2 + 8 * j + 2 * n);
@@ -294,7 +298,7 @@ __device__ inline void store_rows(char* room, int id, const float (&d)[WIDTH / 2
             const int ahead = thread / CHUNKS + i * STEP;
             if (char* row = at(ahead))
                 *reinterpret_cast<Chunk*>(row + column) =
-                    *reinterpret_cast<const Chunk*>(room + ahead * ROOM_ROW<AT_ONCE> + chunk * CHUNK);
+                    *reinterpret_cast<const Chunk*>(room + ahead * ROOM_ROW<COLUMNS> + chunk * CHUNK);
         }
     }
 }

@@ -1,15 +1,13 @@
 """The backend ``cuda-sm90`` of det_attention: tiles of scores in CUDA C++.
 
 ``attention_sm90.cu`` defines the order of the sums, which is the contract of this backend: blocks of 128 keys, or of 64
-with values wider than 128, in segments of 1024. The kernels also write rows and keys that are in no sequence. The
-gradients of heads wider than 128 are those of ``triton``, from the out and lse of this backend.
+with values wider than 128, in segments of 1024. The kernels also write rows and keys that are in no sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ from rl_kernels.attention.backends.cuda_sm90.schedule import (
     CODES,
     HEIGHT,
     PART,
-    TILE,
     WIDTHS,
     BackwardTile,
     backward_program,
@@ -121,8 +118,6 @@ def backward(*arguments: Any) -> Launches:
     plan = Plan(inputs)
     if plan.is_empty:
         return gpu.backward_without_queries
-    if is_wide(plan.widths):
-        return import_module("rl_kernels.attention.backends.triton.backend").backward
     tile, multiprocessors = BackwardTile(plan.widths), processors(plan.device)
     threads, shared = tile.threads, tile.shared
     tile_program = backward_program(plan.dtype, tile, capped=plan.cap[0] > 0)
@@ -132,7 +127,7 @@ def backward(*arguments: Any) -> Launches:
     sequences = 1 if inputs.cu_seqlens_q is not None else plan.batch
     rows_grid = sequences * -(-plan.queries * plan.heads * LANES // THREADS)
     # One tile at least, for keys in no sequence.
-    row_tiles, key_tiles = -(-plan.rows // TILE), max(-(-plan.longest_k // TILE), 1)
+    row_tiles, key_tiles = -(-plan.rows // tile.height), max(-(-plan.longest_k // tile.height), 1)
     queries_grid, keys_grid = (min(x * plan.batch * plan.kv_heads, multiprocessors) for x in (row_tiles, key_tiles))
     query_numbers = plan.backward_numbers(row_tiles, plan.longest_k, multiprocessors)
     key_numbers = plan.backward_numbers(key_tiles, plan.rows, multiprocessors)
@@ -202,9 +197,5 @@ def programs(arch: str) -> list[Program]:
             for rows in (HEIGHT, HEIGHT + 1)
             for dtype, widths, cap in kinds
         ),
-        *(
-            backward_program(dtype, BackwardTile(widths), capped=cap)
-            for dtype, widths, cap in kinds
-            if not is_wide(widths)
-        ),
+        *(backward_program(dtype, BackwardTile(widths), capped=cap) for dtype, widths, cap in kinds),
     ]

@@ -11,11 +11,9 @@ namespace rlk {
 constexpr int ROWS = MMA_M * GROUPS, THREADS = (GROUPS + 1) * WARPGROUP;
 constexpr int Q_BYTES = BOXES_K * bytes_of(ROWS);
 constexpr int K_BYTES = BOXES_K * bytes_of(BLOCK), V_BYTES = BOXES_V * bytes_of(BLOCK);
-// Columns of the output that a consumer writes at once.
-constexpr int AT_ONCE = WIDE ? 32 : V_WIDTH;
 // Shared memory of a consumer: the sums of earlier segments, or its output.
 constexpr bool MERGES = GROUPS > 1, TURNS = GROUPS == 2;
-constexpr int SUMS_BYTES = MMA_M * V_WIDTH * 4, KEPT_BYTES = MERGES && !WIDE ? SUMS_BYTES : ROOM<AT_ONCE>;
+constexpr int SUMS_BYTES = MMA_M * V_WIDTH * 4, KEPT_BYTES = MERGES && !WIDE ? SUMS_BYTES : ROOM<AT_ONCE<V_WIDTH>>;
 static_assert(SHARED_BYTES >= ATOM + Q_BYTES + STAGES * (K_BYTES + V_BYTES) + GROUPS * KEPT_BYTES,
               "what the host made room for");
 // Registers of a thread; all threads of a multiprocessor have 65536.
@@ -172,7 +170,7 @@ __device__ inline void put(const Args& p, const Tile& t, const Fragment& mine, i
 #pragma unroll
         for (int i = 2 * half; i < V_WIDTH / 2; i += i % 2 ? 3 : 1) acc[i] = used ? done.of(acc[i]) : 0.0f;
     }
-    store_rows<V_WIDTH, AT_ONCE>(room, id, acc, p.size_v, [&](int ahead) -> char* {
+    store_rows<V_WIDTH>(room, id, acc, p.size_v, [&](int ahead) -> char* {
         const Row at = t.row(p, first + ahead);
         return at.query < t.s.count ? out_at(p, t.s, t.b, t.head * p.group + at.member, at.query) : nullptr;
     });

@@ -20,8 +20,8 @@ WIDEST_KEPT = 128
 Widest tile of v that leaves registers for blocks of 128 keys. Widest tiles of the backward pass."""
 HEIGHT, AT_ONCE = 64, 32
 """Rows of a consumer, and columns of its output that it writes at once if tiles are wide, in the forward pass."""
-PART, TILE = 64, 128
-"""Keys or rows of a block, and rows or keys of a tile, in the backward pass."""
+PART = 64
+"""Keys or rows of a block in the backward pass."""
 SHARED = 227 * 1024
 """Bytes of shared memory that a thread block may have."""
 BARRIERS, ROW_BYTES = 256, 2048
@@ -110,6 +110,11 @@ class BackwardTile(NamedTuple):
     widths: tuple[int, int]
 
     @property
+    def height(self) -> int:
+        """Rows or keys of the tile: 64 of each consumer, or if tiles are wide of both."""
+        return HEIGHT if is_wide(self.widths) else 2 * HEIGHT
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
         return 3 * WARPGROUP
@@ -130,8 +135,9 @@ class BackwardTile(NamedTuple):
 
     @property
     def _fixed(self) -> int:
-        """Bytes of the operands of a tile, and of the consumers' output."""
-        return ALIGNMENT + 2 * TILE * sum(self.widths) + TILE * (2 * max(self.widths) + CHUNK)
+        """Bytes of the operands of a tile, of the consumers' output, and of two blocks of weights if tiles are wide."""
+        columns, given = (AT_ONCE, 2 * 2 * HEIGHT * PART) if is_wide(self.widths) else (max(self.widths), 0)
+        return ALIGNMENT + 2 * self.height * sum(self.widths) + 2 * HEIGHT * (2 * columns + CHUNK) + given
 
 
 @functools.cache
