@@ -72,8 +72,8 @@ def _forward(*arguments: Any, with_lse: bool) -> Launches:
     state_rows = min(tile.rows, plan.rows + plan.rows % 2)
     state_size = count * segments * state_rows * (2 + tile.widths[1]) if split else 0
     grid, finish_grid = min(count * parts, multiprocessors), (plan.batch, -(-plan.rows // WARPS), plan.kv_heads)
-    if is_wide(tile.widths) and segments > 1 and not split:
-        # Each thread block's sums of earlier segments.
+    if is_wide(tile.widths) and tile.groups > 1 and not split and plan.most_k > SEGMENT:
+        # Each thread block's sums of earlier segments, also where a sequence is longer than the caller says.
         state_size = grid * tile.rows * tile.widths[1]
     # Packed sequences and caches differ in their tiles: thread blocks claim these from a counter.
     claims = (inputs.seqused_k is not None or inputs.cu_seqlens_q is not None) and count * parts > multiprocessors

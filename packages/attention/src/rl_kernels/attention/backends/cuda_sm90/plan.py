@@ -21,6 +21,8 @@ class Plan:
     Attributes:
         kv_heads: number of KV heads.
         group: query heads of a KV head.
+        longest_k: largest number of keys of a sequence, as the caller says, with dropped ones.
+        most_k: the same, as the tensors have room for.
         rows: largest number of rows of a sequence and a KV head: its queries, by head.
         is_empty: whether no sequence has a query, so that nothing is launched.
         strides: strides of q between sequences, queries and heads.
@@ -45,9 +47,9 @@ class Plan:
             self.box = min(self.box, self._page & -self._page)
         self.longest_q, self.longest_k = min(inputs.max_seqlen_q, self.queries), min(inputs.max_seqlen_k, self.keys)
         self._window = inputs.left, inputs.right
-        if inputs.k_start is not None and inputs.left != UNLIMITED:
-            # Room for dropped keys, modulo a segment.
-            self.longest_k += SEGMENT - 1
+        # Room for dropped keys, modulo a segment.
+        dropped = SEGMENT - 1 if inputs.k_start is not None and inputs.left != UNLIMITED else 0
+        self.longest_k, self.most_k = self.longest_k + dropped, self.keys + dropped
         self.is_empty = not (self.batch and self.longest_q)
         self.rows, self.strides = self.longest_q * self.group, strides_of(q.stride())
         capped, self.scale = inputs.softcap > 0, inputs.scale
