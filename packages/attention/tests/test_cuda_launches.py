@@ -160,7 +160,7 @@ class Kernels:
         height = 64 * have["GROUPS"]
         assert launch.block == 128 * (have["GROUPS"] + 1)
         stage = 2 * block * (have["K_WIDTH"] + have["V_WIDTH"])
-        kept = 80 if wide else 4 * have["V_WIDTH"] if have["GROUPS"] > 1 else 2 * have["V_WIDTH"] + 16
+        kept = 112 if wide else 4 * have["V_WIDTH"] if have["GROUPS"] > 1 else 2 * have["V_WIDTH"] + 16
         assert launch.shared == have["SHARED_BYTES"]
         assert launch.shared == 1024 + height * (2 * have["K_WIDTH"] + kept) + have["STAGES"] * stage
         assert launch.shared + 256 <= 227 << 10

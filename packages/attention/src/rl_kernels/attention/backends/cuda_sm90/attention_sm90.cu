@@ -70,7 +70,10 @@ struct Consumer {
             if (p.splits()) {
                 if (t.has_keys()) put_state(p, t, mine, first, state, acc);
             } else {
-                if (merges) earlier().join(before, state, acc), state = before;
+                if (merges && WIDE)
+                    add_far(state), earlier().get(acc), state = load(kept + ROOM_BYTES);
+                else if (merges)
+                    earlier().join(before, state, acc), state = before;
                 put(p, t, mine, first, state, acc, kept, 1 + group);
             }
         });
@@ -113,7 +116,13 @@ struct Consumer {
         if constexpr (TURNS) turns.pass();
         const bool starts = MERGES && n % SEGMENT == 0;
         State closed;
-        if (starts) closed = state, state = State();
+        if (starts) {
+            if constexpr (WIDE)
+                store(kept, state);
+            else
+                closed = state;
+            state = State();
+        }
         lose(seen, state, n, lost(), p.box);
         products_done<1>();
         scored(seen, n, end);
@@ -127,6 +136,9 @@ struct Consumer {
         // In each branch, not before: the compiler would wait for the sums before it computes the powers.
         if (raises) {
             summed(before, powers);
+            if constexpr (WIDE) {
+                if (starts) closed = load(kept);
+            }
             if (starts) join(closed);
             rescale(acc, shrink);
         } else {
@@ -246,6 +258,25 @@ struct Consumer {
         value.advance();
     }
 
+    // WIDE: states of this thread in shared memory, because registers are scarce: that of earlier segments, and in the
+    // buffer for the output that of a segment that has ended.
+    __device__ __forceinline__ static State load(const char* from) {
+        const float4 x = reinterpret_cast<const float4*>(from)[threadIdx.x % WARPGROUP];
+        State state;
+        state.top[0] = x.x, state.top[1] = x.y, state.total[0] = x.z, state.total[1] = x.w;
+        return state;
+    }
+    __device__ __forceinline__ static void store(char* to, const State& x) {
+        reinterpret_cast<float4*>(to)[threadIdx.x % WARPGROUP] = make_float4(x.top[0], x.top[1], x.total[0], x.total[1]);
+    }
+    // WIDE: merges a segment into the earlier ones.
+    __device__ __forceinline__ void add_far(const State& closed) const {
+        State all = load(kept + ROOM_BYTES);
+        const Merge low(all.top[0], all.total[0], closed.top[0], closed.total[0]);
+        const Merge high(all.top[1], all.total[1], closed.top[1], closed.total[1]);
+        store(kept + ROOM_BYTES, all);
+        earlier().add(low, high, acc);
+    }
     __device__ __forceinline__ Earlier earlier() const {
         return WIDE ? reinterpret_cast<char*>(p.states) + (blockIdx.x * GROUPS + group) * SUMS_BYTES : kept;
     }
@@ -254,7 +285,7 @@ struct Consumer {
     __device__ __forceinline__ void join(State& closed) {
         close(closed);
         if (merges && WIDE) {
-            earlier().add(before, closed, acc);
+            add_far(closed);
         } else {
             if (merges)
                 earlier().join(before, closed, acc);
@@ -262,6 +293,7 @@ struct Consumer {
                 // Other threads may still read the previous output.
                 sync_threads(1 + group, WARPGROUP);
             earlier().put(acc);
+            if constexpr (WIDE) store(kept + ROOM_BYTES, before);
         }
         merges = true;
 #pragma unroll

@@ -16,8 +16,7 @@ CODES = {torch.bfloat16: 1, torch.float16: 2}
 WIDTHS = ((64, 64), (64, 128), (128, 64), (128, 128), (192, 128), (256, 256))
 """Columns of a tile of k and of v: the first of these that are at least the head sizes."""
 WIDEST_KEPT = 128
-"""Widest tile of k whose consumers keep their sums of segments in shared memory; wider ones have global memory for them.
-Widest tile of v that leaves registers for blocks of 128 keys. Widest tiles of the backward pass."""
+"""Widest tiles of k with sums of segments in shared memory, and of v with registers for blocks of 128 keys."""
 HEIGHT, AT_ONCE = 64, 32
 """Rows of a consumer, and columns of its output that it writes at once if tiles are wide, in the forward pass."""
 PART = 64
@@ -81,10 +80,13 @@ class Tile(NamedTuple):
 
     @property
     def _fixed(self) -> int:
-        """Bytes of the rows of q, and of each consumer's output, or with several consumers its sums of segments."""
+        """Bytes of the rows of q, and of each consumer's output, or with several consumers its sums of segments.
+
+        If tiles are wide, a part of the output, and a state of segments for each thread.
+        """
         width, width_v = self.widths
         if is_wide(self.widths):
-            row_bytes = 2 * AT_ONCE + CHUNK
+            row_bytes = 2 * AT_ONCE + CHUNK + WARPGROUP * CHUNK // HEIGHT
         else:
             row_bytes = 4 * width_v if self.groups > 1 else 2 * width_v + CHUNK
         return ALIGNMENT + self.rows * (2 * width + row_bytes)

@@ -123,12 +123,21 @@ struct Earlier {
         for (int i = 0; i < V_WIDTH / 8; ++i)
             at[i * WARPGROUP] = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
     }
-    // WIDE: merges acc into the sums where they are. Unless a top is raised, nothing is read.
-    __device__ void add(State& before, const State& state, const Sums& acc) const {
+    // acc becomes the sums of the earlier segments and the one that it holds.
+    __device__ void join(State& before, const State& state, Sums& acc) const {
         const Merge low(before.top[0], before.total[0], state.top[0], state.total[0]);
         const Merge high(before.top[1], before.total[1], state.top[1], state.total[1]);
-        if (low.a != 1.0f || high.a != 1.0f) {
 #pragma unroll
+        for (int i = 0; i < V_WIDTH / 8; ++i) {
+            const float4 x = at[i * WARPGROUP];
+            acc[4 * i] = low(x.x, acc[4 * i]), acc[4 * i + 1] = low(x.y, acc[4 * i + 1]);
+            acc[4 * i + 2] = high(x.z, acc[4 * i + 2]), acc[4 * i + 3] = high(x.w, acc[4 * i + 3]);
+        }
+    }
+    // WIDE: merges acc into the sums where they are. Unless a top is raised, nothing is read.
+    __device__ void add(const Merge& low, const Merge& high, const Sums& acc) const {
+        if (low.a != 1.0f || high.a != 1.0f) {
+#pragma unroll 2
             for (int i = 0; i < V_WIDTH / 8; ++i) {
                 float4 x = load_written(at + i * WARPGROUP);
                 x.x = __fmul_rn(x.x, low.a), x.y = __fmul_rn(x.y, low.a);
@@ -141,24 +150,11 @@ struct Earlier {
             add_to(at + i * WARPGROUP, make_float4(low.addend(acc[4 * i]), low.addend(acc[4 * i + 1]),
                                                    high.addend(acc[4 * i + 2]), high.addend(acc[4 * i + 3])));
     }
-    // acc becomes the sums of the earlier segments and the one that it holds.
-    __device__ void join(State& before, const State& state, Sums& acc) const {
-        if constexpr (WIDE) {
-            add(before, state, acc);
-#pragma unroll
-            for (int i = 0; i < V_WIDTH / 8; ++i) {
-                const float4 x = load_written(at + i * WARPGROUP);
-                acc[4 * i] = x.x, acc[4 * i + 1] = x.y, acc[4 * i + 2] = x.z, acc[4 * i + 3] = x.w;
-            }
-            return;
-        }
-        const Merge low(before.top[0], before.total[0], state.top[0], state.total[0]);
-        const Merge high(before.top[1], before.total[1], state.top[1], state.total[1]);
+    __device__ void get(Sums& acc) const {
 #pragma unroll
         for (int i = 0; i < V_WIDTH / 8; ++i) {
-            const float4 x = at[i * WARPGROUP];
-            acc[4 * i] = low(x.x, acc[4 * i]), acc[4 * i + 1] = low(x.y, acc[4 * i + 1]);
-            acc[4 * i + 2] = high(x.z, acc[4 * i + 2]), acc[4 * i + 3] = high(x.w, acc[4 * i + 3]);
+            const float4 x = load_written(at + i * WARPGROUP);
+            acc[4 * i] = x.x, acc[4 * i + 1] = x.y, acc[4 * i + 2] = x.z, acc[4 * i + 3] = x.w;
         }
     }
 };
