@@ -117,10 +117,13 @@ struct Consumer {
         const bool starts = MERGES && n % SEGMENT == 0;
         State closed;
         if (starts) {
-            if constexpr (WIDE)
+            if constexpr (WIDE) {
+                // Other threads may still read the previous output.
+                sync_threads(1 + group, WARPGROUP);
                 store(kept, state);
-            else
+            } else {
                 closed = state;
+            }
             state = State();
         }
         lose(seen, state, n, lost(), p.box);
