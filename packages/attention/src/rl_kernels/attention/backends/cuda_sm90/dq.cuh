@@ -95,7 +95,7 @@ struct RowSums {
         for (; n < end; n += 2 * PART) {
             const int stage = slot.stage;
             m.a_full[stage].wait(slot.parity), m.b_full[stage].wait(slot.parity);
-            if (n + PART > length) {
+            if (length - n < PART) {
                 clear<BOXES_K, PART, 1>(m.stage_a(stage), length - n);
                 clear<BOXES_V, PART, 1>(m.stage_b(stage), length - n);
                 fence_copies();
