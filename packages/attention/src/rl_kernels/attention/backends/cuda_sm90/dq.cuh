@@ -244,6 +244,8 @@ __device__ __forceinline__ void consume_keys(const Args& p, const Memory<RowTile
                 const int begin = t.begin + (t.begin / PART % 2 == group ? 0 : PART);
                 sums.run_half(begin, group);
                 add_other(m, group, acc);
+                // All threads have read their sums, which the next tile's rows overwrite.
+                sync_threads(1 + group, WARPGROUP);
                 give_back(*m.tile_empty);
             } else {
                 sums.run();
