@@ -30,13 +30,20 @@ KERNELS = {
         Bug("the sink is read by KV head, not by query head", "[half], head", "[half], t.head"),
         Bug("q is read as if its heads were adjacent", "q_row, p.q_head", "q_row, p.size"),
     ),
-    "states.cuh": (Bug("rescaling picks the factor by column, not by half", "shrink[i / 2 % 2]", "shrink[i % 2]"),),
+    "states.cuh": (
+        Bug("rescaling picks the factor by column, not by half", "shrink[i / 2 % 2]", "shrink[i % 2]"),
+        Bug("a segment is added without its factor", "make_float4(low.addend(acc[4 * i])", "make_float4(acc[4 * i]"),
+    ),
     "attention.cuh": (
         Bug("dropped keys are counted modulo a block, not a segment", "start % SEGMENT", "start % BLOCK"),
         Bug("the table's integer width is taken from seqused_k", "integer(TABLE, p.table", "integer(USED_K, p.table"),
     ),
     "queue.cuh": (Bug("rounds that go backwards miss one tile", "- 1 - mine :", "- mine :"),),
-    "dq.cuh": (Bug("dq does not clear a block that lacks just one key", "PART > length", "PART > length + 1"),),
+    "dq.cuh": (
+        Bug("dq does not clear a block that lacks just one key", "PART > length", "PART > length + 1"),
+        Bug("dq lacks every second block of keys", "__fadd_rn(to[0], x.x)", "to[0]"),
+    ),
+    "dkdv.cuh": (Bug("weights are taken in another order", "words.word[j], 4 * i + j", "words.word[j], 4 * j + i"),),
     "backward.cuh": (
         Bug("hidden scores are capped in the backward pass", "if (x == -infinity()) return 0.0f;\n    cap", "cap"),
     ),
@@ -71,6 +78,8 @@ LARGE = (
     case("last-key-of-a-block", (2, 70, 127, 2, 4, 64)),
     case("first-query-of-a-block", (1, 300, 300, 2, 4, 64), window=(65, 0)),
     case("window", (2, 300, 1500, 2, 3, 80), window=(1100, 0), softcap=3.0, sinks=True),
+    case("wide-joined", (1, 300, 2500, 24, 4, 256), rising=True),
+    case("wide-keys-joined", (1, 200, 2500, 80, 1, 192), value_head=128),
 )
 
 

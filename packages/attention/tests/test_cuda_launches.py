@@ -78,6 +78,11 @@ CALLS: dict[str, Callable[[], Inputs]] = {
     "one-query": one_query,
     "no-keys": partial(dense, 2, 3, 0, 2, 2, 64),
     "keys-outside": keys_outside,
+    "wide": partial(dense, 2, 200, 1300, 2, 4, 256),
+    "wide-unsaid": lambda: dense(1, 200, 1300, 1, 1, 256)._replace(max_seqlen_k=900),
+    "wide-keys": partial(dense, 1, 40, 2500, 2, 4, 192, size_v=128),
+    "wide-values": partial(dense, 2, 1, 2500, 2, 4, 40, size_v=136),
+    "wide-pages": partial(paged, 2, 256, torch.tensor([9 * 256, 3]), size=136, size_v=40),
 }
 
 
@@ -102,7 +107,7 @@ class Kernels:
         for name, width, size in (("k", "K_WIDTH", "size"), ("v", "V_WIDTH", "size_v")):
             described = launch[name]
             assert (described.box, described.swizzle) == ((1, box, 1, 64), 128)
-            assert have[width] - 64 < launch[size] <= have[width]
+            assert launch[size] <= have[width]
             value = described.tensor if self.given.k.numel() else getattr(self.given, name)
             if self.given.k.numel() and launch["starts_k"] is not None:
                 value = value[0]
@@ -147,12 +152,15 @@ class Kernels:
     def attend(self, launch: Launch) -> None:
         have, given = launch.constants, self.given
         rows = given.max_seqlen_q * given.group
+        widths, wide = widths_of(given.q.shape[-1], given.v.shape[-1]), have["K_WIDTH"] > 128
+        assert (have["K_WIDTH"], have["V_WIDTH"]) == widths
+        block = 64 if have["V_WIDTH"] > 128 else 128
         most = 3 if have["K_WIDTH"] == have["V_WIDTH"] == 64 else 2
         assert have["GROUPS"] == (1 if rows <= 64 else most)
         height = 64 * have["GROUPS"]
         assert launch.block == 128 * (have["GROUPS"] + 1)
-        stage = 2 * 128 * (have["K_WIDTH"] + have["V_WIDTH"])
-        kept = 4 * have["V_WIDTH"] if have["GROUPS"] > 1 else 2 * have["V_WIDTH"] + 16
+        stage = 2 * block * (have["K_WIDTH"] + have["V_WIDTH"])
+        kept = 112 if wide else 4 * have["V_WIDTH"] if have["GROUPS"] > 1 else 2 * have["V_WIDTH"] + 16
         assert launch.shared == have["SHARED_BYTES"]
         assert launch.shared == 1024 + height * (2 * have["K_WIDTH"] + kept) + have["STAGES"] * stage
         assert launch.shared + 256 <= 227 << 10
@@ -168,10 +176,12 @@ class Kernels:
         assert (launch["counter"] is not None) == draws
         assert not draws or launch["counter"].tolist() == [0]
         assert launch["section"] == self.section(given.max_seqlen_k)
-        found = self.seen(launch, self.box(128))
+        found = self.seen(launch, self.box(block))
         out, lse = native.forward(*found)
         if not split:
-            assert launch["states"] is None
+            has_sums = wide and have["GROUPS"] > 1 and reach - given.max_seqlen_k + launch["keys"] > SEGMENT
+            sums = launch.grid[0] * height * have["V_WIDTH"] if has_sums else 0
+            assert (0 if launch["states"] is None else launch["states"].numel()) == sums
             self.write(launch, out, lse)
             return
         held = min(height, rows + rows % 2)
@@ -223,17 +233,25 @@ class Kernels:
         assert all(launch[name] == rows[name] for name in ("g_batch", "g_row", "g_head"))
         have = launch.constants
         sizes = have["K_WIDTH"] + have["V_WIDTH"]
-        fixed = 1024 + 256 * sizes + 128 * (2 * max(have["K_WIDTH"], have["V_WIDTH"]) + 16)
+        # Wide tiles have half of the rows, and two blocks of weights of 64 x 64.
+        wide = have["K_WIDTH"] > 128
+        columns, given = (32, 2 * 64 * 64 * 2) if wide else (max(have["K_WIDTH"], have["V_WIDTH"]), 0)
+        fixed = 1024 + (128 if wide else 256) * sizes + 128 * (2 * columns + 16) + given
         assert launch.shared == have["SHARED_BYTES"] == fixed + have["STAGES"] * 128 * sizes
         assert launch.shared + 256 + have["STAGES"] * 512 <= 227 << 10
-        assert have["STAGES"] >= 3
+        assert have["STAGES"] >= 3 - wide
         assert launch.block == 384
         found = self.seen(launch, box)
         assert launch["scale"] == pytest.approx(found.scale)
         return native.backward(*found, out, rows["lse"], grad, True, True)
 
+    @staticmethod
+    def height(launch: Launch) -> int:
+        """Return the rows or keys of a tile."""
+        return 64 if launch.constants["K_WIDTH"] > 128 else 128
+
     def of_queries(self, launch: Launch) -> None:
-        tiles = -(-self.given.max_seqlen_q * self.given.group // 128)
+        tiles = -(-self.given.max_seqlen_q * self.given.group // self.height(launch))
         assert launch["tiles"] == tiles
         assert launch.grid == (min(tiles * self.given.batch * launch["kv_heads"], PROCESSORS), 1, 1)
         assert launch["section"] == self.section(self.given.max_seqlen_k)
@@ -242,7 +260,7 @@ class Kernels:
     def of_keys(self, launch: Launch) -> None:
         given = self.given
         reach = given.max_seqlen_k + (SEGMENT - 1) * (given.k_start is not None and given.left != UNLIMITED)
-        tiles = max(-(-reach // 128), 1)
+        tiles = max(-(-reach // self.height(launch)), 1)
         assert launch["tiles"] == tiles
         assert launch.grid == (min(tiles * given.batch * launch["kv_heads"], PROCESSORS), 1, 1)
         assert launch["section"] == self.section(given.max_seqlen_q * given.group)
@@ -253,6 +271,12 @@ class Kernels:
         _, dk, dv, _ = self.gradients(launch, 64, 1)
         launch["dk"].copy_(dk)
         launch["dv"].copy_(dv)
+
+
+def widths_of(*sizes: int) -> tuple[int, ...]:
+    if max(sizes) <= 128:
+        return tuple(64 if size <= 64 else 128 for size in sizes)
+    return (192, 128) if sizes[0] <= 192 and sizes[1] <= 128 else (256, 256)
 
 
 def close(found: Any, wanted: Any) -> None:
@@ -281,6 +305,8 @@ class TestLaunches(CudaHost):
         Bug("strides of the gradient for those of q", "*strides, *grad_strides)", "*strides, *strides)"),
         Bug("one counter for both kernels", "counters.unbind()", "(counters[0], counters[0])"),
         Bug("stages beyond the room", "- BARRIERS - self", "+ 65536 - self"),
+        Bug("sums of one consumer for all of a thread block", "grid * tile.rows", "grid * HEIGHT"),
+        Bug("no sums if the longest sequence is longer than said", "plan.most_k > SEGMENT", "segments > 1"),
     )
     calls = tuple(CALLS)
     failures = (AssertionError, RuntimeError, ValueError, IndexError, AttributeError, ZeroDivisionError)
@@ -345,6 +371,6 @@ class TestLaunches(CudaHost):
 
     def test_every_program_has_room_for_two_stages(self):
         programs = backend.programs("sm_90a")
-        assert len(programs) == len(set(programs)) == 48
+        assert len(programs) == len(set(programs)) == 72
         assert all(dict(one.defines)["STAGES"] >= 2 for one in programs)
         assert backend.programs("sm_80") == []

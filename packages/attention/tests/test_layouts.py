@@ -75,7 +75,7 @@ def close(found, expected):
 
 
 HEADS = {("triton", "bf16"): (64, 128, 256), ("triton", "fp16"): (64, 128, 256), ("triton", "fp32"): (64,)}
-HEADS |= {("cuda-sm90", dtype): (64, 80, 128) for dtype in ("bf16", "fp16")}
+HEADS |= {("cuda-sm90", dtype): (64, 80, 128, 192, 256) for dtype in ("bf16", "fp16")}
 """Backend and dtype: head sizes."""
 
 

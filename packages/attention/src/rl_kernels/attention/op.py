@@ -20,9 +20,9 @@ from rl_kernels.core.torchlib.ops import define
 from rl_kernels.core.triton_lib.launch import triton_backend
 
 WIDEST = 256
-"""The largest head size of the Triton kernels: two accumulators this wide fill the registers of a multiprocessor."""
-WIDEST_TILE, LARGEST_GROUP = 128, 64
-"""The largest head size of the CUDA C++ kernels, and the most query heads that share a KV head."""
+"""The largest head size of the GPU's kernels: two accumulators this wide fill the registers of a multiprocessor."""
+LARGEST_GROUP = 64
+"""The most query heads that share a KV head in the CUDA C++ kernels."""
 BLOCK = 64
 """Rows and keys of the CPU products that ``explain`` describes."""
 _INPUTS = (
@@ -79,10 +79,10 @@ def _limits(call: Call) -> str | None:
 def _cuda_limits(call: Call) -> str | None:
     if call.dtype == torch.float32:
         return "multiplies BF16 and FP16; IEEE products of FP32 are for triton"
-    size, heads, kv_heads = (call.traits.get(name, 0) for name in ("D", "H", "Hkv"))
+    heads, kv_heads = (call.traits.get(name, 0) for name in ("H", "Hkv"))
     if heads > LARGEST_GROUP * kv_heads:
         return f"takes up to {LARGEST_GROUP} query heads for each KV head, and there are {heads} for {kv_heads}"
-    return None if size <= WIDEST_TILE else f"takes head sizes up to {WIDEST_TILE}, and D is {size}"
+    return _limits(call)
 
 
 def _note(call: Call) -> str | None:

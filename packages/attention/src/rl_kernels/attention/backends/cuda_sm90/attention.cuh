@@ -3,7 +3,8 @@
 // A row is one query in one of the `group` query heads that share a KV head: row t group + g of a sequence. Keys are
 // counted from the first of their sequence, in blocks of BLOCK; SEGMENT keys are a segment.
 //
-// Defines: DTYPE 1 BF16, 2 FP16; K_WIDTH and V_WIDTH: columns of a tile of k and of v, 64 or 128; CAPPED 0 or 1.
+// Defines: DTYPE 1 BF16, 2 FP16; K_WIDTH and V_WIDTH: columns of a tile of k and of v, 64 or 128, or together 192 and
+// 128, or 256 and 256; CAPPED 0 or 1.
 #pragma once
 
 #include <rl_kernels/boxes.cuh>
@@ -20,7 +21,9 @@ using Number = FP16;
 #endif
 
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
-constexpr int BLOCK = 128, SEGMENT = 1024;
+// Wide heads leave no shared memory for sums of segments, and with values of 256 no registers for 128 scores a row.
+constexpr bool WIDE = K_WIDTH > 128;
+constexpr int BLOCK = V_WIDTH > 128 ? 64 : 128, SEGMENT = 1024;
 // Number of boxes of 64 columns side by side, and bytes of a box with `rows` rows.
 constexpr int BOXES_K = K_WIDTH / SPAN, BOXES_V = V_WIDTH / SPAN;
 __device__ constexpr int bytes_of(int rows) { return rows * SWIZZLE; }
@@ -212,18 +215,21 @@ struct Seen {
 // for columns beyond the last. THREADS threads; each has one chunk of every STEP rows.
 template <int WIDTH, int THREADS>
 struct Copier {
-    static constexpr int CHUNKS = WIDTH * Number::SIZE / CHUNK, PER_BOX = SWIZZLE / CHUNK, STEP = THREADS / CHUNKS;
-    static_assert(THREADS % CHUNKS == 0, "a thread keeps its chunk");
+    static constexpr int CHUNKS = WIDTH * Number::SIZE / CHUNK, PER_BOX = SWIZZLE / CHUNK;
+    // Threads of a row: with columns of 192 a quarter of them has no chunk.
+    static constexpr int ACROSS = CHUNKS == 24 ? 32 : CHUNKS, STEP = THREADS / ACROSS;
+    static_assert(THREADS % ACROSS == 0, "a thread keeps its chunk");
     const int first, chunk;
     const bool inside;
 
     __device__ Copier(int thread, int size)
-        : first(thread / CHUNKS), chunk(thread % CHUNKS), inside(chunk * CHUNK < size * Number::SIZE) {}
+        : first(thread / ACROSS), chunk(thread % ACROSS), inside(chunk * CHUNK < size * Number::SIZE) {}
 
     // ROWS rows from `row` on; the last numbers are steps from one sequence, query or head to the next.
     template <int ROWS>
     __device__ void copy(char* to, const Shape& p, const Sequence& s, int b, int head, Row row, const void* from,
                          i64 of_batch, i64 of_query, i64 of_head) const {
+        if (chunk >= CHUNKS) return;
         const i64 begin = (p.starts_q ? 0 : b) * of_batch + static_cast<i64>(head) * p.group * of_head;
         const char* base = static_cast<const char*>(from) + begin * Number::SIZE;
         to += chunk / PER_BOX * bytes_of(ROWS);
@@ -243,7 +249,7 @@ struct Copier {
 template <int BOXES, int KEYS, int CONSUMERS>
 __device__ inline void clear(char* block, int known) {
     constexpr int CHUNKS = SWIZZLE / CHUNK;
-    const int thread = static_cast<int>(threadIdx.x) - WARPGROUP;
+    const int thread = (static_cast<int>(threadIdx.x) - WARPGROUP) % (CONSUMERS * WARPGROUP);
     for (int i = known * CHUNKS + thread; i < KEYS * CHUNKS; i += CONSUMERS * WARPGROUP)
 #pragma unroll
         for (int box = 0; box < BOXES; ++box)
@@ -262,31 +268,38 @@ constexpr int ROOM_ROW = WIDTH * Number::SIZE + CHUNK;
 template <int WIDTH>
 constexpr int ROOM = MMA_M * ROOM_ROW<WIDTH>;
 
+// Columns of a result of WIDTH columns that a consumer writes at once.
+template <int WIDTH>
+constexpr int AT_ONCE = WIDE ? 32 : WIDTH;
+
 // Rounds a consumer's sums and writes them: row `ahead` to at(ahead), the first `size` columns, or nowhere if that is
-// null. `id`: its named barrier.
+// null; through a buffer for as many columns as it writes at once. `id`: its named barrier.
 template <int WIDTH, class F>
 __device__ inline void store_rows(char* room, int id, const float (&d)[WIDTH / 2], int size, F at) {
+    constexpr int COLUMNS = AT_ONCE<WIDTH>, CHUNKS = COLUMNS * Number::SIZE / CHUNK, STEP = WARPGROUP / CHUNKS;
     const int thread = threadIdx.x % WARPGROUP, lane = thread % WARP;
-    // Other threads may still read the previous content.
-    sync_threads(id, WARPGROUP);
-    char* to = room + (thread / WARP * 16 + lane % 16) * ROOM_ROW<WIDTH> + lane / 16 * CHUNK;
+    char* to = room + (thread / WARP * 16 + lane % 16) * ROOM_ROW<COLUMNS> + lane / 16 * CHUNK;
 #pragma unroll
-    for (int j = 0; j < WIDTH / 16; ++j) {
-        u32 word[4];
+    for (int first = 0; first < WIDTH; first += COLUMNS) {
+        // Other threads may still read the previous content.
+        sync_threads(id, WARPGROUP);
 #pragma unroll
-        for (int n = 0; n < 4; ++n) word[n] = Number::pack(d + 8 * j + 2 * n);
-        store_matrices<false>(to + 2 * j * CHUNK, word);
-    }
-    sync_threads(id, WARPGROUP);
-    constexpr int CHUNKS = WIDTH * Number::SIZE / CHUNK, STEP = WARPGROUP / CHUNKS;
-    const int chunk = thread % CHUNKS;
-    if (chunk * CHUNK >= size * Number::SIZE) return;
+        for (int j = 0; j < COLUMNS / 16; ++j) {
+            u32 word[4];
 #pragma unroll
-    for (int i = 0; i < MMA_M / STEP; ++i) {
-        const int ahead = thread / CHUNKS + i * STEP;
-        if (char* row = at(ahead))
-            *reinterpret_cast<Chunk*>(row + chunk * CHUNK) =
-                *reinterpret_cast<const Chunk*>(room + ahead * ROOM_ROW<WIDTH> + chunk * CHUNK);
+            for (int n = 0; n < 4; ++n) word[n] = Number::pack(d + first / 2 + 8 * j + 2 * n);
+            store_matrices<false>(to + 2 * j * CHUNK, word);
+        }
+        sync_threads(id, WARPGROUP);
+        const int chunk = thread % CHUNKS, column = first * Number::SIZE + chunk * CHUNK;
+        if (column >= size * Number::SIZE) continue;
+#pragma unroll
+        for (int i = 0; i < MMA_M / STEP; ++i) {
+            const int ahead = thread / CHUNKS + i * STEP;
+            if (char* row = at(ahead))
+                *reinterpret_cast<Chunk*>(row + column) =
+                    *reinterpret_cast<const Chunk*>(room + ahead * ROOM_ROW<COLUMNS> + chunk * CHUNK);
+        }
     }
 }
 

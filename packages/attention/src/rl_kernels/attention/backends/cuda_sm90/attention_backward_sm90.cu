@@ -4,8 +4,10 @@
 // out and delta the sum of out times g: dq = scale ds k, dk = scale ds^T q, dv = p^T g. p and ds are rounded to 16 bits.
 //
 // Order of the sums, which is the contract:
-//   delta      16 lanes, each a chain over 8 columns; then xor shuffles at distances 8, 4, 2, 1
-//   dq         one chain over the keys of the sequence, 16 at a time
+//   delta      16 lanes, each a chain over 8 columns, and the 8 that are 128 further on; then xor shuffles at distances
+//              8, 4, 2, 1
+//   dq         one chain over the keys of the sequence, 16 at a time; with heads wider than 128 one over the even blocks of
+//              64 keys and one over the odd ones, then their sum
 //   dk, dv     one chain over the rows of the sequence, counted from the first query that may see a key: in blocks of as
 //              many whole queries as have 64 rows at most, in each 16 rows at a time, the last ones filled up with 0
 // What a row does not see adds 0, which changes nothing. No tile, batch or padding changes a bit; there are no atomics.
@@ -41,9 +43,10 @@ extern "C" __global__ void __launch_bounds__(256) rows_of(const __grid_constant_
     const i64 safe = min(row, count - 1);
     const int lane = threadIdx.x % LANES;
     const int query = static_cast<int>(safe / p.heads), head = static_cast<int>(safe % p.heads);
-    const int column = lane * NUMBERS;
     float delta = 0.0f;
-    if (column < p.size_v) {
+#pragma unroll
+    for (int column = lane * NUMBERS; column < V_WIDTH; column += LANES * NUMBERS) {
+        if (column >= p.size_v) break;
         const i64 of_out = (b * count + safe) * p.size_v + column;
         const i64 of_grad = b * p.g_batch + query * p.g_row + head * p.g_head + column;
         const Chunk out = load_constant(static_cast<const char*>(p.out) + of_out * Number::SIZE);
@@ -70,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) of_queries(const __grid
                                                                     const __grid_constant__ TensorMap v,
                                                                     const __grid_constant__ Args p) {
     const Memory<RowTile> m;
-    m.open(ROW_COPIERS, 1, 1, 3);
+    m.open(ROW_COPIERS, 1, GROUPS * WARPS_OF_GROUP, 3);
     if (warp_index() < WARPS_OF_GROUP) {
         give_registers<40>();
         if (warp_index() == 0)
@@ -92,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Memory<KeyTile> m;
     clear_rest(p, m);
     // Each lane has read lse and delta.
-    m.open(1, ROW_ARRIVALS, WARP, 1);
+    m.open(1, ROW_ARRIVALS, GROUPS * WARPGROUP, 1);
     if (warp_index() < WARPS_OF_GROUP) {
         give_registers<40>();
         if (warp_index() == 0)

@@ -1,6 +1,7 @@
 // Attention on Hopper: the forward pass.
 //
-// Order of the sums, which is the contract. Keys are walked in ascending blocks of 128, in ascending segments of 1024.
+// Order of the sums, which is the contract. Keys are walked in ascending blocks of 128, or 64 with values wider than 128,
+// in ascending segments of 1024.
 // A segment has a state of its own: top, which follows the largest score in base 2; total, the sum of 2^(score - top);
 // acc, the sum of those powers, rounded to 16 bits, times the values.
 //   score      one canonical chain over D (wgmma.cuh)
@@ -10,7 +11,8 @@
 //   top        raised to a block's largest score where that exceeds it by more than SLACK; then total and acc are
 //              rescaled
 //   acc        one chain over the keys of a block, 16 at a time, which continues that of the block before
-//   segments   merged in ascending order
+//   segments   merged in ascending order; with keys wider than 128 the merged top is raised as a block raises it, and a
+//              sum is its rescaled value plus the rescaled value of the segment, each rounded
 // A block or a segment of which a row sees nothing changes no bit of its state. So nothing depends on the tile that a
 // row is in, on the other rows there, or on whether one block or several walk over its segments.
 //
@@ -68,7 +70,10 @@ struct Consumer {
             if (p.splits()) {
                 if (t.has_keys()) put_state(p, t, mine, first, state, acc);
             } else {
-                if (merges) Earlier(kept).join(before, state, acc), state = before;
+                if (merges && WIDE)
+                    add_far(state), earlier().get(acc), state = load(kept + ROOM_BYTES);
+                else if (merges)
+                    earlier().join(before, state, acc), state = before;
                 put(p, t, mine, first, state, acc, kept, 1 + group);
             }
         });
@@ -111,7 +116,16 @@ struct Consumer {
         if constexpr (TURNS) turns.pass();
         const bool starts = MERGES && n % SEGMENT == 0;
         State closed;
-        if (starts) closed = state, state = State();
+        if (starts) {
+            if constexpr (WIDE) {
+                // Other threads may still read the previous output.
+                sync_threads(1 + group, WARPGROUP);
+                store(kept, state);
+            } else {
+                closed = state;
+            }
+            state = State();
+        }
         lose(seen, state, n, lost(), p.box);
         products_done<1>();
         scored(seen, n, end);
@@ -125,6 +139,9 @@ struct Consumer {
         // In each branch, not before: the compiler would wait for the sums before it computes the powers.
         if (raises) {
             summed(before, powers);
+            if constexpr (WIDE) {
+                if (starts) closed = load(kept);
+            }
             if (starts) join(closed);
             rescale(acc, shrink);
         } else {
@@ -244,18 +261,44 @@ struct Consumer {
         value.advance();
     }
 
+    // WIDE: states of this thread in shared memory, because registers are scarce: that of earlier segments, and in the
+    // buffer for the output that of a segment that has ended.
+    __device__ __forceinline__ static State load(const char* from) {
+        const float4 x = reinterpret_cast<const float4*>(from)[threadIdx.x % WARPGROUP];
+        State state;
+        state.top[0] = x.x, state.top[1] = x.y, state.total[0] = x.z, state.total[1] = x.w;
+        return state;
+    }
+    __device__ __forceinline__ static void store(char* to, const State& x) {
+        reinterpret_cast<float4*>(to)[threadIdx.x % WARPGROUP] = make_float4(x.top[0], x.top[1], x.total[0], x.total[1]);
+    }
+    // WIDE: merges a segment into the earlier ones.
+    __device__ __forceinline__ void add_far(const State& closed) const {
+        State all = load(kept + ROOM_BYTES);
+        const Merge low(all.top[0], all.total[0], closed.top[0], closed.total[0]);
+        const Merge high(all.top[1], all.total[1], closed.top[1], closed.total[1]);
+        store(kept + ROOM_BYTES, all);
+        earlier().add(low, high, acc);
+    }
+    __device__ __forceinline__ Earlier earlier() const {
+        return WIDE ? reinterpret_cast<char*>(p.states) + (blockIdx.x * GROUPS + group) * SUMS_BYTES : kept;
+    }
+
     // Ends a segment within a tile: merges it into the previous segments, and begins the next one.
     __device__ __forceinline__ void join(State& closed) {
         close(closed);
-        if (merges) {
-            Earlier(kept).join(before, closed, acc);
+        if (merges && WIDE) {
+            add_far(closed);
         } else {
-            before = closed;
-            // Other threads may still read the previous output.
-            sync_threads(1 + group, WARPGROUP);
+            if (merges)
+                earlier().join(before, closed, acc);
+            else if (before = closed; !WIDE)
+                // Other threads may still read the previous output.
+                sync_threads(1 + group, WARPGROUP);
+            earlier().put(acc);
+            if constexpr (WIDE) store(kept + ROOM_BYTES, before);
         }
         merges = true;
-        Earlier(kept).put(acc);
 #pragma unroll
         for (int i = 0; i < V_WIDTH / 2; ++i) acc[i] = 0.0f;
     }
@@ -281,24 +324,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
-// Merges the states that `attend` wrote, in ascending order. One warp for each row; lane l has columns 4 l to 4 l + 3.
+// Merges the states that `attend` wrote, in ascending order. One warp for each row; lane l has columns 4 l to 4 l + 3, and
+// with values wider than 128 those 128 further on.
 extern "C" __global__ void __launch_bounds__(128) finish(const __grid_constant__ Args p) {
-    constexpr int AHEAD = 16;
+    constexpr int PIECE_WIDTH = 4 * WARP, PIECES = (V_WIDTH + PIECE_WIDTH - 1) / PIECE_WIDTH, AHEAD = 16 / PIECES;
     wait_for_prerequisites();
     const int lane = threadIdx.x % WARP, row = static_cast<int>(blockIdx.y) * 4 + static_cast<int>(threadIdx.x) / WARP;
-    const int head = static_cast<int>(blockIdx.z), b = static_cast<int>(blockIdx.x), column = 4 * lane;
+    const int head = static_cast<int>(blockIdx.z), b = static_cast<int>(blockIdx.x);
     const Sequence s(p, b);
     if (row >= s.count * p.group) return;
     const int query = row / p.group, of = head * p.group + row % p.group;
     const bool used = query < s.used;
     // Never more than were written, even if the maximum length was given too small and not validated.
     const int from = s.from(p, query), to = used ? min(s.to(p, query), p.parts * SEGMENT) : 0;
-    float top = -infinity(), total = 0.0f, acc[4] = {};
+    float top = -infinity(), total = 0.0f, acc[PIECES][4] = {};
     // A row that sees no key has no states.
     const int last = from < to ? (to + SEGMENT - 1) / SEGMENT : 0;
     for (int segment = from / SEGMENT; segment < last; segment += AHEAD) {
         float tops[AHEAD], totals[AHEAD];
-        float4 accs[AHEAD] = {};
+        float4 accs[AHEAD][PIECES] = {};
         const i64 first = p.state_of(b, head, row / ROWS, segment, row % ROWS);
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
@@ -306,23 +350,34 @@ extern "C" __global__ void __launch_bounds__(128) finish(const __grid_constant__
             if (segment + i >= last) continue;
             const i64 at = first + i * p.held;
             tops[i] = p.tops()[at], totals[i] = p.totals()[at];
-            if (column < V_WIDTH) accs[i] = *reinterpret_cast<const float4*>(p.accs() + at * V_WIDTH + column);
+#pragma unroll
+            for (int piece = 0; piece < PIECES; ++piece)
+                if (const int column = piece * PIECE_WIDTH + 4 * lane; column < V_WIDTH)
+                    accs[i][piece] = *reinterpret_cast<const float4*>(p.accs() + at * V_WIDTH + column);
         }
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
             const Merge merge(top, total, tops[i], totals[i]);
-            acc[0] = merge(acc[0], accs[i].x), acc[1] = merge(acc[1], accs[i].y);
-            acc[2] = merge(acc[2], accs[i].z), acc[3] = merge(acc[3], accs[i].w);
+#pragma unroll
+            for (int piece = 0; piece < PIECES; ++piece) {
+                float(&x)[4] = acc[piece];
+                const float4 y = accs[i][piece];
+                x[0] = merge(x[0], y.x), x[1] = merge(x[1], y.y), x[2] = merge(x[2], y.z), x[3] = merge(x[3], y.w);
+            }
         }
     }
     const Finished done(p, p.sinks, top, total, of);
     if (p.lse && lane == 0) *lse_at(p, s, b, of, query) = used ? done.lse : -infinity();
-    if (column >= p.size_v) return;
-    float x[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = used ? done.of(acc[i]) : 0.0f;
-    *reinterpret_cast<uint2*>(out_at(p, s, b, of, query) + column * Number::SIZE) =
-        make_uint2(Number::pack(x), Number::pack(x + 2));
+    for (int piece = 0; piece < PIECES; ++piece) {
+        const int column = piece * PIECE_WIDTH + 4 * lane;
+        if (column >= p.size_v) return;
+        float x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = used ? done.of(acc[piece][i]) : 0.0f;
+        *reinterpret_cast<uint2*>(out_at(p, s, b, of, query) + column * Number::SIZE) =
+            make_uint2(Number::pack(x), Number::pack(x + 2));
+    }
 }
 
 }  // namespace rlk

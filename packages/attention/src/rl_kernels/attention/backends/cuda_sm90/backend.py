@@ -1,7 +1,7 @@
 """The backend ``cuda-sm90`` of det_attention: tiles of scores in CUDA C++.
 
-``attention_sm90.cu`` defines the order of the sums, which is the contract of this backend: blocks of 128 keys, segments
-of 1024. The kernels also write rows and keys that are in no sequence.
+``attention_sm90.cu`` defines the order of the sums, which is the contract of this backend: blocks of 128 keys, or of 64
+with values wider than 128, in segments of 1024. The kernels also write rows and keys that are in no sequence.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from rl_kernels.attention.backends.cuda_sm90.schedule import (
     CODES,
     HEIGHT,
     PART,
-    TILE,
     WIDTHS,
     BackwardTile,
     backward_program,
+    is_wide,
     program,
     tile_of,
 )
@@ -71,12 +71,15 @@ def _forward(*arguments: Any, with_lse: bool) -> Launches:
     # An even number, so that the sums behind the tops and totals are aligned.
     state_rows = min(tile.rows, plan.rows + plan.rows % 2)
     state_size = count * segments * state_rows * (2 + tile.widths[1]) if split else 0
+    grid, finish_grid = min(count * parts, multiprocessors), (plan.batch, -(-plan.rows // WARPS), plan.kv_heads)
+    if is_wide(tile.widths) and tile.groups > 1 and not split and plan.most_k > SEGMENT:
+        # Each thread block's sums of earlier segments, also where a sequence is longer than the caller says.
+        state_size = grid * tile.rows * tile.widths[1]
     # Packed sequences and caches differ in their tiles: thread blocks claim these from a counter.
     claims = (inputs.seqused_k is not None or inputs.cu_seqlens_q is not None) and count * parts > multiprocessors
     threads, shared, tile_program = tile.threads, tile.shared, program(plan.dtype, tile, capped=plan.cap[0] > 0)
     attend = kernel(tile_program, "attend", f"TT{ARGS}", plan.device)
     finish = kernel(tile_program, "finish", ARGS, plan.device) if split else None
-    grid, finish_grid = min(count * parts, multiprocessors), (plan.batch, -(-plan.rows // WARPS), plan.kv_heads)
     shape, strides = plan.shape(plan.box), plan.strides
     numbers = (tiles, parts, section, state_rows, plan.factor, *plan.cap)
     k_map, v_map = (_map_of(read, place, (1, plan.box, 1, SPAN)) for place in (gpu.K, gpu.V))
@@ -124,7 +127,7 @@ def backward(*arguments: Any) -> Launches:
     sequences = 1 if inputs.cu_seqlens_q is not None else plan.batch
     rows_grid = sequences * -(-plan.queries * plan.heads * LANES // THREADS)
     # One tile at least, for keys in no sequence.
-    row_tiles, key_tiles = -(-plan.rows // TILE), max(-(-plan.longest_k // TILE), 1)
+    row_tiles, key_tiles = -(-plan.rows // tile.height), max(-(-plan.longest_k // tile.height), 1)
     queries_grid, keys_grid = (min(x * plan.batch * plan.kv_heads, multiprocessors) for x in (row_tiles, key_tiles))
     query_numbers = plan.backward_numbers(row_tiles, plan.longest_k, multiprocessors)
     key_numbers = plan.backward_numbers(key_tiles, plan.rows, multiprocessors)
@@ -187,13 +190,7 @@ def programs(arch: str) -> list[Program]:
     """Return the programs compiled for a target: all of them for ``sm_90a``, none for others."""
     if arch != "sm_90a":
         return []
-    kinds = [
-        (dtype, (width, width_v), capped)
-        for dtype in CODES
-        for width in WIDTHS
-        for width_v in WIDTHS
-        for capped in (False, True)
-    ]
+    kinds = [(dtype, widths, capped) for dtype in CODES for widths in WIDTHS for capped in (False, True)]
     return [
         *(
             program(dtype, tile_of(rows, widths), capped=cap)

@@ -9,15 +9,18 @@
 
 namespace rlk {
 
-constexpr int GROUPS = 2, HEIGHT = MMA_M * GROUPS, THREADS = (GROUPS + 1) * WARPGROUP, PART = 64;
-constexpr int WIDEST_ROOM = K_WIDTH > V_WIDTH ? ROOM<K_WIDTH> : ROOM<V_WIDTH>;
+// HEIGHT: rows or keys of a tile, 64 for each consumer; WIDE, 64 for both, which have the sums of either half of the work.
+constexpr int GROUPS = 2, HEIGHT = WIDE ? MMA_M : MMA_M * GROUPS, THREADS = (GROUPS + 1) * WARPGROUP, PART = 64;
+constexpr int WIDEST_ROOM = ROOM<AT_ONCE<(K_WIDTH > V_WIDTH ? K_WIDTH : V_WIDTH)>>;
 // Bytes of the operands of a whole tile, and of a stage.
 constexpr int K_TILE = BOXES_K * bytes_of(HEIGHT), V_TILE = BOXES_V * bytes_of(HEIGHT);
 constexpr int K_PART = BOXES_K * bytes_of(PART), V_PART = BOXES_V * bytes_of(PART);
-static_assert(SHARED_BYTES >= ATOM + K_TILE + V_TILE + STAGES * (K_PART + V_PART) + GROUPS * WIDEST_ROOM,
+// WIDE: weights on their way from one consumer to the other, GIVEN blocks of them.
+constexpr int GIVEN = 2, GIVEN_BYTES = WIDE ? MMA_M * PART * Number::SIZE : 0;
+static_assert(SHARED_BYTES >= ATOM + K_TILE + V_TILE + STAGES * (K_PART + V_PART) + GROUPS * WIDEST_ROOM + GIVEN * GIVEN_BYTES,
               "what the host made room for");
 
-static_assert(STAGES > 2, "the kernel of dq holds the keys of two blocks when it waits for those of the next");
+static_assert(WIDE || STAGES > 2, "the kernel of dq holds the keys of two blocks when it waits for those of the next");
 
 struct Args : Shape {
     const void *q, *grad;
@@ -43,31 +46,33 @@ struct Args : Shape {
 // of rows, and of rows for a tile of keys.
 template <class T>
 struct Memory {
-    char *a, *b, *stages_a, *stages_b, *room;
+    char *a, *b, *stages_a, *stages_b, *room, *given;
     // After the stages of lse come those of delta.
     float* lse;
-    Barrier *tile_full, *tile_empty, *a_full, *a_empty, *b_full, *b_empty;
+    Barrier *tile_full, *tile_empty, *a_full, *a_empty, *b_full, *b_empty, *given_full, *given_empty;
     Queue<T> queue;
 
     __device__ Memory() {
         extern __shared__ char memory[];
-        __shared__ Barrier barriers[2 + 4 * STAGES];
+        __shared__ Barrier barriers[2 + 4 * STAGES + 2 * GIVEN];
         __shared__ float rows[2][STAGES][PART];
         a = memory + (-shared_address(memory) & (ATOM - 1));
         b = a + K_TILE, stages_a = b + V_TILE, stages_b = stages_a + STAGES * K_PART, room = stages_b + STAGES * V_PART;
         tile_full = barriers, tile_empty = tile_full + 1, a_full = tile_full + 2;
         a_empty = a_full + STAGES, b_full = a_empty + STAGES, b_empty = b_full + STAGES;
+        given = room + GROUPS * WIDEST_ROOM, given_full = b_empty + STAGES, given_empty = given_full + GIVEN;
         lse = rows[0][0];
     }
-    // Number of arrivals at a full tile, at a full stage, and of one warp at an empty stage. `readers`: warps of the producer that
-    // read the queue.
-    __device__ void open(int tile_arrivals, int stage_arrivals, int warp_arrivals, int readers) const {
+    // Number of arrivals at a full tile, at a full stage, and at an empty stage. `readers`: warps of the producer that read
+    // the queue.
+    __device__ void open(int tile_arrivals, int stage_arrivals, int empty_arrivals, int readers) const {
         if (threadIdx.x == 0) {
             tile_full->init(tile_arrivals), tile_empty->init(GROUPS * WARPS_OF_GROUP);
             for (int i = 0; i < STAGES; ++i) {
                 a_full[i].init(stage_arrivals), b_full[i].init(stage_arrivals);
-                a_empty[i].init(GROUPS * WARPS_OF_GROUP * warp_arrivals), b_empty[i].init(GROUPS * WARPS_OF_GROUP);
+                a_empty[i].init(empty_arrivals), b_empty[i].init(empty_arrivals);
             }
+            for (int i = 0; i < GIVEN; ++i) given_full[i].init(WARPGROUP), given_empty[i].init(WARPGROUP);
             queue.init(readers + GROUPS * WARPS_OF_GROUP);
             fence_init();
         }

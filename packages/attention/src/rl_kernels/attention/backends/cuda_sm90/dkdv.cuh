@@ -136,6 +136,31 @@ __device__ inline void load_columns(const float* from, float (&x)[PART / 4]) {
     }
 }
 
+// Two gradients of scores, number 2 i and 2 i + 1 of a thread, from their rounded weights; `lse`: those of its columns.
+__device__ inline u32 slope_word(const Args& p, u32 weights, int i, const Scores& dp, const float (&delta)[PART / 4],
+                                 const float* lse) {
+    float x[2];
+    Number::unpack(weights, x);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+        const float slope = slope_of(p, x[k], lse[i / 2 * 8 + k]);
+        x[k] = __fmul_rn(times(x[k], slope), __fsub_rn(dp[2 * i + k], delta[i / 2 * 2 + k]));
+    }
+    return Number::pack(x);
+}
+
+// WIDE: where a thread's words of step i of 16 rows are given.
+__device__ inline Chunk* given_at(const Memory<KeyTile>& m, const Slot<GIVEN>& given, int i) {
+    return reinterpret_cast<Chunk*>(m.given + given.stage * GIVEN_BYTES) + i * WARPGROUP + threadIdx.x % WARPGROUP;
+}
+
+// Clears the rows of a stage behind the last query, which may hold anything.
+__device__ inline void clear_behind(const Memory<KeyTile>& m, int stage, int known) {
+    clear<BOXES_K, PART, GROUPS>(m.stage_a(stage), known);
+    clear<BOXES_V, PART, GROUPS>(m.stage_b(stage), known);
+    cleared<GROUPS>();
+}
+
 // Adds the blocks of rows of a tile to dk and dv.
 __device__ __forceinline__ void add_rows(const Args& p, const Memory<KeyTile>& m, const KeyTile& t, int first,
                                          Slot<STAGES>& slot, float (&dk)[K_WIDTH / 2], float (&dv)[V_WIDTH / 2]) {
@@ -149,12 +174,7 @@ __device__ __forceinline__ void add_rows(const Args& p, const Memory<KeyTile>& m
     for (int r = t.begin; r < end; r += count, slot.advance()) {
         const int stage = slot.stage;
         m.a_full[stage].wait(slot.parity);
-        // Rows behind the last query may hold anything.
-        if (r + count > used) {
-            clear<BOXES_K, PART, GROUPS>(m.stage_a(stage), used - r);
-            clear<BOXES_V, PART, GROUPS>(m.stage_b(stage), used - r);
-            cleared<GROUPS>();
-        }
+        if (r + count > used) clear_behind(m, stage, used - r);
         issue_rows<Number, PART, K_WIDTH, HEIGHT>(m.a + bytes_of(first), m.stage_a(stage), d);
         // The sums of the previous block are done; its rows may be overwritten.
         products_done<1>();
@@ -182,16 +202,7 @@ __device__ __forceinline__ void add_rows(const Args& p, const Memory<KeyTile>& m
         hold(dp);
         // Uses the rounded weights: there are no registers for the unrounded ones.
 #pragma unroll
-        for (int i = 0; i < PART / 4; ++i) {
-            float x[2];
-            Number::unpack(weights[i / 4][i % 4], x);
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                const float slope = slope_of(p, x[k], of_rows[i / 2 * 8 + k]);
-                x[k] = __fmul_rn(times(x[k], slope), __fsub_rn(dp[2 * i + k], delta[i / 2 * 2 + k]));
-            }
-            slopes[i / 4][i % 4] = Number::pack(x);
-        }
+        for (int i = 0; i < PART / 4; ++i) slopes[i / 4][i % 4] = slope_word(p, weights[i / 4][i % 4], i, dp, delta, of_rows);
         issue_words<Number, K_WIDTH>(slopes, m.stage_a(stage), dk);
         products_done<1>();
         hold(dv), keep(weights);
@@ -201,31 +212,142 @@ __device__ __forceinline__ void add_rows(const Args& p, const Memory<KeyTile>& m
     m.a_empty[before].arrive();
 }
 
-__device__ __forceinline__ void consume_rows(const Args& p, const Memory<KeyTile>& m, int group) {
-    const int first = group * MMA_M;
-    Slot<STAGES> slot;
-    u32 parity = 0;
-    m.queue.each([&](const KeyTile& t) {
-        float dk[K_WIDTH / 2], dv[V_WIDTH / 2];
-        zero(dk), zero(dv);
-        if (t.has_rows()) {
-            m.tile_full->wait(parity);
-            parity ^= 1;
-            add_rows(p, m, t, first, slot, dk, dv);
-            give_back(*m.tile_empty);
+// WIDE: adds the blocks of rows of a tile to dv, and gives their weights to the other consumer.
+__device__ __forceinline__ void add_values(const Args& p, const Memory<KeyTile>& m, const KeyTile& t, Slot<STAGES>& slot,
+                                           Slot<GIVEN>& given, float (&dv)[V_WIDTH / 2]) {
+    const Fragment mine;
+    const SeenBy seen_by(p, t, mine, 0);
+    const int count = p.queries_of_block * p.group, used = t.s.used * p.group, end = t.end;
+    Scores d = {};
+    Weights weights = {};
+    int before = -1;
+#pragma unroll 1
+    for (int r = t.begin; r < end; r += count, slot.advance(), given.advance()) {
+        const int stage = slot.stage;
+        m.a_full[stage].wait(slot.parity);
+        if (r + count > used) clear_behind(m, stage, used - r);
+        issue_rows<Number, PART, K_WIDTH, HEIGHT>(m.a, m.stage_a(stage), d);
+        products_done<1>();
+        hold(dv), keep(weights);
+        if (before >= 0) m.a_empty[before].arrive();
+        before = stage;
+        float lse[PART / 4];
+        load_columns(m.lse + stage * PART + mine.column, lse);
+        products_done<0>();
+        hold(d);
+        if (!seen_by.all(r, count)) seen_by.mask(d, r);
+#pragma unroll
+        for (int i = 0; i < PART / 2; ++i) {
+            capped(p, d[i]);
+            d[i] = power(p, d[i], lse[i / 4 * 2 + i % 2]);
         }
 #pragma unroll
-        for (int i = 0; i < K_WIDTH / 2; ++i) dk[i] = __fmul_rn(dk[i], p.scale);
-        char* room = m.room + group * WIDEST_ROOM;
-        const i64 row = static_cast<i64>(p.starts_k ? 0 : t.b) * p.keys + t.s.first_k;
-        const auto at = [&](void* to, int size, int ahead) -> char* {
-            const int key = t.first + first + ahead;
-            if (key < t.s.gone || key >= t.s.length) return nullptr;
-            return static_cast<char*>(to) + ((row + key) * p.kv_heads + t.head) * size * Number::SIZE;
-        };
-        store_rows<K_WIDTH>(room, 1 + group, dk, p.size, [&](int ahead) { return at(p.dk, p.size, ahead); });
-        store_rows<V_WIDTH>(room, 1 + group, dv, p.size_v, [&](int ahead) { return at(p.dv, p.size_v, ahead); });
+        for (int i = 0; i < PART / 4; ++i) weights[i / 4][i % 4] = Number::pack(d + 2 * i);
+        issue_words<Number, V_WIDTH>(weights, m.stage_b(stage), dv);
+        m.given_empty[given.stage].wait(given.parity ^ 1);
+#pragma unroll
+        for (int i = 0; i < PART / MMA_K; ++i) {
+            const u32(&word)[4] = weights[i];
+            *given_at(m, given, i) = {word[0], word[1], word[2], word[3]};
+        }
+        m.given_full[given.stage].arrive();
+    }
+    products_done<0>();
+    hold(dv), keep(weights);
+    m.a_empty[before].arrive();
+}
+
+// WIDE: adds the blocks of rows of a tile to dk.
+__device__ __forceinline__ void add_keys(const Args& p, const Memory<KeyTile>& m, const KeyTile& t, Slot<STAGES>& slot,
+                                         Slot<GIVEN>& given, float (&dk)[K_WIDTH / 2]) {
+    const Fragment mine;
+    const int count = p.queries_of_block * p.group, used = t.s.used * p.group, end = t.end;
+    Scores dp = {};
+    Weights slopes = {};
+    int before = -1;
+#pragma unroll 1
+    for (int r = t.begin; r < end; r += count, slot.advance(), given.advance()) {
+        const int stage = slot.stage;
+        m.a_full[stage].wait(slot.parity);
+        if (r + count > used) clear_behind(m, stage, used - r);
+        issue_rows<Number, PART, V_WIDTH, HEIGHT>(m.b, m.stage_b(stage), dp);
+        products_done<1>();
+        hold(dk), keep(slopes);
+        if (before >= 0) m.a_empty[before].arrive();
+        before = stage;
+        const float* of_rows = m.lse + stage * PART + mine.column;
+        float delta[PART / 4];
+        load_columns(of_rows + STAGES * PART, delta);
+        m.given_full[given.stage].wait(given.parity);
+        products_done<0>();
+        hold(dp);
+#pragma unroll
+        for (int i = 0; i < PART / MMA_K; ++i) {
+            const Chunk words = *given_at(m, given, i);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) slopes[i][j] = slope_word(p, words.word[j], 4 * i + j, dp, delta, of_rows);
+        }
+        m.given_empty[given.stage].arrive();
+        issue_words<Number, K_WIDTH>(slopes, m.stage_a(stage), dk);
+    }
+    products_done<0>();
+    hold(dk), keep(slopes);
+    m.a_empty[before].arrive();
+}
+
+// Writes the sums of the keys of a tile from `first` on.
+template <int WIDTH>
+__device__ __forceinline__ void put_keys(const Args& p, const Memory<KeyTile>& m, const KeyTile& t, int group, int first,
+                                         void* to, int size, const float (&sums)[WIDTH / 2]) {
+    const i64 row = static_cast<i64>(p.starts_k ? 0 : t.b) * p.keys + t.s.first_k;
+    store_rows<WIDTH>(m.room + group * WIDEST_ROOM, 1 + group, sums, size, [&](int ahead) -> char* {
+        const int key = t.first + first + ahead;
+        if (key < t.s.gone || key >= t.s.length) return nullptr;
+        return static_cast<char*>(to) + ((row + key) * p.kv_heads + t.head) * size * Number::SIZE;
     });
+}
+
+__device__ __forceinline__ void consume_rows(const Args& p, const Memory<KeyTile>& m, int group) {
+    Slot<STAGES> slot;
+    Slot<GIVEN> given;
+    u32 parity = 0;
+    // Whether a tile has rows; waits for its keys.
+    const auto begins = [&](const KeyTile& t) {
+        if (!t.has_rows()) return false;
+        m.tile_full->wait(parity);
+        parity ^= 1;
+        return true;
+    };
+    const auto scale = [&](float (&dk)[K_WIDTH / 2]) {
+#pragma unroll
+        for (int i = 0; i < K_WIDTH / 2; ++i) dk[i] = __fmul_rn(dk[i], p.scale);
+    };
+    if constexpr (!WIDE) {
+        const int first = group * MMA_M;
+        m.queue.each([&](const KeyTile& t) {
+            float dk[K_WIDTH / 2], dv[V_WIDTH / 2];
+            zero(dk), zero(dv);
+            if (begins(t)) add_rows(p, m, t, first, slot, dk, dv), give_back(*m.tile_empty);
+            scale(dk);
+            put_keys<K_WIDTH>(p, m, t, group, first, p.dk, p.size, dk);
+            put_keys<V_WIDTH>(p, m, t, group, first, p.dv, p.size_v, dv);
+        });
+    } else if (group == 0) {
+        m.queue.each([&](const KeyTile& t) {
+            float dv[V_WIDTH / 2];
+            zero(dv);
+            if (begins(t)) add_values(p, m, t, slot, given, dv), give_back(*m.tile_empty);
+            put_keys<V_WIDTH>(p, m, t, group, 0, p.dv, p.size_v, dv);
+        });
+    } else {
+        m.queue.each([&](const KeyTile& t) {
+            float dk[K_WIDTH / 2];
+            zero(dk);
+            if (begins(t)) add_keys(p, m, t, slot, given, dk), give_back(*m.tile_empty);
+            scale(dk);
+            put_keys<K_WIDTH>(p, m, t, group, 0, p.dk, p.size, dk);
+        });
+    }
 }
 
 }  // namespace rlk

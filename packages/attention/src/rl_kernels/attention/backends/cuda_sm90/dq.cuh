@@ -1,5 +1,6 @@
-// The kernel of dq: a tile is 128 rows of a sequence and a KV head, 64 a consumer. Blocks of 64 keys and values come
-// through a ring. Order of the sum: attention_backward_sm90.cu.
+// The kernel of dq: a tile is 128 rows of a sequence and a KV head, 64 a consumer; WIDE, it is 64 rows, of which one
+// consumer has the even blocks of keys, and the other the odd ones. Blocks of 64 keys and values come through a ring. Order
+// of the sum: attention_backward_sm90.cu.
 #pragma once
 
 #include "backward.cuh"
@@ -86,6 +87,44 @@ struct RowSums {
         }
     }
 
+    // WIDE: adds every second block of the tile, from block n on.
+    __device__ __forceinline__ void run_half(int n, int group) {
+        Scores d = {};
+        if (n > begin) pass();
+#pragma unroll 1
+        for (; n < end; n += 2 * PART) {
+            const int stage = slot.stage;
+            m.a_full[stage].wait(slot.parity), m.b_full[stage].wait(slot.parity);
+            if (length - n < PART) {
+                clear<BOXES_K, PART, 1>(m.stage_a(stage), length - n);
+                clear<BOXES_V, PART, 1>(m.stage_b(stage), length - n);
+                fence_copies();
+                sync_threads(1 + group, WARPGROUP);
+            }
+            issue_rows<Number, PART, K_WIDTH, HEIGHT>(m.a, m.stage_a(stage), d);
+            issue_rows<Number, PART, V_WIDTH, HEIGHT>(m.b, m.stage_b(stage), dp);
+            products_done<1>();
+            hold(d);
+            weigh(n, d);
+            products_done<0>();
+            hold(dp);
+            give_back(m.b_empty[stage]);
+            slopes(d);
+            issue_words<Number, K_WIDTH>(weights, m.stage_a(stage), acc);
+            products_done<0>();
+            hold(acc), keep(weights);
+            give_back(m.a_empty[stage]);
+            slot.advance();
+            if (n + PART < end) pass();
+        }
+    }
+    // Leaves a block to the other consumer.
+    __device__ __forceinline__ void pass() {
+        m.a_full[slot.stage].wait(slot.parity), m.b_full[slot.stage].wait(slot.parity);
+        give_back(m.a_empty[slot.stage]), give_back(m.b_empty[slot.stage]);
+        slot.advance();
+    }
+
     // Adds all blocks of the tile. The scores of a block are computed while the previous block is weighted.
     __device__ __forceinline__ void run() {
         Scores even = {}, odd = {};
@@ -127,22 +166,12 @@ struct RowSums {
         products_done<LAST ? 1 : 2>();
         hold(d), hold(acc), keep(weights);
         if (n > begin) give_back(m.a_empty[stage ? stage - 1 : STAGES - 1]);
-        if (!seen.all(n)) seen.mask(d, n, -infinity());
-        each(d, [&](float& x, int half, int) {
-            const float slope = capped(p, x);
-            x = times(power(p, x, lse[half]), slope);
-        });
+        weigh(n, d);
         products_done<LAST ? 0 : 1>();
         hold(dp);
         give_back(m.b_empty[stage]);
         if constexpr (LAST) give_back(*m.tile_empty);
-#pragma unroll
-        for (int i = 0; i < PART / 4; ++i) {
-            float x[2];
-#pragma unroll
-            for (int k = 0; k < 2; ++k) x[k] = __fmul_rn(d[2 * i + k], __fsub_rn(dp[2 * i + k], delta[i % 2]));
-            weights[i / 4][i % 4] = Number::pack(x);
-        }
+        slopes(d);
         issue_words<Number, K_WIDTH>(weights, m.stage_a(stage), acc);
         if constexpr (LAST) {
             products_done<0>();
@@ -150,11 +179,58 @@ struct RowSums {
             give_back(m.a_empty[stage]);
         }
     }
+
+    // Turns the scores of block n into weights, times the derivative of the cap.
+    __device__ __forceinline__ void weigh(int n, Scores& d) const {
+        if (!seen.all(n)) seen.mask(d, n, -infinity());
+        each(d, [&](float& x, int half, int) {
+            const float slope = capped(p, x);
+            x = times(power(p, x, lse[half]), slope);
+        });
+    }
+    // Packs the gradients of the scores.
+    __device__ __forceinline__ void slopes(const Scores& d) {
+#pragma unroll
+        for (int i = 0; i < PART / 4; ++i) {
+            float x[2];
+#pragma unroll
+            for (int k = 0; k < 2; ++k) x[k] = __fmul_rn(d[2 * i + k], __fsub_rn(dp[2 * i + k], delta[i % 2]));
+            weights[i / 4][i % 4] = Number::pack(x);
+        }
+    }
 };
+
+// WIDE: acc of consumer 0 becomes its own plus that of consumer 1, which goes through the tile's rows of q, half of the
+// columns at a time.
+__device__ __forceinline__ void add_other(const Memory<RowTile>& m, int group, float (&acc)[K_WIDTH / 2]) {
+    float4* at = reinterpret_cast<float4*>(m.a) + threadIdx.x % WARPGROUP;
+    static_assert(MMA_M * K_WIDTH / 2 * 4 <= K_TILE, "half of the columns");
+    constexpr int HALF = K_WIDTH / 16;
+#pragma unroll
+    for (int first = 0; first < 2 * HALF; first += HALF) {
+        // All products with the rows are done, and the first half is read.
+        sync_threads(3, GROUPS * WARPGROUP);
+        if (group)
+#pragma unroll
+            for (int i = 0; i < HALF; ++i) {
+                const float* x = acc + 4 * (first + i);
+                at[i * WARPGROUP] = make_float4(x[0], x[1], x[2], x[3]);
+            }
+        sync_threads(3, GROUPS * WARPGROUP);
+        if (!group)
+#pragma unroll
+            for (int i = 0; i < HALF; ++i) {
+                const float4 x = at[i * WARPGROUP];
+                float* to = acc + 4 * (first + i);
+                to[0] = __fadd_rn(to[0], x.x), to[1] = __fadd_rn(to[1], x.y);
+                to[2] = __fadd_rn(to[2], x.z), to[3] = __fadd_rn(to[3], x.w);
+            }
+    }
+}
 
 __device__ __forceinline__ void consume_keys(const Args& p, const Memory<RowTile>& m, int group) {
     const Fragment mine;
-    const int first = group * MMA_M;
+    const int first = WIDE ? 0 : group * MMA_M;
     Slot<STAGES> slot;
     u32 parity = 0;
     m.queue.each([&](const RowTile& t) {
@@ -163,10 +239,21 @@ __device__ __forceinline__ void consume_keys(const Args& p, const Memory<RowTile
         if (t.has_keys()) {
             m.tile_full->wait(parity);
             parity ^= 1;
-            RowSums(p, m, t, mine, first, slot, acc).run();
+            RowSums sums(p, m, t, mine, first, slot, acc);
+            if constexpr (WIDE) {
+                const int begin = t.begin + (t.begin / PART % 2 == group ? 0 : PART);
+                sums.run_half(begin, group);
+                add_other(m, group, acc);
+                // All threads have read their sums, which the next tile's rows overwrite.
+                sync_threads(1 + group, WARPGROUP);
+                give_back(*m.tile_empty);
+            } else {
+                sums.run();
+            }
 #pragma unroll
             for (int i = 0; i < K_WIDTH / 2; ++i) acc[i] = __fmul_rn(acc[i], p.scale);
         }
+        if (WIDE && group) return;
         store_rows<K_WIDTH>(m.room + group * WIDEST_ROOM, 1 + group, acc, p.size, [&](int ahead) -> char* {
             const Row at = t.row(p, first + ahead);
             const i64 row = static_cast<i64>(p.starts_q ? 0 : t.b) * p.queries + t.s.first_q + at.query;

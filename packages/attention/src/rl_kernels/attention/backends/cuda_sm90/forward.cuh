@@ -13,11 +13,14 @@ constexpr int Q_BYTES = BOXES_K * bytes_of(ROWS);
 constexpr int K_BYTES = BOXES_K * bytes_of(BLOCK), V_BYTES = BOXES_V * bytes_of(BLOCK);
 // Shared memory of a consumer: the sums of earlier segments, or its output.
 constexpr bool MERGES = GROUPS > 1, TURNS = GROUPS == 2;
-constexpr int KEPT_BYTES = MERGES ? MMA_M * V_WIDTH * 4 : ROOM<V_WIDTH>;
+constexpr int SUMS_BYTES = MMA_M * V_WIDTH * 4, ROOM_BYTES = ROOM<AT_ONCE<V_WIDTH>>;
+// WIDE: its output, and a state of earlier segments for each thread.
+constexpr int KEPT_BYTES = WIDE ? ROOM_BYTES + WARPGROUP * CHUNK : MERGES ? SUMS_BYTES : ROOM_BYTES;
 static_assert(SHARED_BYTES >= ATOM + Q_BYTES + STAGES * (K_BYTES + V_BYTES) + GROUPS * KEPT_BYTES,
               "what the host made room for");
 // Registers of a thread; all threads of a multiprocessor have 65536.
-constexpr int CONSUMER_REGISTERS = GROUPS > 2 ? 160 : GROUPS > 1 ? 232 : 248, PRODUCER_REGISTERS = GROUPS > 2 ? 32 : 40;
+constexpr int CONSUMER_REGISTERS = GROUPS > 2 ? 160 : GROUPS > 1 ? (WIDE ? 240 : 232) : 248;
+constexpr int PRODUCER_REGISTERS = GROUPS > 2 ? 32 : GROUPS > 1 && WIDE ? 24 : 40;
 // Warp 0 of the producer loads k, warp 1 loads v, and warps 2 and 3 load q.
 constexpr int COPIERS = WARPGROUP - 2 * WARP;
 
@@ -26,7 +29,8 @@ struct Args : Shape {
     void* out;
     float* lse;
     const void* sinks;
-    // If tiles are split, the states of their parts: all tops, all totals, all sums; else null.
+    // If tiles are split, the states of their parts: all tops, all totals, all sums. Otherwise, WIDE, room for each
+    // consumer's sums of earlier segments; or null.
     float* states;
     // Strides of q in elements, between sequences, queries and heads.
     i64 q_batch, q_row, q_head;
@@ -38,7 +42,7 @@ struct Args : Shape {
     int held;
     float factor, cap, rate;
 
-    __device__ bool splits() const { return states; }
+    __device__ bool splits() const { return parts > 1; }
     // Number of the state of part `part` of row `row` of a tile.
     __device__ i64 state_of(int b, int head, int tile, int part, int row) const {
         return (((static_cast<i64>(b) * kv_heads + head) * tiles + tile) * parts + part) * held + row;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rl_kernels.attention.backends.cuda_sm90.schedule import BLOCK, PART, width_of
+from rl_kernels.attention.backends.cuda_sm90.schedule import PART, block_of, widths_of
 from rl_kernels.attention.inputs import UNLIMITED, Inputs
 from rl_kernels.core.constants import KEY_SEGMENT as SEGMENT
 
@@ -21,6 +21,8 @@ class Plan:
     Attributes:
         kv_heads: number of KV heads.
         group: query heads of a KV head.
+        longest_k: largest number of keys of a sequence, as the caller says, with dropped ones.
+        most_k: the same, as the tensors have room for.
         rows: largest number of rows of a sequence and a KV head: its queries, by head.
         is_empty: whether no sequence has a query, so that nothing is launched.
         strides: strides of q between sequences, queries and heads.
@@ -36,20 +38,20 @@ class Plan:
         self.queries, self.heads, self.size = q.shape[-3:]
         self.kv_heads, self.size_v = v.shape[-2:]
         self._pages, self._page, self._table_step = 0, 1, 0
-        self.keys, self.box = k.shape[-3], BLOCK
+        self.widths = widths_of(self.size, self.size_v)
+        self.keys, self.box = k.shape[-3], block_of(self.widths)
         if inputs.block_table is not None:
             self._pages, self._page, self._table_step = k.shape[0], k.shape[1], inputs.block_table.shape[1]
             self.keys = self._table_step * self._page * bool(self._pages)
             # The largest power of two in a page: a copy lies in one page.
-            self.box = min(BLOCK, self._page & -self._page)
+            self.box = min(self.box, self._page & -self._page)
         self.longest_q, self.longest_k = min(inputs.max_seqlen_q, self.queries), min(inputs.max_seqlen_k, self.keys)
         self._window = inputs.left, inputs.right
-        if inputs.k_start is not None and inputs.left != UNLIMITED:
-            # Room for dropped keys, modulo a segment.
-            self.longest_k += SEGMENT - 1
+        # Room for dropped keys, modulo a segment.
+        dropped = SEGMENT - 1 if inputs.k_start is not None and inputs.left != UNLIMITED else 0
+        self.longest_k, self.most_k = self.longest_k + dropped, self.keys + dropped
         self.is_empty = not (self.batch and self.longest_q)
         self.rows, self.strides = self.longest_q * self.group, strides_of(q.stride())
-        self.widths = width_of(self.size), width_of(self.size_v)
         capped, self.scale = inputs.softcap > 0, inputs.scale
         self.factor = LOG2E if capped else inputs.scale * LOG2E
         self.cap = (inputs.softcap, inputs.scale / inputs.softcap) if capped else (0.0, 0.0)

@@ -13,12 +13,14 @@ PACKAGE = "rl_kernels.attention.backends.cuda_sm90"
 FORWARD, BACKWARD = "attention_sm90.cu", "attention_backward_sm90.cu"
 CODES = {torch.bfloat16: 1, torch.float16: 2}
 """Values of the kernels' DTYPE macro."""
-WIDTHS = (64, 128)
-"""Columns of a tile: the smallest of these that is at least the head size."""
-HEIGHT, BLOCK = 64, 128
-"""Rows of a consumer, and keys of a block, in the forward pass."""
-PART, TILE = 64, 128
-"""Keys or rows of a block, and rows or keys of a tile, in the backward pass."""
+WIDTHS = ((64, 64), (64, 128), (128, 64), (128, 128), (192, 128), (256, 256))
+"""Columns of a tile of k and of v: the first of these that are at least the head sizes."""
+WIDEST_KEPT = 128
+"""Widest tiles of k with sums of segments in shared memory, and of v with registers for blocks of 128 keys."""
+HEIGHT, AT_ONCE = 64, 32
+"""Rows of a consumer, and columns of its output that it writes at once if tiles are wide, in the forward pass."""
+PART = 64
+"""Keys or rows of a block in the backward pass."""
 SHARED = 227 * 1024
 """Bytes of shared memory that a thread block may have."""
 BARRIERS, ROW_BYTES = 256, 2048
@@ -31,9 +33,19 @@ MOST_GROUPS = {(64, 64): 3}
 """Consumers of a tile with many rows, by its widths; other widths have 2: their sums leave too few registers for 3."""
 
 
-def width_of(size: int) -> int:
-    """Return the columns of a tile for heads of ``size``."""
-    return next(width for width in WIDTHS if size <= width)
+def widths_of(size: int, size_v: int) -> tuple[int, int]:
+    """Return the columns of a tile of k and of v for heads of these sizes."""
+    return next((width, width_v) for width, width_v in WIDTHS if size <= width and size_v <= width_v)
+
+
+def block_of(widths: tuple[int, int]) -> int:
+    """Return the number of keys of a block of the forward pass."""
+    return 64 if widths[1] > WIDEST_KEPT else 128
+
+
+def is_wide(widths: tuple[int, int]) -> bool:
+    """Say whether tiles are wider than those of the backward pass, and their sums of segments in global memory."""
+    return max(widths) > WIDEST_KEPT
 
 
 class Tile(NamedTuple):
@@ -64,13 +76,19 @@ class Tile(NamedTuple):
 
     @property
     def _stage(self) -> int:
-        return 2 * BLOCK * sum(self.widths)
+        return 2 * block_of(self.widths) * sum(self.widths)
 
     @property
     def _fixed(self) -> int:
-        """Bytes of the rows of q, and of each consumer's output, or with several consumers its sums of segments."""
+        """Bytes of the rows of q, and of each consumer's output, or with several consumers its sums of segments.
+
+        If tiles are wide, a part of the output, and a state of segments for each thread.
+        """
         width, width_v = self.widths
-        row_bytes = 4 * width_v if self.groups > 1 else 2 * width_v + CHUNK
+        if is_wide(self.widths):
+            row_bytes = 2 * AT_ONCE + CHUNK + WARPGROUP * CHUNK // HEIGHT
+        else:
+            row_bytes = 4 * width_v if self.groups > 1 else 2 * width_v + CHUNK
         return ALIGNMENT + self.rows * (2 * width + row_bytes)
 
 
@@ -94,6 +112,11 @@ class BackwardTile(NamedTuple):
     widths: tuple[int, int]
 
     @property
+    def height(self) -> int:
+        """Rows or keys of the tile: 64 of each consumer, or if tiles are wide of both."""
+        return HEIGHT if is_wide(self.widths) else 2 * HEIGHT
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
         return 3 * WARPGROUP
@@ -114,8 +137,9 @@ class BackwardTile(NamedTuple):
 
     @property
     def _fixed(self) -> int:
-        """Bytes of the operands of a tile, and of the consumers' output."""
-        return ALIGNMENT + 2 * TILE * sum(self.widths) + TILE * (2 * max(self.widths) + CHUNK)
+        """Bytes of the operands of a tile, of the consumers' output, and of two blocks of weights if tiles are wide."""
+        columns, given = (AT_ONCE, 2 * 2 * HEIGHT * PART) if is_wide(self.widths) else (max(self.widths), 0)
+        return ALIGNMENT + 2 * self.height * sum(self.widths) + 2 * HEIGHT * (2 * columns + CHUNK) + given
 
 
 @functools.cache

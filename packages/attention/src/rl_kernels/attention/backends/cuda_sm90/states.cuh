@@ -96,21 +96,28 @@ __device__ inline void close(State& state) {
     }
 }
 
-// The factors of two states that are merged; `state` becomes the merged state.
+// The factors of two states that are merged; `state` becomes the merged state. WIDE: the top is raised as a block raises
+// it, so that `a` is nearly always 1.
 struct Merge {
     float a, b;
     __device__ Merge(float& top, float& total, float other_top, float other_total) {
-        const float above = fmaxf(top, other_top), base = finite(above);
+        const bool exceeds = __fsub_rn(other_top, top) > SLACK;
+        const float above = !WIDE ? fmaxf(top, other_top) : exceeds ? other_top : top, base = finite(above);
         a = exp2_fast(__fsub_rn(top, base)), b = exp2_fast(__fsub_rn(other_top, base));
         top = above, total = __fmaf_rn(total, a, __fmul_rn(other_total, b));
     }
-    __device__ float operator()(float x, float other) const { return __fmaf_rn(x, a, __fmul_rn(other, b)); }
+    __device__ float addend(float other) const { return __fmul_rn(other, b); }
+    __device__ float operator()(float x, float other) const {
+        if constexpr (WIDE) return add_flushed(__fmul_rn(x, a), addend(other));
+        return __fmaf_rn(x, a, addend(other));
+    }
 };
 
-// A thread's sums of earlier segments, in shared memory.
+// A thread's sums of earlier segments: in shared memory, or, WIDE, in global memory, where only this thread reads and
+// writes them.
 struct Earlier {
     float4* at;
-    __device__ Earlier(char* kept) : at(reinterpret_cast<float4*>(kept) + threadIdx.x % WARPGROUP) {}
+    __device__ Earlier(void* kept) : at(static_cast<float4*>(kept) + threadIdx.x % WARPGROUP) {}
     __device__ void put(const Sums& acc) const {
 #pragma unroll
         for (int i = 0; i < V_WIDTH / 8; ++i)
@@ -125,6 +132,29 @@ struct Earlier {
             const float4 x = at[i * WARPGROUP];
             acc[4 * i] = low(x.x, acc[4 * i]), acc[4 * i + 1] = low(x.y, acc[4 * i + 1]);
             acc[4 * i + 2] = high(x.z, acc[4 * i + 2]), acc[4 * i + 3] = high(x.w, acc[4 * i + 3]);
+        }
+    }
+    // WIDE: merges acc into the sums where they are. Unless a top is raised, nothing is read.
+    __device__ void add(const Merge& low, const Merge& high, const Sums& acc) const {
+        if (low.a != 1.0f || high.a != 1.0f) {
+#pragma unroll 2
+            for (int i = 0; i < V_WIDTH / 8; ++i) {
+                float4 x = load_written(at + i * WARPGROUP);
+                x.x = __fmul_rn(x.x, low.a), x.y = __fmul_rn(x.y, low.a);
+                x.z = __fmul_rn(x.z, high.a), x.w = __fmul_rn(x.w, high.a);
+                at[i * WARPGROUP] = x;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < V_WIDTH / 8; ++i)
+            add_to(at + i * WARPGROUP, make_float4(low.addend(acc[4 * i]), low.addend(acc[4 * i + 1]),
+                                                   high.addend(acc[4 * i + 2]), high.addend(acc[4 * i + 3])));
+    }
+    __device__ void get(Sums& acc) const {
+#pragma unroll
+        for (int i = 0; i < V_WIDTH / 8; ++i) {
+            const float4 x = load_written(at + i * WARPGROUP);
+            acc[4 * i] = x.x, acc[4 * i + 1] = x.y, acc[4 * i + 2] = x.z, acc[4 * i + 3] = x.w;
         }
     }
 };
@@ -152,7 +182,11 @@ struct Finished {
         lse = total == 0.0f ? -infinity() : total != total ? total : log;
     }
     // Never -0.
-    __device__ float of(float acc) const { return __fmaf_rn(__fmul_rn(acc, scale), inverse, 0.0f); }
+    __device__ float of(float acc) const {
+        // As a merge flushes: one with a state of nothing must not change a bit.
+        const float sum = WIDE ? add_flushed(acc, 0.0f) : acc;
+        return __fmaf_rn(__fmul_rn(sum, scale), inverse, 0.0f);
+    }
 };
 
 }  // namespace rlk

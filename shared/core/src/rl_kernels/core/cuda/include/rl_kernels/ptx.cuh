@@ -99,6 +99,29 @@ __device__ inline void load_once(u32 (&word)[COUNT], const void* at) {
                      : "l"(at));
 }
 
+// x + y, with subnormal operands and sums flushed to 0, as add_to adds.
+__device__ inline float add_flushed(float x, float y) {
+    float sum;
+    asm("add.rn.ftz.f32 %0, %1, %2;" : "=f"(sum) : "f"(x), "f"(y));
+    return sum;
+}
+
+// Adds to four numbers in global memory, without reading them into registers (sm_90 and later): each as one atomic
+// addition. A thread that alone adds to them adds in the order of its calls. load_written reads what it has written.
+__device__ inline void add_to(float4* at, float4 x) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(x.x), "f"(x.y), "f"(x.z),
+                 "f"(x.w)
+                 : "memory");
+}
+__device__ inline float4 load_written(const float4* at) {
+    float4 x;
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "l"(at)
+                 : "memory");
+    return x;
+}
+
 // Loads 4 bytes of shared memory, by their address.
 __device__ inline u32 load_shared(u32 at) {
     u32 word;
