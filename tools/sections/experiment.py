@@ -8,16 +8,16 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from sections.text import ran_on
+from sections.text import of, ran_on
 
 from rl_kernels.lab.bench.report import as_table, digits
 
 ENDS = 20
 """Steps over which a reward is averaged at the start and at the end of a run."""
 HEADINGS = (
-    *("model", "sampler", "updates old", "loss", "runs of steps", "reward, first and last steps", "KL, same weights"),
-    *("outside 0.9 to 1.1", "clipped at once", "largest, nats", "other experts", "KL in the update"),
-    *("largest gradient", "seconds a step"),
+    *("model", "sampler", "updates old", "loss", "runs of steps", "reward, first and last steps", "tokens that differ"),
+    *("KL, same weights", "outside 0.9 to 1.1", "clipped at once", "largest, nats", "other experts"),
+    *("KL in the update", "largest gradient", "seconds a step"),
 )
 
 
@@ -57,6 +57,7 @@ def _row(way: tuple[Any, ...], logs: Sequence[Log]) -> tuple[str, ...]:
         *map(str, way),
         f"{len(logs)} of {min(len(log.steps) for log in logs)}",
         f"{first:.3f}, {last:.3f}",
+        of(sum(step["sampler"]["differ"] for step in steps), tokens),
         _number(fmean(step["sampler"]["k3"] for step in steps)),
         *(_share(sum(step["sampler"][name] for step in steps), tokens) for name in ("outside", "clipped")),
         _number(max(step["sampler"]["largest"] for step in steps)),
