@@ -125,3 +125,20 @@ def test_extreme_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 expected = drawing.draw(logits, norm, asked)
                 assert torch.equal(found.ids, expected.ids)
                 assert torch.equal(found.min_logit, expected.min_logit)
+
+
+def test_many_entries_just_below_the_k_th(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie in its bucket, but top-p's share is of what top-k keeps."""
+    run = built(tmp_path, {})
+    for vocab, processors in ((1004, 1), (9000, 132)):
+        draws(run, monkeypatch, processors)
+        logits = torch.full((2, vocab), -1.001)
+        logits[0, 3], logits[0, vocab - 2] = 0.0, -1.0
+        logits[1, 5], logits[1, vocab // 2 :] = 0.0, -9.0
+        norm = torch.stack((logits.amax(1), logits.exp().sum(1).log()), 1)
+        for top_k, top_p in ((2, 0.7), (2, 0.74), (2, 0.9), (vocab // 4, 0.99)):
+            asked = request_of(logits, norm, 1.0, top_k, top_p, 0.0, torch.full((2,), 0.9), None, True)
+            found, _ = sampling.launches_of(logits, asked)(logits, norm, asked)
+            expected = drawing.draw(logits, norm, asked)
+            assert torch.equal(found.ids, expected.ids)
+            assert torch.equal(found.min_logit, expected.min_logit)
