@@ -174,7 +174,7 @@ class Conformance(Rules, FarApart):
         assert baseline.modified(call, catching)
 
     def test_the_canary_is_repeatable_and_whole(self) -> None:
-        """The canary's bits differ between dtypes and repeat in every run; records have all dtypes of each backend."""
+        """The canary's bits differ between dtypes and repeat in every run; each record has forward, at least."""
         if not self.operator.canary:
             pytest.skip("it has no canary")
         runs = [_bits(self.operator, "native", device()) for _ in range(2)]
@@ -185,7 +185,7 @@ class Conformance(Rules, FarApart):
             assert arch.startswith(("sm", "gfx"))
             for backend, dtypes in backends.items():
                 self.operator.backend(backend)
-                assert all(sorted(by_pass) == sorted(canary.PASSES) for by_pass in dtypes.values())
+                assert all({"forward"} <= by_pass.keys() <= set(canary.PASSES) for by_pass in dtypes.values())
 
     @pytest.mark.gpu
     def test_the_canary_has_the_recorded_bits(self) -> None:
@@ -194,7 +194,11 @@ class Conformance(Rules, FarApart):
         record = canary.records_of(self.operator.canary).get(arch_of("cuda")) if has else None
         if record is None:
             pytest.skip("nothing is recorded for this architecture")
-        assert {name: _bits(self.operator, name, device()) for name in record} == record
+        for backend, dtypes in record.items():
+            found = _bits(self.operator, backend, device())
+            assert found.keys() == dtypes.keys()
+            for dtype, by_pass in dtypes.items():
+                assert {name: found[dtype][name] for name in by_pass} == by_pass, (backend, dtype)
 
 
 def _bits(operator: Operator, backend: str, device: torch.device) -> dict[str, dict[str, str]]:
