@@ -64,6 +64,9 @@ def test_only_the_aligned_sampler_has_no_mismatch(tmp_path: Path) -> None:
         [x.split(" of ")[0] for x in row.split(" | ")[6:12]] == ["0"] * 6 for row in rows if row.startswith("| tiny")
     ]
     assert zeros == [True, False, False]  # by name: aligned, fp8, stock
+    trained(tmp_path / "faster.jsonl", "--model=tiny-mixture", "--arm=stock", "--steps=1", "--rate=0.1")
+    with pytest.raises(ValueError, match=r"^logs of tiny-mixture, stock, 2, clip: expected settings"):
+        table.section(table.read(tmp_path))
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ REFUSED = [
     ("client_calls.py --device cpu --rows 0", f"argument --rows: {LESS}"),
     ("client_calls.py --device cpu --parts attention", "--parts: attention needs a GPU"),
     ("client_calls.py --device cuda", "--device: this PyTorch sees no GPU"),
+    ("experiment.py runs.pt --device=cpu", "log: expected a name that ends in .jsonl, got 'runs.pt'"),
     ("experiment.py runs.jsonl --samples=1", "argument --samples: expected an integer >= 2, got '1'"),
     ("mismatch.py --steps=0", f"argument --steps: {LESS}"),
     ("mismatch.py --jobs=0", f"argument --jobs: {LESS}"),

@@ -3,7 +3,8 @@
 SmolLM2-135M-Instruct, or a small mixture of experts trained from nothing, learns chains of sums, sorting and counting;
 the reward is the share of numbers that are right. Arms: `stock` is transformers as it comes, `aligned` runs under
 `invariant`, and `fp8` is stock with a sampler whose weights are rounded to FP8 (e4m3, a scale for each output channel).
-`--stale K` trains on rollouts that were sampled K updates ago. `--loss` uses the recorded log-probs so:
+`--stale K` trains on rollouts that were sampled K updates ago, the first K updates on those of the first weights.
+`--loss` uses the recorded log-probs so:
 
 - `clip`: old log-probs of the ratio, which is clipped (PPO, arXiv 1707.06347).
 - `plain`: the same without clipping: plain importance sampling.
@@ -11,7 +12,7 @@ the reward is the share of numbers that are right. Arms: `stock` is transformers
   min(old / recorded, 2): truncated importance sampling.
 
 This is a loop of its own, not TRL's: its `steps_per_generation` trains on one rollout several times, so that the
-staleness changes from update to update and is 0 in the first; here each update has a rollout exactly K updates old.
+staleness changes from update to update and is 0 in the first of each; here it is K from update K + 1 on.
 
 What is trained are FP32 factors of rank R of all layers' weights (LoRA, merged), so a checkpoint is small: factors and
 their two moments (7 MB for SmolLM2 at rank 2), and the K batches that wait. Weights are computed again from the model's
@@ -258,6 +259,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=count(0), default=0, help="stop and save after so long; 0: no limit")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(%(default)s)")
     args = parser.parse_args(argv)
+    if args.log.suffix != ".jsonl":
+        parser.error(f"log: expected a name that ends in .jsonl, got {args.log.name!r}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: this PyTorch sees no GPU")
     return args

@@ -35,12 +35,15 @@ def read(folder: Path) -> list[Log]:
 
 
 def section(logs: Sequence[Log]) -> str:
-    """Return a row for each way to train, over its seeds."""
+    """Return a row for each way to train, over its seeds; ``ValueError`` if other settings differ in a row."""
     groups: dict[tuple[Any, ...], list[Log]] = {}
     for log in logs:
         groups.setdefault(tuple(log.first["settings"][name] for name in ("model", "arm", "stale", "loss")), []).append(
             log
         )
+    for way, same in groups.items():
+        if any({**log.first["settings"], "seed": 0} != {**same[0].first["settings"], "seed": 0} for log in same):
+            raise ValueError(f"logs of {', '.join(map(str, way))}: expected settings that differ in the seed alone")
     rows = [HEADINGS, *(_row(way, groups[way]) for way in sorted(groups))]
     machines = dict.fromkeys(ran_on(log.first["environment"]) for log in logs)
     return "\n\n".join((as_table(rows), "\n".join(machines)))
