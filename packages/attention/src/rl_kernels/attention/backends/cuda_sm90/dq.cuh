@@ -121,6 +121,8 @@ struct RowSums {
     // Leaves a block to the other consumer.
     __device__ __forceinline__ void pass() {
         m.a_full[slot.stage].wait(slot.parity), m.b_full[slot.stage].wait(slot.parity);
+        // No product follows for which the warp would wait: a lane still at the wait would miss a stage filled twice.
+        __syncwarp();
         give_back(m.a_empty[slot.stage]), give_back(m.b_empty[slot.stage]);
         slot.advance();
     }
