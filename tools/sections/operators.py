@@ -1,4 +1,4 @@
-"""The tables of an operator's benchmarks: a summary for its README, its page, and the host's time."""
+"""The tables of an operator's benchmarks: a summary for its README, its page, the host's time, and calls in turn."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sections.text import filled, picture
+from sections.text import filled, picture, ran_on
 
 from rl_kernels.lab.bench.record import Document, Measured, Record
-from rl_kernels.lab.bench.report import RATIO, Rows, as_list, as_table, facts, quotient, tables
+from rl_kernels.lab.bench.report import RATIO, Rows, as_list, as_table, digits, facts, quotient, tables
 
 LONGEST = 100
 """Rows of a table that a page shows; of a longer one it shows the geometric means alone."""
@@ -112,3 +112,15 @@ def call_paths(results: Mapping[str, Any]) -> str:
     ]
     arguments = as_table([("function", "positional", "keywords"), *counts])
     return f"{as_table([head, *[(*key, *cells) for key, cells in passes.items()]])}\n\n{arguments}"
+
+
+def in_turn(document: Mapping[str, Any]) -> str:
+    """Return the table of calls that were timed in turn; its ratios are of times, also where the numbers are rates."""
+    rows, ratios = document["rows"], document["ratios"]
+    ways = list(dict.fromkeys(way for row in rows for way in row if way != "call"))
+    table = [[document["what"], *ways, *(f"time of {one} / {other}" for one, other in ratios)]]
+    for row in rows:
+        pairs = [[row.get(way) for way in (pair[::-1] if document["rate"] else pair)] for pair in ratios]
+        quotients = ("" if None in pair else f"{pair[0] / pair[1]:.2f}" for pair in pairs)
+        table.append([row["call"], *(digits(row[way]) if way in row else "" for way in ways), *quotients])
+    return f"{as_table(table)}\n\n{ran_on(document['environment'])}"
