@@ -14,10 +14,13 @@ from rl_kernels.lab.bench.report import as_table, digits
 
 ENDS = 20
 """Steps over which a reward is averaged at the start and at the end of a run."""
-HEADINGS = (
-    *("model", "sampler", "updates old", "loss", "runs of steps", "reward, first and last steps", "tokens that differ"),
-    *("KL, same weights", "outside 0.9 to 1.1", "clipped at once", "largest, nats", "other experts"),
-    *("KL in the update", "largest gradient", "seconds a step"),
+MISMATCH = (
+    *("same weights: sampler and training", "tokens that differ", "KL", "outside 0.9 to 1.1", "clipped at once"),
+    *("largest, nats", "other experts"),
+)
+TRAINING = (
+    *("training", "runs of steps", "reward, first and last steps", "KL in the update", "largest gradient"),
+    "seconds a step",
 )
 
 
@@ -44,31 +47,46 @@ def section(logs: Sequence[Log]) -> str:
     for way, same in groups.items():
         if any({**log.first["settings"], "seed": 0} != {**same[0].first["settings"], "seed": 0} for log in same):
             raise ValueError(f"logs of {', '.join(map(str, way))}: expected settings that differ in the seed alone")
-    rows = [HEADINGS, *(_row(way, groups[way]) for way in sorted(groups))]
+    tables = ([headings, *(row(way, groups[way]) for way in sorted(groups))] for headings, row in PARTS)
     machines = dict.fromkeys(ran_on(log.first["environment"]) for log in logs)
-    return "\n\n".join((as_table(rows), "\n".join(machines)))
+    return "\n\n".join((*map(as_table, tables), "\n".join(machines)))
 
 
-def _row(way: tuple[Any, ...], logs: Sequence[Log]) -> tuple[str, ...]:
+def _mismatch(way: tuple[Any, ...], logs: Sequence[Log]) -> tuple[str, ...]:
+    found = [step["sampler"] for log in logs for step in log.steps]
+    tokens = sum(each["tokens"] for each in found)
+    rerouted = [each["rerouted"] for each in found]
+    return (
+        _named(way),
+        of(sum(each["differ"] for each in found), tokens),
+        _number(fmean(each["k3"] for each in found)),
+        *(_share(sum(each[name] for each in found), tokens) for name in ("outside", "clipped")),
+        _number(max(each["largest"] for each in found)),
+        "" if None in rerouted else _share(sum(rerouted), tokens),
+    )
+
+
+def _training(way: tuple[Any, ...], logs: Sequence[Log]) -> tuple[str, ...]:
     steps = [step for log in logs for step in log.steps]
-    tokens = sum(step["sampler"]["tokens"] for step in steps)
     first, last = (
         fmean(step["reward"] for log in logs for step in log.steps[ends]) for ends in (slice(ENDS), slice(-ENDS, None))
     )
-    rerouted = [step["sampler"]["rerouted"] for step in steps]
     return (
-        *map(str, way),
+        _named(way),
         f"{len(logs)} of {min(len(log.steps) for log in logs)}",
         f"{first:.3f}, {last:.3f}",
-        of(sum(step["sampler"]["differ"] for step in steps), tokens),
-        _number(fmean(step["sampler"]["k3"] for step in steps)),
-        *(_share(sum(step["sampler"][name] for step in steps), tokens) for name in ("outside", "clipped")),
-        _number(max(step["sampler"]["largest"] for step in steps)),
-        "" if None in rerouted else _share(sum(rerouted), tokens),
         _number(fmean(step["update"]["k3"] for step in steps)),
         _number(max(step["grad_norm"] for step in steps)),
         digits(median(step["seconds"] for step in steps)),
     )
+
+
+PARTS = ((MISMATCH, _mismatch), (TRAINING, _training))
+
+
+def _named(way: tuple[Any, ...]) -> str:
+    model, arm, stale, loss = way
+    return f"{model}, `{arm}`, {stale} updates old, `{loss}`"
 
 
 def _number(value: float) -> str:
